@@ -1,0 +1,53 @@
+# Two commands start everything: `make demo` and `make test`. Both need only Python 3.11 or later.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test install install-dev format lint types layers unit docs bench clean
+
+demo: install  ## train a small language model in low precision and write a report
+	$(BIN)/narrowcast train quickstart
+
+test: install-dev lint types layers unit docs  ## the whole gate
+
+# torch comes first and alone, so that nothing else pulls another build of it.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+install: $(VENV)/installed
+
+install-dev: $(VENV)/installed-dev
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install-dev
+	$(BIN)/mypy
+
+layers: install-dev
+	$(BIN)/lint-imports
+
+# One torch thread a worker: two workers with two threads each would fight for the cores.
+unit: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu"
+
+docs: install-dev
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: install-dev
+	$(BIN)/python benchmarks/engine.py
+
+clean:
+	rm -rf $(VENV) site build

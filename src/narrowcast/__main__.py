@@ -1,0 +1,5 @@
+"""`python -m narrowcast` is `narrowcast`."""
+
+from narrowcast.cli import main
+
+main()

@@ -1,0 +1,86 @@
+"""The command `narrowcast`: its verbs, and how whatever they end with becomes an exit code.
+
+Verbs import torch, pydantic and rich inside their functions, so that help and a misspelt word are
+answered at once.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from narrowcast import __version__
+from narrowcast.cli.doctor import doctor
+from narrowcast.cli.plan import plan
+from narrowcast.cli.recipes import recipes
+from narrowcast.cli.report import report
+from narrowcast.cli.resume import resume
+from narrowcast.cli.schema import schema
+from narrowcast.cli.train import train
+from narrowcast.cli.verify_resume import verify_resume
+from narrowcast.errors import NarrowcastError
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells count."""
+
+VERBS = (doctor, recipes, plan, train, resume, report, verify_resume, schema)
+"""In the order somebody new meets them, which is the order of the help."""
+
+
+class _InOrder(click.Group):
+    """A group that lists its commands as they were added, not by the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=_InOrder,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="RECIPE is a shipped name (see `narrowcast recipes`) or a YAML file. KEY=VALUE words "
+    "win over it: steps=200 precision.policy=fp16.",
+)
+@click.version_option(__version__, prog_name="narrowcast")
+def narrowcast() -> None:
+    """Train PyTorch models in fewer bits, and know that it is safe."""
+
+
+for verb in VERBS:
+    narrowcast.add_command(verb)
+
+
+def main() -> NoReturn:
+    """Run the words of the command line, and exit."""
+    sys.exit(exit_code_of(sys.argv[1:]))
+
+
+def exit_code_of(words: Sequence[str]) -> int:
+    """Run `words`, say on stderr what went wrong if anything did, and return the exit code.
+
+    An exception that is none of ours is a bug, and keeps its traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ×: better ? than a traceback
+    try:
+        code = narrowcast.main(args=list(words), prog_name="narrowcast", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        if isinstance(error, click.NoSuchOption):
+            setting = error.option_name.lstrip("-").partition("=")[0]
+            click.echo(f"Settings of a recipe have no dashes: write {setting}=VALUE", err=True)
+        return error.exit_code
+    except NarrowcastError as error:
+        click.echo(f"narrowcast: {error}", err=True)
+        return error.exit_code
+    except click.Abort:  # what click makes of Ctrl-C
+        click.echo("narrowcast: interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough. Python would say so once more while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0

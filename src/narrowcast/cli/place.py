@@ -1,0 +1,49 @@
+"""Where a new run goes."""
+
+import re
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.runs import RunFolder
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A folder that can be made."""
+
+    path: Path
+    taken: Path | None = None
+    """The folder that would have been used, had it not been there already."""
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.taken} is taken)" if self.taken else str(self.path)
+
+
+def place_for(name: str, out: str | None) -> Place:
+    """Return the place of a new run called `name`: `out`, or the first free one of that name.
+
+    Makes nothing. An `out` that holds a run already is refused here, before any work is done.
+    """
+    if out is not None:
+        _require_no_run(Path(out))
+        return Place(path=Path(out))
+    first = RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run")
+    if not first.exists():
+        return Place(path=first)
+    numbered = (first.with_name(f"{first.name}-{n}") for n in count(2))
+    return Place(path=next(path for path in numbered if not path.exists()), taken=first)
+
+
+def _require_no_run(path: Path) -> None:
+    try:
+        RunFolder.open(path)
+    except CheckpointError:
+        return  # whatever else is in the way, making the folder says
+    raise RecipeError(
+        f"{path} already holds a run; choose another --out, or continue it with "
+        f"`narrowcast resume {path}`"
+    )

@@ -1,0 +1,37 @@
+"""`narrowcast plan`: which module would get which formats here, and why, before anything runs."""
+
+import click
+
+from narrowcast.cli.words import json_option, overrides_argument, recipe_argument
+
+
+@click.command()
+@recipe_argument
+@overrides_argument
+@json_option
+@click.option("--all", "every", is_flag=True, help="One row for every module, none folded.")
+def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) -> None:
+    """Show which formats every module would get, and why.
+
+    The model is planned from its shapes: no weight is allocated and no data is read.
+    """
+    from narrowcast.workloads import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+
+    import json
+
+    from narrowcast.cli.screen import screen, working
+
+    console = screen()
+    with working(console, "planning"):
+        from narrowcast.cli.assemble import planned
+        from narrowcast.hardware import probe
+
+        choices = planned(loaded.recipe, probe(loaded.recipe.device))
+    if as_json:
+        click.echo(json.dumps(choices.to_json(), indent=2, ensure_ascii=False))
+        return
+    from narrowcast.cli.layer_table import print_plan
+
+    print_plan(console, choices, title=loaded.recipe.name, every=every)

@@ -1,0 +1,53 @@
+"""`narrowcast resume`: a run that ended early, continued as if it had not."""
+
+import click
+
+from narrowcast.cli.words import overrides_argument, quiet_option, run_argument
+
+
+@click.command()
+@run_argument
+@overrides_argument
+@quiet_option
+def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
+    """Continue the run in DIR, bit for bit.
+
+    It goes on from its last checkpoint; without one it begins again, in the same folder.
+    KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers and data.prefetch.
+    """
+    from narrowcast.cli.changes import continued, notices
+    from narrowcast.cli.screen import say, screen, working
+    from narrowcast.runs import RunFolder
+
+    console = screen(quiet=quiet)
+    with RunFolder.open(folder) as run:
+        before, loaded = continued(run, overrides)
+        with working(console, "loading the run"):
+            from narrowcast.cli.assemble import assemble
+            from narrowcast.cli.conduct import conduct
+            from narrowcast.cli.finished import finished_at
+            from narrowcast.cli.summary import already_done, introduce
+            from narrowcast.runs import describe_environment
+            from narrowcast.training.resume import latest_state, rewind_to
+            from narrowcast.training.trainer import train as begin
+
+            if finished_at(run, loaded.recipe.steps):
+                already_done(console, run.path, steps=loaded.recipe.steps)
+                return
+            state = latest_state(run)
+            assembled = assemble(loaded.recipe)
+            environment = describe_environment()
+        task, prepared = assembled.task, assembled.prepared
+        records = begin(prepared, task, loaded.recipe, folder=run.path, resume=state)
+        # From here on the folder changes; another process that writes to it is refused first.
+        rewind_to(run, state)
+        changes = notices(run, before.recipe, loaded.recipe, choices=prepared.plan)
+        run.write_json("resolved.json", loaded.resolved())
+        run.write_json("plan.json", prepared.plan.to_json())
+        run.add_session(environment)
+        step = state["step"] if state else 0
+        introduce(console, loaded.recipe, choices=prepared.plan, folder=str(run.path))
+        say(console, "from", f"step {step}" if step else "the beginning: it has no checkpoint yet")
+        for notice in changes:
+            say(console, "note", notice, style="yellow")
+        conduct(run, records, console=console, recipe=loaded.recipe, choices=prepared.plan)

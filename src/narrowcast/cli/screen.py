@@ -1,0 +1,51 @@
+"""Where output goes: a terminal with colours and a moving bar, or plain lines anywhere else."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PAPER_WIDTH = 1000
+"""Columns of a file or a pipe, so that nothing is folded there."""
+LABEL_WIDTH = 10
+
+
+def screen(*, quiet: bool = False) -> Console:
+    """Return the console for this process's output."""
+    width = None if sys.stdout.isatty() else PAPER_WIDTH
+    return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
+
+
+def is_live(console: Console) -> bool:
+    """Say whether lines that have been printed can be drawn again."""
+    return console.is_interactive and not console.quiet and console.file.isatty()
+
+
+def say(console: Console, label: str, text: str | Text, *, style: str = "dim") -> None:
+    """Print a text after a short label; labels, and texts of several lines, form columns."""
+    if console.width == PAPER_WIDTH:
+        console.print(Text.assemble(f"{label:<{LABEL_WIDTH}}", text))
+        return
+    columns = Table.grid()
+    columns.add_column(width=LABEL_WIDTH, style=style)
+    columns.add_column()
+    columns.add_row(label, text)
+    console.print(columns)
+
+
+def say_command(console: Console, label: str, command: str) -> None:
+    """Print a command or a path after a short label, in one piece however long, to be copied."""
+    console.print(Text.assemble((f"{label:<{LABEL_WIDTH}}", "dim"), command), soft_wrap=True)
+
+
+@contextmanager
+def working(console: Console, what: str) -> Iterator[None]:
+    """Show on a terminal that `what` is being done."""
+    if is_live(console):
+        with console.status(f"{what} …"):
+            yield
+    else:
+        yield

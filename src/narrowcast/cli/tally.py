@@ -1,0 +1,73 @@
+"""The numbers shown while a run goes on, as a value that each step hands on."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from narrowcast.runs import StepRecord
+
+KEPT = 0.9
+"""Share of a smoothed number that is left one step later: it looks back about ten steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smooth:
+    """A mean over the last steps, in which older ones count less."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The mean; not a number before the first step."""
+        return self.total / self.weight if self.weight else math.nan
+
+    def after(self, x: float) -> "Smooth":
+        """Return the mean with `x` in it; an infinite one would stay for good and is left out."""
+        if not math.isfinite(x):
+            return self
+        return Smooth(total=self.total * KEPT + x, weight=self.weight * KEPT + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """How far a run is, and how it goes."""
+
+    steps: int
+    step: int = 0
+    scale: float = 1.0
+    skipped: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    smooth_loss: Smooth = field(default_factory=Smooth)
+    smooth_tokens: Smooth = field(default_factory=Smooth)
+    smooth_seconds: Smooth = field(default_factory=Smooth)
+
+    def after(self, record: StepRecord) -> "Tally":
+        """Return the numbers with one more step in them."""
+        return replace(
+            self,
+            step=record.step,
+            scale=record.loss_scale,
+            skipped=self.skipped + (not record.applied),
+            tokens=self.tokens + record.tokens,
+            seconds=self.seconds + record.seconds,
+            smooth_loss=self.smooth_loss.after(record.loss),
+            smooth_tokens=self.smooth_tokens.after(record.tokens),
+            smooth_seconds=self.smooth_seconds.after(record.seconds),
+        )
+
+    @property
+    def loss(self) -> float:
+        """The loss of the last steps."""
+        return self.smooth_loss.value
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The pace of the last steps."""
+        seconds = self.smooth_seconds.value
+        return self.smooth_tokens.value / seconds if seconds else math.nan
+
+    @property
+    def seconds_left(self) -> float:
+        """The time the remaining steps take at that pace, evaluations not counted."""
+        return (self.steps - self.step) * self.smooth_seconds.value

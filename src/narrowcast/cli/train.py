@@ -1,0 +1,43 @@
+"""`narrowcast train`: a run from its recipe to its report."""
+
+import click
+
+from narrowcast.cli.words import overrides_argument, quiet_option, recipe_argument
+
+
+@click.command()
+@recipe_argument
+@overrides_argument
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    help="Folder of the run, new or empty.  [default: runs/NAME, or the first free runs/NAME-2 …]",
+)
+@quiet_option
+def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
+    """Train RECIPE, show how it goes, and write a report."""
+    from narrowcast.cli.place import place_for
+    from narrowcast.cli.screen import screen, working
+    from narrowcast.workloads import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    place = place_for(loaded.recipe.name, out)
+    console = screen(quiet=quiet)
+    with working(console, "building the model"):
+        from narrowcast.cli.assemble import assemble
+        from narrowcast.cli.conduct import conduct
+        from narrowcast.cli.summary import introduce
+        from narrowcast.runs import RunFolder, describe_environment
+        from narrowcast.training.trainer import train as begin
+
+        assembled = assemble(loaded.recipe)
+        environment = describe_environment()
+    task, prepared = assembled.task, assembled.prepared
+    with RunFolder.create(
+        place.path, recipe_text=loaded.text, resolved=loaded.resolved(), environment=environment
+    ) as run:
+        run.write_json("plan.json", prepared.plan.to_json())
+        introduce(console, loaded.recipe, choices=prepared.plan, folder=str(place))
+        records = begin(prepared, task, loaded.recipe, folder=run.path)
+        conduct(run, records, console=console, recipe=loaded.recipe, choices=prepared.plan)

@@ -1,0 +1,56 @@
+"""`narrowcast verify-resume`: proof that a killed and resumed run is the run it would have been."""
+
+import click
+
+from narrowcast.cli.words import overrides_argument, quiet_option, recipe_argument
+
+NOT_EQUAL = 1
+"""The exit code of a check that ran and found a difference, as of diff and cmp."""
+
+
+@click.command("verify-resume")
+@recipe_argument
+@overrides_argument
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    help="Keep both runs here; otherwise only where they differ.",
+)
+@click.option("--seed", default=0, show_default=True, help="Chooses the step to kill the run at.")
+@quiet_option
+def verify_resume(
+    recipe: str, overrides: tuple[str, ...], out: str | None, seed: int, quiet: bool
+) -> None:
+    """Check that a killed and resumed run is the same run.
+
+    Trains RECIPE straight, and again with a kill -9 and a resume, and compares bit for bit.
+
+    Exits with 0 if records, weights, optimizer, scale and random state are all the same, with 1
+    if anything differs.
+    """
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    from narrowcast.cli.screen import screen, working
+    from narrowcast.workloads import load_recipe
+
+    loaded = load_recipe(recipe, overrides)
+    console = screen(quiet=quiet)
+    folder = Path(out or tempfile.mkdtemp(prefix="narrowcast-"))
+    with working(console, "training twice"):
+        from narrowcast.training.verify import verify_resume as verify
+
+        check = verify(loaded.recipe, [recipe, *overrides], folder=folder, seed=seed)
+    where = f"step {check.resumed_from}" if check.resumed_from else "the beginning"
+    story = f"killed after step {check.killed_after} of {check.steps}, resumed from {where}"
+    if not check.equal:
+        click.echo(
+            f"narrowcast: not equal: {story}: {check.difference}; both runs are in {folder}",
+            err=True,
+        )
+        click.get_current_context().exit(NOT_EQUAL)
+    if out is None:
+        shutil.rmtree(folder)
+    console.print(f"equal, bit for bit: {story}", style="green", soft_wrap=True)

@@ -1,0 +1,134 @@
+"""From a recipe's name or file, and words that win over it, to checked settings with origins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from narrowcast.config.given import Given, Setting
+from narrowcast.config.sections import Recipe, Sections
+from narrowcast.config.sources import read_source
+from narrowcast.config.tree import recipe_tree
+from narrowcast.config.validate import validate
+from narrowcast.config.yaml_text import YamlError, parse
+from narrowcast.errors import CheckpointError, RecipeError
+
+DEFAULT = "default"
+
+SectionsOf = Callable[[str], Sections]
+"""From a workload's name to its sections; raises RecipeError where there is none."""
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe, and who set each of its values."""
+
+    recipe: Recipe
+    origins: dict[str, str]
+    """Dotted key to `default`, the name of a file, or `command line`."""
+    text: str
+    """The recipe file as it was given."""
+
+    def resolved(self) -> dict[str, dict[str, Any]]:
+        """Return every setting with its value and origin, as `resolved.json` keeps them."""
+        return {
+            key: {"value": value, "origin": self.origins[key]} for key, value in _flat(self.recipe)
+        }
+
+
+def load_recipe(
+    source: str | Path, overrides: Iterable[str] = (), *, sections: SectionsOf
+) -> LoadedRecipe:
+    """Load a shipped recipe or a file, with KEY=VALUE words that win over it.
+
+    Everything that is wrong is said at once, in one RecipeError.
+    """
+    found = read_source(source)
+    words = list(overrides)
+    try:
+        document = parse(found.text)
+    except YamlError as error:
+        raise RecipeError(f"{found.shown}:{error.line}: {error}") from None
+
+    def fill(given: Given) -> None:
+        given.settings["name",] = Setting(found.name, found.origin, f"{found.shown}: name")
+        given.add_file(document, origin=found.origin, shown_as=found.shown)
+        for word in words:
+            given.add_word(word)
+
+    return _load(fill, sections, shown_as=found.shown, text=found.text)
+
+
+def from_resolved(
+    resolved: Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    sections: SectionsOf,
+    text: str = "",
+) -> LoadedRecipe:
+    """Load the recipe of an earlier run from its `resolved.json`, with words that win over it.
+
+    `text` is the recipe file that run was given.
+    """
+    words = list(overrides)
+    for key, entry in resolved.items():
+        if not isinstance(entry, Mapping) or set(entry) != {"value", "origin"}:
+            raise CheckpointError(f"resolved.json is damaged: {key} has no value and origin")
+
+    def fill(given: Given) -> None:
+        given.add_resolved(resolved, shown_as="resolved.json")
+        for word in words:
+            given.add_word(word)
+
+    return _load(fill, sections, shown_as="resolved.json", text=text)
+
+
+def _load(
+    fill: Callable[[Given], None], sections: SectionsOf, *, shown_as: str, text: str
+) -> LoadedRecipe:
+    # The workload decides which settings there are, so it is looked up first.
+    first = Given(recipe_tree(None))
+    fill(first)
+    known, problem = _sections(first.settings.get(("workload",)), sections)
+    given = Given(recipe_tree(known))
+    fill(given)
+    given.problems += problem
+    recipe = validate(given, known, shown_as=shown_as)
+    if recipe is None or given.problems:
+        raise RecipeError(_listed(given.problems))
+    origins = {".".join(path): setting.origin for path, setting in given.settings.items()}
+    return LoadedRecipe(recipe, {key: origins.get(key, DEFAULT) for key, _ in _flat(recipe)}, text)
+
+
+def _sections(workload: Setting | None, sections: SectionsOf) -> tuple[Sections | None, list[str]]:
+    """Return the sections of the workload, or what is wrong with its name."""
+    if workload is None or not isinstance(workload.value, str) or not workload.value:
+        return None, []  # said by the validation
+    try:
+        return sections(workload.value), []
+    except RecipeError as error:
+        return None, [f"{workload.where}: {error}"]
+
+
+def _listed(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} problems in the recipe:", *(f"  {p}" for p in problems)])
+
+
+def _flat(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """Yield every setting, sections taken apart, as dotted key and JSON value."""
+
+    def walk(model: BaseModel, dumped: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name in type(model).model_fields:
+            value = getattr(model, name)
+            if isinstance(value, BaseModel):
+                yield from walk(value, dumped[name], f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", dumped[name]
+
+    yield from walk(recipe, recipe.model_dump(mode="json"), "")

@@ -1,0 +1,127 @@
+"""The settings of a recipe as a tree of names, and what each of them takes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from narrowcast.config.sections import CommonSettings, Sections
+from narrowcast.config.yaml_text import KeyPath
+
+Tree = Mapping[str, "Tree | FieldInfo | None"]
+"""Name to setting or section; None is a section of which nothing is known."""
+
+EXACT_INTEGERS = 2.0**53
+"""Up to here every integer is a float, so `1e3` means exactly one whole number."""
+
+
+def recipe_tree(sections: Sections | None) -> Tree:
+    """Return the tree of a recipe, whose workload's sections may be unknown."""
+    data = None if sections is None else tree_of(sections.data)
+    model = None if sections is None else tree_of(sections.model)
+    return {**tree_of(CommonSettings), "data": data, "model": model}
+
+
+def tree_of(model: type[BaseModel]) -> Tree:
+    """Return the tree of one model; a field whose type is a model is a section."""
+    return {
+        name: tree_of(field.annotation) if _is_section(field.annotation) else field
+        for name, field in model.model_fields.items()
+    }
+
+
+def leaves(tree: Tree, path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
+    """Yield every setting of `tree`, with its path."""
+    for name, entry in tree.items():
+        match entry:
+            case None:
+                continue
+            case FieldInfo():
+                yield (*path, name), entry
+            case _:
+                yield from leaves(entry, (*path, name))
+
+
+def fitted(value: object, annotation: object) -> object:
+    """Return `value` in the type that `annotation` takes, where that loses nothing.
+
+    The words none and null stand for None where None is allowed, and a float that is whole stands
+    for an int where no float is.
+    """
+    options = options_of(annotation)
+    match value:
+        case str() if value.lower() in ("none", "null") and type(None) in options:
+            return value if value in choices_of(annotation) else None
+        case float() if int in options and float not in options:
+            whole = value.is_integer() and abs(value) <= EXACT_INTEGERS
+            return int(value) if whole else value
+        case list():
+            return [fitted(item, _item_type(options, i)) for i, item in enumerate(value)]
+        case dict():
+            return {key: fitted(item, _value_type(options)) for key, item in value.items()}
+        case _:
+            return value
+
+
+def takes_text(value: object, annotation: object) -> bool:
+    """Say whether a setting takes text, and takes nothing of the type `value` has."""
+    options = options_of(annotation)
+    text = any(option in (str, Path) or get_origin(option) is Literal for option in options)
+    kinds = {get_origin(option) or option for option in options}
+    sequence = isinstance(value, list) and bool(kinds & {list, tuple, set, frozenset, Sequence})
+    mapping = isinstance(value, dict) and bool(kinds & {dict, Mapping})
+    return text and not (sequence or mapping or type(value) in kinds)
+
+
+def is_mapping(annotation: object) -> bool:
+    """Say whether a setting is a mapping, so that its entries can be set one by one."""
+    return any(get_origin(option) in (dict, Mapping) for option in options_of(annotation))
+
+
+def entry_type(annotation: object) -> object:
+    """Return what the values of a mapping setting must be."""
+    return _value_type(options_of(annotation))
+
+
+def choices_of(annotation: object) -> tuple[Any, ...]:
+    """Return the values of the Literals in `annotation`."""
+    literals = (o for o in options_of(annotation) if get_origin(o) is Literal)
+    return tuple(choice for literal in literals for choice in get_args(literal))
+
+
+def options_of(annotation: object) -> list[Any]:
+    """Take unions, aliases and Annotated apart: the plain types a value may have."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return options_of(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [option for part in get_args(annotation) for option in options_of(part)]
+    return [annotation]
+
+
+def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _item_type(options: list[Any], index: int) -> object:
+    """Return the type of item `index` of the list or tuple among `options`."""
+    for option in options:
+        args = get_args(option)
+        origin = get_origin(option)
+        if origin is tuple and args[-1:] != (...,):
+            return args[index] if index < len(args) else object
+        if origin in (list, tuple, set, frozenset, Sequence):
+            return args[0]
+    return object
+
+
+def _value_type(options: list[Any]) -> object:
+    for option in options:
+        if get_origin(option) in (dict, Mapping):
+            return get_args(option)[1]
+    return object

@@ -1,0 +1,160 @@
+"""From the table of given settings to a recipe, or to everything that is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from narrowcast.config.given import Given, Setting
+from narrowcast.config.sections import CommonSettings, Recipe, Sections
+from narrowcast.config.tree import choices_of, leaves, options_of
+from narrowcast.config.wording import closest, needed, shown, written
+from narrowcast.config.yaml_text import KeyPath, parse_scalar
+
+
+def validate(given: Given, sections: Sections | None, *, shown_as: str) -> Recipe | None:
+    """Build the recipe; where that fails, add what is wrong to `given.problems` instead.
+
+    pydantic checks settings against each other only where each is fine alone. So a setting found
+    wrong is left out and the rest checked again, until nothing new is found; what concerns a
+    setting already found wrong is not said twice.
+    """
+    words = _Words(given, shown_as)
+    wrong: set[KeyPath] = set()
+    while True:
+        kept = {path: s for path, s in given.settings.items() if path not in wrong}
+        parts, errors = _attempt(kept, sections)
+        if not errors:
+            return None if sections is None else _whole(parts)
+        found = [problem for error in errors for problem in words.explain(error)]
+        fresh = [problem for problem in found if not problem.keys & wrong]
+        if not fresh:
+            return None
+        # Once each: a setting of several types is refused by pydantic once a type.
+        given.problems += dict.fromkeys(problem.text for problem in fresh)
+        wrong.update(*(problem.keys for problem in fresh))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    keys: frozenset[KeyPath]
+    """The settings that take part in it."""
+    text: str
+
+
+def _attempt(
+    settings: Mapping[KeyPath, Setting], sections: Sections | None
+) -> tuple[dict[str, BaseModel], list[ErrorDetails]]:
+    """Validate the common settings and the workload's sections each for itself."""
+    values = _nested(settings)
+    data, model = values.pop("data", {}), values.pop("model", {})
+    todo: dict[str, tuple[type[BaseModel], object]] = {"": (CommonSettings, values)}
+    if sections is not None:
+        todo |= {"data": (sections.data, data), "model": (sections.model, model)}
+    parts: dict[str, BaseModel] = {}
+    errors: list[ErrorDetails] = []
+    for name, (kind, value) in todo.items():
+        try:
+            # As JSON, where strict still lets a list be a tuple and text be a path.
+            parts[name] = kind.model_validate_json(json.dumps(value))
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                details["loc"] = (*filter(None, [name]), *details["loc"])
+                errors.append(details)
+    return parts, errors
+
+
+def _nested(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for (*sections, name), setting in settings.items():
+        here = root
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[name] = setting.value
+    return root
+
+
+def _whole(parts: dict[str, BaseModel]) -> Recipe:
+    common = parts[""]
+    values = {name: getattr(common, name) for name in CommonSettings.model_fields}
+    return Recipe.model_validate({**values, "data": parts["data"], "model": parts["model"]})
+
+
+@dataclass(frozen=True)
+class _Words:
+    """Puts pydantic's errors into words."""
+
+    given: Given
+    shown_as: str
+
+    def explain(self, error: ErrorDetails) -> Iterator[_Problem]:
+        path = tuple(map(str, error["loc"]))
+        fields = dict(leaves(self.given.tree))
+        if error["type"] == "conflict":
+            for keys, text in error["ctx"]["conflicts"]:
+                involved = [(*path, *key.split(".")) for key in keys]
+                yield _Problem(frozenset(involved), f"{self._where(involved)}: {text}")
+            return
+        leaf = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in fields), path)
+        keys = frozenset({leaf})
+        if leaf not in self.given.settings:
+            field = fields.get(leaf)
+            text = _missing(leaf, field) if error["type"] == "missing" and field else error["msg"]
+            yield _Problem(keys, f"{self._where([leaf])}: {text}")
+            return
+        setting = self.given.settings[leaf]
+        said_by_us = error["type"] in ("value_error", "assertion_error")
+        text = (
+            error["msg"].partition(", ")[2] if said_by_us else _wrong(setting, fields[leaf], leaf)
+        )
+        yield _Problem(keys, f"{setting.where}: {text}")
+
+    def _where(self, paths: Iterable[KeyPath]) -> str:
+        """Begin a message about `paths`, with the first of them that was given."""
+        paths = list(paths)
+        given = [self.given.settings[path] for path in paths if path in self.given.settings]
+        return given[0].where if given else ": ".join([self.shown_as, ".".join(paths[0])])
+
+
+def _missing(path: KeyPath, field: FieldInfo) -> str:
+    key = ".".join(path)
+    return f"not set; write {key}=VALUE, {needed(field)} ({field.description or key})"
+
+
+def _wrong(setting: Setting, field: FieldInfo, path: KeyPath) -> str:
+    """Say what a setting takes, when it was given something else."""
+    text = f"needs {needed(field)}, got {shown(setting.value)}"
+    choices = [str(choice) for choice in choices_of(field.annotation)]
+    if isinstance(setting.value, str):
+        if guess := closest(setting.value, choices):
+            return f"{text}; did you mean {guess}?"
+        if _is_number(parse_scalar(setting.value)) and {int, float} & set(_types(field)):
+            return f"{text}; leave out the quotes"
+    if str in _types(field) and _is_number(setting.value):
+        return f'{text}; put it in quotes, "{setting.value}"'
+    if bool in _types(field) and (meaning := _YAML_1_1.get(str(setting.value).lower())):
+        return f"{text}; write {meaning}"
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return (
+        text if default in _TEACHES_NOTHING else f"{text}; e.g. {'.'.join(path)}={written(default)}"
+    )
+
+
+_YAML_1_1 = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+"""Words that were booleans in YAML 1.1 and still are in people's fingers."""
+_TEACHES_NOTHING: tuple[object, ...] = (None, "", (), {})
+"""Defaults that do not show how a value is written."""
+
+
+def _types(field: FieldInfo) -> list[Any]:
+    return options_of(field.annotation)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

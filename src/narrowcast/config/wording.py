@@ -1,0 +1,148 @@
+"""What a setting takes, and which setting was meant, in words for error messages."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from narrowcast.config.tree import Tree, choices_of, leaves, options_of
+from narrowcast.config.yaml_text import KeyPath
+
+LONGEST_VALUE = 60
+"""Characters of a value or a word that are shown."""
+
+
+def needed(field: FieldInfo) -> str:
+    """Say what values `field` takes: `a whole number of at least 1`."""
+    if any(getattr(bound, "pattern", None) for bound in field.metadata):
+        return str(field.description)
+    return _needed(field.annotation, field.metadata)
+
+
+def shown(value: object) -> str:
+    """Return `value` as somebody would write it in a recipe, shortened."""
+    match value:
+        case None:
+            text = "none"
+        case bool():
+            text = str(value).lower()
+        case float():
+            text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        case str():
+            text = repr(value)
+        case list() | tuple():
+            text = "[" + ", ".join(shown(item) for item in value) + "]"
+        case _:
+            text = json.dumps(value, default=str)
+    return shortened(text)
+
+
+def written(value: object) -> str:
+    """Return `value` as it stands behind the = of a command line."""
+    return shortened(value) if isinstance(value, str) else shown(value)
+
+
+def shortened(text: str) -> str:
+    """Return `text`, or its beginning where it is too long for a message."""
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the name that `word` was probably meant to be."""
+    names = list(known)
+    folded = {name.lower(): name for name in names}
+    if word.lower().replace("-", "_") in folded:
+        return folded[word.lower().replace("-", "_")]
+    found = difflib.get_close_matches(word, names, n=1)
+    return found[0] if found else None
+
+
+def meant(path: KeyPath, at: int, tree: Tree) -> KeyPath | None:
+    """Guess the setting meant by `path`, whose name number `at` is not one of its siblings'.
+
+    `tree` is the whole recipe. The order of guesses: a setting of exactly this name in another
+    section, a name like it beside it, a name like it in another section.
+    """
+    everywhere = [leaf for leaf, _ in leaves(tree)]
+    rest = path[at:]
+    elsewhere = [leaf for leaf in everywhere if leaf[-len(rest) :] == rest]
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    siblings: Tree = tree
+    for name in path[:at]:
+        entry = siblings[name]
+        siblings = entry if isinstance(entry, Mapping) else {}
+    if sibling := closest(path[at], siblings):
+        return (*path[:at], sibling, *path[at + 1 :])
+    if len(rest) == 1 and (like := closest(rest[0], {leaf[-1] for leaf in everywhere})):
+        found = [leaf for leaf in everywhere if leaf[-1] == like]
+        return found[0] if len(found) == 1 else None
+    return None
+
+
+def _needed(annotation: object, bounds: Sequence[Any]) -> str:
+    options = options_of(annotation)
+    phrases = [_kind(option) for option in options if option is not type(None)]
+    limits = " and ".join(filter(None, map(_limit, bounds)))
+    whole = " or ".join(dict.fromkeys(phrases)) + (f" {limits}" if limits else "")
+    return f"{whole}, or none" if type(None) in options else whole
+
+
+_SIMPLE = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+}
+
+
+def _kind(option: Any) -> str:
+    args = get_args(option)
+    match get_origin(option):
+        case None:
+            return _SIMPLE.get(option, "another value")
+        case origin if origin is Literal:
+            return "one of " + ", ".join(str(choice) for choice in choices_of(option))
+        case origin if origin is tuple and args[-1:] != (...,):
+            return f"a list of {len(args)}: {_needed_item(args[0])} each"
+        case origin if origin in (dict, Mapping):
+            return f"a mapping of names to {_needed_item(args[1])}"
+        case _:
+            return f"a list: {_needed_item(args[0])} each"
+
+
+def _needed_item(annotation: Any) -> str:
+    bounds: list[Any] = []
+    if get_origin(annotation) is Annotated:
+        for extra in get_args(annotation)[1:]:
+            bounds += extra.metadata if isinstance(extra, FieldInfo) else [extra]
+    return _needed(annotation, bounds)
+
+
+def _limit(bound: object) -> str:
+    match bound:
+        case annotated_types.Ge(ge):
+            return f"of at least {_number(ge)}"
+        case annotated_types.Gt(gt):
+            return f"above {_number(gt)}"
+        case annotated_types.Le(le):
+            return f"of at most {_number(le)}"
+        case annotated_types.Lt(lt):
+            return f"below {_number(lt)}"
+        case annotated_types.MinLen(length):
+            return "that is not empty" if length == 1 else f"of length {length} or more"
+        case annotated_types.MaxLen(length):
+            return f"of length {length} or less"
+        case _:
+            return ""
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

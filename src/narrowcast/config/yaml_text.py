@@ -1,0 +1,183 @@
+"""YAML 1.2 to plain values, with the line of every key.
+
+Scalars follow the core schema of YAML 1.2.2 (§10.3.2) to the letter, so `1e-4`, `1.0E-4` and
+`.1e3` are numbers and `yes` is text. ruamel.yaml reads the structure only: its own table of
+scalars takes `.1e3` for text.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from narrowcast.errors import RecipeError
+
+LARGEST_DOCUMENT = 100_000
+"""Values a document may hold, so that aliases of aliases cannot fill the memory."""
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a YAML text says, where it says it, and what is wrong with it."""
+
+    value: object
+    lines: dict[KeyPath, int]
+    """The line, counted from 1, of every key of every mapping."""
+    problems: list[tuple[int, str]]
+    """Line and text of whatever could be read but has no meaning."""
+
+
+@final
+class YamlError(RecipeError):
+    """A text that is not YAML, and the line where that shows."""
+
+    def __init__(self, message: str, line: int) -> None:
+        """Keep the line beside the message."""
+        super().__init__(message)
+        self.line = line
+
+
+def parse(text: str) -> Document:
+    """Read one YAML document, or raise YamlError with what to write instead."""
+    # Imported here: 40 ms that help and doctor do not need.
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
+
+    reader = _Reader()
+    try:
+        with warnings.catch_warnings():
+            # Naming an anchor twice is legal; the later one counts.
+            warnings.simplefilter("ignore", ReusedAnchorWarning)
+            root = YAML(typ="safe", pure=True).compose(text)
+        value = None if root is None else reader.value_of(root, ())
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise YamlError(_advice(error.problem or ""), mark.line + 1 if mark else 1) from None
+    except YAMLError as error:
+        raise YamlError(f"not YAML: {str(error).splitlines()[0]}", 1) from None
+    except RecursionError:
+        raise YamlError("nested too deeply for a recipe", 1) from None
+    return Document(value, reader.lines, reader.problems)
+
+
+def parse_scalar(text: str) -> object:
+    """Return what the plain scalar `text` stands for in the core schema of YAML 1.2."""
+    for pattern, build in _CORE_SCHEMA:
+        if pattern.fullmatch(text):
+            return build(text)
+    return text
+
+
+def _integer(text: str) -> int | float:
+    # Python refuses to read an int of more than 4300 digits; as a float it is inf, and refused
+    # as such.
+    return int(text) if len(text) < 1000 else float(text)
+
+
+def is_unicode(text: str) -> bool:
+    """Say whether `text` can be written as UTF-8; a command line's words may not be."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _infinity(text: str) -> float:
+    return float(text.replace(".", ""))
+
+
+_CORE_SCHEMA: list[tuple[re.Pattern[str], Callable[[str], object]]] = [
+    (re.compile(r"null|Null|NULL|~|"), lambda text: None),
+    (re.compile(r"true|True|TRUE"), lambda text: True),
+    (re.compile(r"false|False|FALSE"), lambda text: False),
+    (re.compile(r"[-+]?[0-9]+"), _integer),
+    (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
+    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)"), _infinity),
+    (re.compile(r"\.(nan|NaN|NAN)"), lambda text: float("nan")),
+]
+
+_TAG = "tag:yaml.org,2002:"
+_NAMES = "map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value"
+_MEANINGFUL = {_TAG + name for name in _NAMES}
+
+
+@final
+class _Reader:
+    """Builds plain values from ruamel's nodes, noting lines and problems on the way."""
+
+    def __init__(self) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[tuple[int, str]] = []
+        self._values = 0
+
+    def value_of(self, node: Any, path: KeyPath) -> object:
+        """Return the value of `node`; an alias to itself ends in a RecursionError."""
+        self._values += 1
+        line = node.start_mark.line + 1
+        if self._values > LARGEST_DOCUMENT:
+            raise YamlError(f"more than {LARGEST_DOCUMENT} values; write fewer aliases", line)
+        tag = str(node.tag)
+        if tag not in _MEANINGFUL:
+            name = tag.replace(_TAG, "!!")
+            self.problems.append((line, f"the tag {name} has no meaning here; leave it out"))
+        match node.id:
+            case "mapping":
+                return self._mapping(node, path)
+            case "sequence":
+                return [self.value_of(item, path) for item in node.value]
+            case _:
+                return self._scalar(node, tag)
+
+    def _mapping(self, node: Any, path: KeyPath) -> dict[str, object]:
+        found: dict[str, object] = {}
+        here: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.id != "scalar":
+                self.problems.append((line, "a key is one word, not a list or a mapping"))
+                continue
+            key = str(key_node.value)
+            if key in here:
+                dotted = ".".join((*path, key))
+                text = f"{dotted}: given twice, also in line {here[key]}; keep one of them"
+                self.problems.append((line, text))
+            here[key] = self.lines[(*path, key)] = line
+            found[key] = self.value_of(value_node, (*path, key))
+        return found
+
+    def _scalar(self, node: Any, tag: str) -> object:
+        text = str(node.value)
+        if not is_unicode(text):
+            self.problems.append(
+                (node.start_mark.line + 1, "half of a surrogate pair; write the whole character")
+            )
+            return ""
+        if node.style is not None:
+            return text
+        value = parse_scalar(text)
+        # Text that looks like a number: ruamel missed it, unless it was tagged !!str by hand.
+        explicit_text = tag == _TAG + "str" and not isinstance(value, float)
+        return text if explicit_text else value
+
+
+def _advice(problem: str) -> str:
+    """Say what to write instead, for the slips people make."""
+    if "'\\t'" in problem or "tab" in problem:
+        return "a tab where YAML wants spaces; indent with spaces"
+    if "alias" in problem:
+        return 'a word that begins with * must stand in quotes; write e.g. "*.norm"'
+    if "mapping values are not allowed" in problem:
+        return "a second colon on the line; put the value in quotes, or begin a new line"
+    if "another document" in problem:
+        return "a second document (---); write one recipe a file"
+    if "cannot start any token" in problem:
+        return f"{problem}; put the value in quotes"
+    return f"not YAML: {problem}"

@@ -1,0 +1,29 @@
+"""What can go wrong that a user can put right; each error knows the exit code it ends with."""
+
+from typing import ClassVar
+
+
+class NarrowcastError(Exception):
+    """Say what was asked, why it cannot be, and what to write instead."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class RecipeError(NarrowcastError):
+    """A recipe, an override, a policy or a file it names is not usable as written."""
+
+
+class UnsupportedError(NarrowcastError):
+    """What was asked is meaningful, but not on this machine or in this version."""
+
+    exit_code = 3
+
+
+class DivergedError(NarrowcastError):
+    """Training cannot go on: every further step would overflow."""
+
+    exit_code = 4
+
+
+class CheckpointError(NarrowcastError):
+    """A checkpoint or run folder is missing, damaged, or of something else."""

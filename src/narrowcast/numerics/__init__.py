@@ -1,0 +1,49 @@
+"""Number formats, exact rounding to them, scales, and the measure of what is lost."""
+
+from narrowcast.numerics.compare import snr_db, ulp_distance
+from narrowcast.numerics.formats import (
+    BF16,
+    E2M1,
+    E4M3,
+    E5M2,
+    FORMATS,
+    FP16,
+    FP32,
+    MXFP8,
+    NVFP4,
+    TF32,
+    BlockFormat,
+    Format,
+    format_named,
+)
+from narrowcast.numerics.losses import CastLoss, cast_counts, cast_loss
+from narrowcast.numerics.rounding import cast, round_blocks, round_stochastic, round_to
+from narrowcast.numerics.scales import Per, quantize, scale_for
+
+__all__ = [
+    "BF16",
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "FP16",
+    "FP32",
+    "MXFP8",
+    "NVFP4",
+    "TF32",
+    "BlockFormat",
+    "CastLoss",
+    "Format",
+    "Per",
+    "cast",
+    "cast_counts",
+    "cast_loss",
+    "format_named",
+    "quantize",
+    "round_blocks",
+    "round_stochastic",
+    "round_to",
+    "scale_for",
+    "snr_db",
+    "ulp_distance",
+]

@@ -1,0 +1,155 @@
+"""Rounding a tensor to a format, to nearest-even or stochastically, on any device.
+
+The values keep the tensor's dtype, only their grid changes: so a policy can be tried where no
+hardware runs it, and compared bit for bit with the hardware that does.
+"""
+
+import math
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.numerics.carriers import (
+    SINGLE,
+    carrier_of,
+    goes_in_pieces,
+    holds_all_of,
+    in_pieces,
+    in_row_pieces,
+    largest_shared,
+)
+from narrowcast.numerics.formats import BF16, E4M3, FP16, BlockFormat, Format
+from narrowcast.numerics.methods import (
+    by_adding,
+    by_bits,
+    by_casting,
+    by_chance,
+    by_random_bits,
+)
+
+
+def round_to(x: Tensor, target: Format, *, saturate: bool = False) -> Tensor:
+    """Round `x` to the nearest values of `target`, ties to even, keeping the dtype of `x`.
+
+    Overflow becomes an infinity, or NaN where the format has none; with `saturate`, and always in
+    e2m1, the largest value, for infinities too. NaN stays NaN. No gradient flows. As with
+    `Tensor.to`, the result shares memory with `x` where nothing needs rounding.
+    """
+    carrier, limit = carrier_of(x), _limit(x, target, saturate=saturate)
+    if holds_all_of(target, x.dtype):
+        return x.detach() if limit is None else x.detach().clamp(-limit, limit)
+    if target.dtype is not None and carrier is SINGLE and _casts_faster(x, target):
+        if limit is None and target.has_infinity and not goes_in_pieces(x):
+            return x.detach().to(target.dtype).to(x.dtype)
+        method, scratch = by_casting(target, limit=limit), target.dtype
+    elif carrier.exponent_bits > target.exponent_bits:
+        method, scratch = by_adding(target, carrier, limit=limit), carrier.int_dtype
+    else:
+        method, scratch = by_bits(target, carrier, limit=limit), carrier.float_dtype
+    return in_pieces(x, method, scratch=scratch, dtype=x.dtype)
+
+
+def round_stochastic(
+    x: Tensor, target: Format, *, generator: Generator, saturate: bool = False
+) -> Tensor:
+    """Round `x` up or down to `target` at random, so that the expectation is `x`.
+
+    Values of `target` never move. The chance of going up is exact for everything but subnormals,
+    and there within 2**-24, the grain of an fp32 random number (2**-53 for fp64 tensors).
+    """
+    carrier, limit = carrier_of(x), _limit(x, target, saturate=saturate)
+    if holds_all_of(target, x.dtype):
+        return x.detach() if limit is None else x.detach().clamp(-limit, limit)
+    if carrier.exponent_bits > target.exponent_bits:
+        method = by_chance(target, carrier, limit=limit, generator=generator)
+        return in_pieces(x, method, scratch=carrier.int_dtype, dtype=x.dtype)
+    method = by_random_bits(target, carrier, limit=limit, generator=generator)
+    return in_pieces(x, method, scratch=carrier.float_dtype, dtype=x.dtype)
+
+
+def cast(x: Tensor, target: Format, *, saturate: bool) -> Tensor:
+    """Convert `x` to the dtype of `target`, with the meaning of `round_to` in every torch version.
+
+    torch 2.11 casts what e4m3 cannot hold to NaN, torch 2.12 and later to 448, infinities included:
+    what is out of range is settled before the cast.
+    """
+    if target.dtype is None:
+        raise UnsupportedError(
+            f"torch has no dtype for a single {target.name} value; use round_to, which keeps dtypes"
+        )
+    carrier = carrier_of(x)
+    # torch casts fp64 by way of fp32 and so would round twice; tf32 has no cast at all.
+    if carrier is not SINGLE or target.dtype == torch.float32:
+        wide = x.to(carrier.float_dtype)
+        return round_to(wide, target, saturate=saturate).to(target.dtype)
+    if target.has_infinity and not saturate:
+        return x.detach().to(target.dtype)
+    if not saturate:
+        method = by_adding(target, SINGLE, limit=None)
+        return in_pieces(x, method, scratch=SINGLE.int_dtype, dtype=target.dtype)
+
+    def clamp(source: Tensor, result: Tensor, _: Tensor) -> None:
+        torch.clamp(source, -target.largest, target.largest, out=result)
+
+    return in_pieces(x, clamp, scratch=torch.bool, dtype=target.dtype)
+
+
+def round_blocks(x: Tensor, target: BlockFormat, *, saturate: bool = True) -> Tensor:
+    """Round `x` to a block format along its last dimension; a last block may be shorter.
+
+    A block that holds an infinity or NaN becomes NaN throughout, as its scale does. With e8m0
+    scales the scale is the OCP specification's, which lets values of up to 1.14 times the largest
+    overflow; `saturate` says whether they become the largest, or NaN.
+    """
+    blocks = in_blocks(x.detach().to(carrier_of(x).float_dtype), target.block)
+    rounded = in_row_pieces(
+        blocks,
+        _block_scales(blocks, target),
+        lambda rows, scale: round_to(rows / scale, target.element, saturate=saturate).mul_(scale),
+    )
+    return rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """Fold the last dimension of `x` into rows of `block`, the last one filled up with zeros."""
+    missing = -x.shape[-1] % block
+    padded = F.pad(x, (0, missing)) if missing else x
+    return padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
+
+
+def _limit(x: Tensor, target: Format, *, saturate: bool) -> float | None:
+    return largest_shared(target, x.dtype) if saturate or target.always_saturates else None
+
+
+def _casts_faster(x: Tensor, target: Format) -> bool:
+    """Say whether a cast there and back beats arithmetic, as measured on CPU and H200."""
+    if target in (BF16, FP16):
+        return True
+    # Eager CUDA kernels pay per byte, and 8-bit values are few bytes. Compiled, it is one kernel
+    # either way, and an 8-bit conversion would not compile for GPUs before compute capability 8.9.
+    return x.is_cuda and not torch.compiler.is_compiling() and target.bits == 8
+
+
+def _block_scales(blocks: Tensor, target: BlockFormat) -> Tensor:
+    """Return what each block is divided by, NaN for a block that is not finite."""
+    if blocks.numel() == 0:
+        return torch.ones_like(blocks[..., :1])
+    amax = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))
+    finite = amax.isfinite()
+    match target.scale_format:
+        case "e8m0":
+            carrier = carrier_of(blocks)
+            power = amax.view(carrier.int_dtype).bitwise_and(carrier.exponent_mask)
+            scale = power.view(carrier.float_dtype) / target.element.largest_power
+            # e8m0 holds the powers of two from -127 to 127, and no zero.
+            scale = scale.clamp(2.0**-127, 2.0**127)
+        case "e4m3":
+            # The tensor's own scale spreads its blocks' scales over all of e4m3.
+            reach = target.element.largest * E4M3.largest
+            whole = amax.where(finite, 0.0).amax() / reach
+            whole = whole.clamp(min=torch.finfo(blocks.dtype).tiny)
+            scale = round_to(amax / target.element.largest / whole, E4M3, saturate=True)
+            scale = scale.clamp(min=E4M3.smallest) * whole
+    return scale.where(finite, math.nan)

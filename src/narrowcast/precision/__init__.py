@@ -1,0 +1,1 @@
+"""The precision engine: policy, plan, prepare, loss scale, master weights."""

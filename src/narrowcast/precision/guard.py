@@ -1,0 +1,94 @@
+"""The guard: no non-finite gradient reaches a weight, on any path, without waiting for the device.
+
+One pass over the gradients gives a norm per parameter. The total is finite exactly when every
+gradient is finite and none is so large that its square is not: Adam would put that infinity into
+its second moment. From the same norms come the clipping factor and, after a skip, the names of the
+parameters whose gradients were bad.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What one look at the gradients told; tensors stay on the device."""
+
+    norms: Tensor
+    """One per parameter, of the gradients as they came (scaled)."""
+    norm: Tensor
+    """Of all gradients together, the scale divided out."""
+    finite: Tensor
+
+
+def check_gradients(gradients: Sequence[Tensor], inverse_scales: Tensor | None) -> Checked:
+    """Take the norms of all gradients; `inverse_scales` is one factor for each, or one for all."""
+    norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+    true_norms = norms if inverse_scales is None else norms * inverse_scales
+    norm = torch.linalg.vector_norm(true_norms)
+    # Of a single number torch takes the magnitude, whose square may still overflow.
+    squares = norm.square() + norms.square().sum()
+    return Checked(norms=norms, norm=norm, finite=squares.isfinite())
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients by."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+class BufferGuard:
+    """Gives buffers that a forward pass writes (running means) back what a bad batch took.
+
+    A batch with a NaN in it leaves NaN in the running statistics of a BatchNorm for ever, though
+    the step was skipped. Buffers that are never written cost one integer comparison a step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # By where they live: a module may put a new tensor in a buffer's place.
+        self._homes = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+        # A first copy of each: a buffer may turn bad on the very first step.
+        self._good: list[Tensor] = [self._buffer(i).detach().clone() for i in self._indices]
+        self._seen = [(self._buffer(i), self._buffer(i)._version) for i in self._indices]
+
+    def after_step(self, finite: Tensor) -> None:
+        """Keep what the step left if it was good, restore what was there if it was not."""
+        for i in self._indices:
+            buffer, (seen, version) = self._buffer(i), self._seen[i]
+            if buffer is seen and buffer._version == version:
+                continue
+            good = self._good[i]
+            if good.shape != buffer.shape or good.dtype != buffer.dtype:
+                self._trust(i)
+                continue
+            # A bad value may stand in a branch that no gradient comes from; a mask may hold -inf.
+            kept = torch.where(finite & (buffer.isfinite() | ~good.isfinite()), buffer, good)
+            good.copy_(kept)
+            buffer.copy_(kept)
+            self._seen[i] = buffer, buffer._version
+
+    def reset(self) -> None:
+        """Trust the buffers as they are now (after loading a checkpoint)."""
+        for i in self._indices:
+            self._trust(i)
+
+    @property
+    def _indices(self) -> range:
+        return range(len(self._homes))
+
+    def _buffer(self, i: int) -> Tensor:
+        module, name = self._homes[i]
+        buffer = module._buffers[name]
+        assert buffer is not None
+        return buffer
+
+    def _trust(self, i: int) -> None:
+        buffer = self._buffer(i)
+        self._good[i] = buffer.detach().clone()
+        self._seen[i] = buffer, buffer._version

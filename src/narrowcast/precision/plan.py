@@ -1,0 +1,301 @@
+"""The plan: for every module, which formats it gets, whether native or emulated, and why.
+
+A pure function of model, policy and hardware. The command line prints it, `prepare` carries it out
+and the report shows it: they read one value and cannot disagree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.hardware import Hardware, Support
+from narrowcast.numerics import FORMATS, BlockFormat
+from narrowcast.precision.kinds import Kind, kind_of, products_of
+from narrowcast.precision.policy import NARROW, PRODUCTS, Policy, suggestion
+from narrowcast.precision.presets import policy_from
+
+How = Literal["native", "emulated", "unchanged"]
+
+# cuBLAS takes fp8 operands only where both matrix dimensions are multiples of 16.
+FP8_MULTIPLE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """What one module gets."""
+
+    name: str
+    kind: Kind
+    policy: Policy
+    """In force for this module: without exceptions, and after what its shape forbids."""
+    how: How
+    reason: str
+    parameters: int
+    """Weights this module is the first to hold; tied weights count once."""
+    bytes: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        products = products_of(self.kind)
+        lookup = self.policy.params
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            **{role: getattr(self.policy, role) if products else lookup for role in PRODUCTS},
+            "params": self.policy.params,
+            "output": self.policy.output_format if products else lookup,
+            "how": self.how,
+            "reason": self.reason,
+            "parameters": self.parameters,
+            "bytes": dict(self.bytes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a whole model gets; carried out by `prepare`."""
+
+    policy: Policy
+    hardware: Hardware
+    modules: tuple[ModulePlan, ...]
+    functional: Support
+    """How products run that no module makes."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def emulated(self) -> bool:
+        """True where the functional products are emulated."""
+        return self.functional.how == "emulated"
+
+    def module(self, name: str) -> ModulePlan:
+        """Return the plan of one module."""
+        return next(m for m in self.modules if m.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "policy": str(self.policy),
+            "hardware": f"{self.hardware.name} ({self.hardware.device})",
+            "modules": [m.to_json() for m in self.modules],
+            "functional": {
+                "format": self.policy.functional,
+                "how": self.functional.how,
+                "reason": self.functional.reason,
+            },
+            "bytes": dict(self.bytes),
+        }
+
+
+def plan(
+    model: nn.Module,
+    policy: str | Policy,
+    *,
+    hardware: Hardware,
+    overrides: Mapping[str, str] | None = None,
+    emulate: bool | None = None,
+    moments: int = 2,
+) -> Plan:
+    """Decide the formats of every module. Leaves the model as it is.
+
+    `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
+    would need it is refused. `moments` is how many the optimizer keeps of each weight.
+    """
+    whole = policy_from(policy, hardware).with_exceptions(overrides or {})
+    _refuse_unmatched(whole, model)
+    choice = _Choice(whole, hardware, emulate)
+    seen: set[int] = set()
+    inside_attention: set[int] = set()
+    uncalled: set[str] = set()
+    modules: list[ModulePlan] = []
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind == "attention":
+            inside_attention |= {id(child) for child in module.modules()} - {id(module)}
+        if id(module) in inside_attention:
+            continue
+        named = any(fnmatchcase(name, glob) for glob, _ in whole.exceptions)
+        named |= name.rpartition(".")[0] in uncalled
+        if named and type(module).forward is nn.Module.forward:
+            uncalled.add(name)  # a list of modules: what it is excepted from, they are
+            named = False
+        own = list(module.parameters(recurse=kind == "attention"))
+        if kind == "other" and not own and not (named and name):
+            continue
+        fresh = [p for p in own if id(p) not in seen]
+        tied = len(own) > len(fresh)
+        seen |= {id(p) for p in own}
+        modules.append(
+            choice.of(name, module, kind, sum(p.numel() for p in fresh), tied=tied, moments=moments)
+        )
+    totals: dict[str, int] = {}
+    for chosen in modules:
+        for role, size in chosen.bytes.items():
+            totals[role] = totals.get(role, 0) + size
+    return Plan(
+        policy=whole,
+        hardware=hardware,
+        modules=tuple(modules),
+        functional=choice.support(whole.functional),
+        bytes=totals,
+    )
+
+
+class _Choice:
+    """Decides one module at a time."""
+
+    def __init__(self, policy: Policy, hardware: Hardware, emulate: bool | None) -> None:
+        self._policy, self._hardware, self._emulate = policy, hardware, emulate
+
+    def of(
+        self,
+        name: str,
+        module: nn.Module,
+        kind: Kind,
+        parameters: int,
+        *,
+        tied: bool,
+        moments: int,
+    ) -> ModulePlan:
+        policy = self._policy.for_module(name)
+        excepted = policy != replace(self._policy, exceptions=())
+        reason = ""
+        if kind == "normalisation":
+            if policy.reduce == "fp32" or next(module.buffers(), None) is not None:
+                # Running statistics are fp32, and torch wants weights of their dtype.
+                policy = replace(policy, params="fp32", grads="", master="none", moments="")
+            how: How = "unchanged"
+            reason = f"kept {policy.reduce}: normalisation"
+        elif isinstance(module, ParametrizationList):
+            how, reason = "unchanged", "kept fp32: a parametrisation computes a weight"
+            policy = replace(
+                Policy(), scaling="none", reduce=policy.reduce, accumulate=policy.accumulate
+            )
+        elif kind == "embedding":
+            how, reason = "unchanged", f"kept {policy.params}: a lookup multiplies nothing"
+        else:
+            kept, policy = _within_shape(policy, module, kind)
+            how, why = self._product_support(policy)
+            reason = "; ".join(filter(None, [kept, why]))
+        notes = ["exception"] if excepted else []
+        notes += ["weight tied to an earlier module"] if tied else []
+        if notes:
+            reason += f" ({', '.join(notes)})"
+        return ModulePlan(
+            name=name,
+            kind=kind,
+            policy=policy,
+            how=how,
+            reason=reason,
+            parameters=parameters,
+            bytes=_bytes(policy, self._policy, parameters, moments),
+        )
+
+    def support(self, format_name: str) -> Support:
+        found = self._hardware.support(format_name)
+        if self._emulate and format_name != "fp32":
+            return Support(how="emulated", reason="asked for by emulate=true")
+        if found.how == "impossible":
+            raise UnsupportedError(
+                f"{format_name} products were asked for, but {found.reason}; "
+                "write precision.policy=fp32"
+            )
+        if found.how == "emulated" and self._emulate is False:
+            raise UnsupportedError(
+                f"{format_name} products were asked for without emulation, but {found.reason}; "
+                f"write precision.emulate=null to emulate them, or precision.policy=fp32"
+            )
+        return found
+
+    def _product_support(self, policy: Policy) -> tuple[How, str]:
+        names = sorted({policy.forward, policy.grad_input, policy.grad_weight})
+        if names == ["fp32"]:
+            return "unchanged", "fp32"
+        supports = [self.support(name) for name in names if name != "fp32"]
+        emulated = [s for s in supports if s.how == "emulated"]
+        if emulated:
+            return "emulated", f"emulated: {emulated[0].reason}"
+        if not is_uniform(policy) and not _is_fp8_product(policy):
+            if self._emulate is False:
+                raise UnsupportedError(
+                    f"no native product mixes {policy}; write one format for all three products, "
+                    "or precision.emulate=null to emulate them"
+                )
+            return "emulated", "emulated: no native product mixes these formats"
+        return "native", f"native: {supports[0].reason}"
+
+
+def is_uniform(policy: Policy) -> bool:
+    """Say whether all products have one format and return it: what a region can do."""
+    products = {getattr(policy, role) for role in PRODUCTS}
+    one = products.pop()
+    return (
+        not products
+        and not _eight_bits_or_less(one)
+        and policy.output_format == Policy(forward=one).output_format
+    )
+
+
+def _is_fp8_product(policy: Policy) -> bool:
+    """Say whether tensor cores have these products: e4m3 forward, fp8 or bf16 backward."""
+    backward = {policy.grad_input, policy.grad_weight}
+    return (
+        policy.forward == "e4m3"
+        and backward <= {"e4m3", "e5m2", "bf16"}
+        and policy.output_format == "bf16"
+    )
+
+
+def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, Policy]:
+    """Return the policy a module's kind and shape allow, and what was kept wider and why."""
+    if is_uniform(policy):
+        return "", policy
+    one = policy.functional
+    wide = replace(policy, forward=one, grad_input=one, grad_weight=one, scaling="none", output="")
+    if not isinstance(module, nn.Linear):
+        return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
+    if type(module).forward is not nn.Linear.forward:
+        return f"kept {one}: {type(module).__name__} has a forward of its own", wide
+    formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
+    blocks = [known.block for known in formats if isinstance(known, BlockFormat)]
+    multiple = max([FP8_MULTIPLE, *blocks])
+    shape = (module.in_features, module.out_features)
+    narrow = any(_eight_bits_or_less(known.name) for known in formats)
+    if narrow and any(size % multiple for size in shape):
+        return f"kept {one}: {shape[0]}×{shape[1]} is not a multiple of {multiple}", wide
+    return "", policy
+
+
+def _eight_bits_or_less(name: str) -> bool:
+    return name in NARROW or isinstance(FORMATS[name], BlockFormat)
+
+
+def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict[str, int]:
+    narrow = policy.params != "fp32"
+    beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if narrow else 0
+    moment_format = whole.moments_format if narrow else "fp32"
+    grads = whole.grads_format if narrow else "fp32"
+    return {
+        "params": parameters * _size(policy.params),
+        "grads": parameters * _size(grads),
+        "master": parameters * beside,
+        "moments": parameters * moments * _size(moment_format),
+    }
+
+
+def _size(name: str) -> int:
+    return 4 if name == "fp32" else 2
+
+
+def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for glob, text in policy.exceptions:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise RecipeError(
+                f"precision exception `{glob}: {text}` matches no module"
+                f"{suggestion(glob, names)}; `narrowcast plan` lists the modules"
+            )

@@ -1,0 +1,279 @@
+"""A policy: which format each role has, for the whole model and for modules named by glob.
+
+It is written as text, and the text says everything: `compute=e4m3, params=bf16, master=split;
+*.norm: fp32; head: bf16`. The first word may be a preset's name, which the rest then changes.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+from narrowcast.errors import RecipeError
+from narrowcast.numerics import FORMATS
+
+Master = Literal["none", "fp32", "split", "kahan", "stochastic"]
+Scaling = Literal["none", "tensor", "row", "delayed"]
+
+PRODUCTS = ("forward", "grad_input", "grad_weight")
+STORAGE_FORMATS = ("fp32", "bf16", "fp16")
+NARROW = ("e4m3", "e5m2")
+"""Formats whose operands need a scale."""
+# Block formats carry their own scales; a product of them is e4m3 or e2m1 with one scale a block.
+COMPUTE_FORMATS = ("fp32", "tf32", "bf16", "fp16", *NARROW, "mxfp8", "nvfp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Formats by role. Fields left out of the text keep the defaults below."""
+
+    forward: str = "fp32"
+    """Format of the operands of output = input · weight."""
+    grad_input: str = "fp32"
+    """Format of grad_output in grad_input = grad_output · weight."""
+    grad_weight: str = "fp32"
+    """Format of grad_output in grad_weight = grad_outputᵀ · input."""
+    scaling: Scaling = "none"
+    """How the operands of fp8 products are scaled into range: one scale a tensor, one a row, or one
+    a tensor from the largest values of past steps."""
+    accumulate: str = "fp32"
+    """Format in which products are summed."""
+    output: str = ""
+    """Format a product returns; empty: the forward format, or bf16 where that is narrower."""
+    params: str = "fp32"
+    """Format in which the working weights are kept."""
+    grads: str = ""
+    """Format in which gradients of weights are kept; empty: as `params`."""
+    master: Master = "none"
+    """How the digits that `params` cannot hold are kept."""
+    moments: str = ""
+    """Format of the optimizer's moments; empty: fp32, or as `params` where there is no master."""
+    reduce: str = "fp32"
+    """Format of normalisations, softmax, losses and reductions."""
+    exceptions: tuple[tuple[str, str], ...] = field(default=())
+    """Pairs of a module glob and the roles it changes, in their text form; the last match wins."""
+
+    def __post_init__(self) -> None:
+        stripped = tuple((glob.strip(), text.strip()) for glob, text in self.exceptions)
+        object.__setattr__(self, "exceptions", stripped)
+        problems = list(_problems(self))
+        if problems:
+            raise RecipeError("precision policy: " + "; ".join(problems))
+
+    def __str__(self) -> str:
+        return "; ".join(
+            [_roles_text(self), *(f"{glob}: {text}" for glob, text in self.exceptions)]
+        )
+
+    @property
+    def output_format(self) -> str:
+        """The format a product returns."""
+        if self.output:
+            return self.output
+        if self.forward == "tf32":
+            return "fp32"
+        return self.forward if self.forward in STORAGE_FORMATS else "bf16"
+
+    @property
+    def grads_format(self) -> str:
+        """The format gradients of weights are kept in."""
+        return self.grads or self.params
+
+    @property
+    def moments_format(self) -> str:
+        """The format the optimizer's moments are kept in."""
+        return self.moments or (self.params if self.master == "none" else "fp32")
+
+    @property
+    def functional(self) -> str:
+        """The format of products outside any module that has its own: attention, `@`, einsum."""
+        return self.forward if self.forward in ("fp32", "tf32", "bf16", "fp16") else "bf16"
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """True where gradients pass through fp16, whose smallest number is 6e-8."""
+        everything = [self, *(self.for_module(glob) for glob, _ in self.exceptions)]
+        return any(
+            "fp16"
+            in (p.forward, p.grad_input, p.grad_weight, p.params, p.grads, p.output, p.reduce)
+            for p in everything
+        )
+
+    def for_module(self, name: str) -> "Policy":
+        """Return the policy in force for the module of this name, exceptions applied.
+
+        An exception that names a module holds for everything inside it.
+        """
+        prefixes = _prefixes(name)
+        found: Policy | None = None
+        for glob, text in self.exceptions:
+            if name == glob or any(fnmatchcase(prefix, glob) for prefix in prefixes):
+                found = _with_roles(replace(self, exceptions=()), text, where=f"exception {glob}")
+        return found or replace(self, exceptions=())
+
+    def with_exceptions(self, more: Mapping[str, str]) -> "Policy":
+        """Return this policy with further exceptions, which win over those it has."""
+        kept = [(glob, text) for glob, text in self.exceptions if glob not in more]
+        return replace(self, exceptions=(*kept, *more.items()))
+
+
+def parse_policy(text: str, *, presets: Mapping[str, Policy]) -> Policy:
+    """Read a policy from its text form."""
+    head, *rest = [part.strip() for part in text.split(";")]
+    words = _words(head)
+    if not words:
+        raise RecipeError(
+            "precision policy: nothing is written; write a preset "
+            f"({', '.join(presets)}) or roles such as `compute=bf16, params=fp32`"
+        )
+    policy = Policy()
+    if "=" not in words[0]:
+        if words[0] not in presets:
+            raise RecipeError(
+                f"precision policy: no preset is named {words[0]!r}"
+                f"{suggestion(words[0], presets)}; the presets are {', '.join(presets)}"
+            )
+        policy, words = presets[words[0]], words[1:]
+    policy = _with_roles(policy, ", ".join(words), where="precision policy") if words else policy
+    exceptions = dict(policy.exceptions)
+    for part in filter(None, rest):
+        glob, colon, roles = part.partition(":")
+        if not colon or not glob.strip() or not roles.strip():
+            raise RecipeError(
+                f"precision policy: {part!r} is not an exception; write `glob: format`, "
+                "for example `*.norm: fp32`"
+            )
+        exceptions.pop(glob.strip(), None)
+        exceptions[glob.strip()] = roles.strip()
+    return replace(policy, exceptions=tuple(exceptions.items()))
+
+
+# The roles an exception may change; the others belong to the optimizer and hold for all weights.
+_PER_MODULE = ("compute", *PRODUCTS, "scaling", "output", "params", "reduce")
+_ROLES = {f.name for f in fields(Policy)} - {"exceptions"} | {"compute"}
+
+
+def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
+    changes: dict[str, str] = {}
+    for word in _words(text):
+        role, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            # A bare format is what the module computes in, all its products alike.
+            role, value = "compute", role
+            if value in STORAGE_FORMATS:
+                changes["output"] = value
+        role = role.removeprefix("compute.").replace("-", "_")
+        if role not in _ROLES:
+            raise RecipeError(
+                f"{where}: no role is named {role!r}{suggestion(role, _ROLES)}; "
+                f"the roles are {', '.join(sorted(_ROLES))}"
+            )
+        if where.startswith("exception") and role not in _PER_MODULE:
+            raise RecipeError(
+                f"{where}: {role} is chosen for the whole model, not for a module; "
+                f"write {role}={value} before the first semicolon"
+            )
+        if (
+            where.startswith("exception")
+            and role == "params"
+            and value not in ("fp32", policy.params)
+        ):
+            raise RecipeError(
+                f"{where}: params={value} is narrower than the model's; an exception may keep "
+                "weights in fp32, so write params=fp32, or params for the whole model"
+            )
+        if role == "compute":
+            changes |= dict.fromkeys(PRODUCTS, value)
+            if value not in NARROW:
+                changes.setdefault("scaling", "none")
+            elif policy.scaling == "none":
+                changes.setdefault("scaling", "tensor")
+        else:
+            changes[role] = value
+    if where.startswith("exception") and changes.get("params") == "fp32":
+        # These belong to 16-bit weights, which the module does not have then.
+        changes |= {"master": "none", "grads": "", "moments": ""}
+    if changes.get("params", "fp32") != "fp32" and policy.params == "fp32":
+        # Sixteen-bit weights without a master lose small updates: never by omission.
+        changes.setdefault("master", "fp32")
+    return replace(policy, **changes)  # type: ignore[arg-type]  # checked by __post_init__
+
+
+def _problems(policy: Policy) -> Iterable[str]:
+    for role in PRODUCTS:
+        yield from _one_of(role, getattr(policy, role), COMPUTE_FORMATS)
+    yield from _one_of("scaling", policy.scaling, get_args(Scaling))
+    yield from _one_of("master", policy.master, get_args(Master))
+    yield from _one_of("params", policy.params, STORAGE_FORMATS)
+    yield from _one_of("reduce", policy.reduce, STORAGE_FORMATS)
+    yield from _one_of("accumulate", policy.accumulate, ("fp32",))
+    for role in ("output", "grads", "moments"):
+        yield from _one_of(role, getattr(policy, role), ("", *STORAGE_FORMATS))
+    narrow = [role for role in PRODUCTS if getattr(policy, role) in NARROW]
+    if narrow and policy.scaling == "none":
+        yield f"{narrow[0]}={getattr(policy, narrow[0])} needs a scale; write scaling=tensor"
+    if policy.params == "fp32" and policy.master in ("split", "kahan", "stochastic"):
+        yield f"master={policy.master} is for 16-bit weights; write params=bf16, or leave it out"
+    if policy.params == "fp16" and policy.master == "none":
+        yield (
+            "params=fp16 with master=none lets the optimizer itself compute in fp16, where squares "
+            "of gradients overflow and eps is zero; write master=fp32, kahan or stochastic"
+        )
+    if policy.master == "split" and policy.params == "fp16":
+        yield "master=split holds the missing bits of bf16; write params=bf16 or master=fp32"
+    if policy.grads not in ("", "fp32", policy.params):
+        yield f"grads={policy.grads} with params={policy.params}; write grads=fp32 or leave it out"
+    expected = policy.params if policy.master == "none" else "fp32"
+    if policy.moments not in ("", expected):
+        yield (
+            f"moments={policy.moments} is not available with master={policy.master}; "
+            f"write moments={expected} or leave it out"
+        )
+    for glob, text in policy.exceptions:
+        if not glob or not text or set(glob) & set(":;") or ";" in text:
+            yield f"{f'{glob}: {text}'!r} is not an exception; write `glob: format`"
+            continue
+        try:
+            _with_roles(replace(policy, exceptions=()), text, where=f"exception {glob}")
+        except RecipeError as error:
+            yield str(error)
+
+
+def _one_of(role: str, value: str, allowed: tuple[str, ...]) -> Iterable[str]:
+    if value not in allowed:
+        known = " (a format, but not for this role)" if value in FORMATS else ""
+        choices = ", ".join(filter(None, allowed))
+        yield f"{role}={value}{known}{suggestion(value, allowed)}; {role} is one of {choices}"
+
+
+def _roles_text(policy: Policy) -> str:
+    default = Policy()
+    changed = {
+        f.name: getattr(policy, f.name)
+        for f in fields(Policy)
+        if f.name != "exceptions" and getattr(policy, f.name) != getattr(default, f.name)
+    }
+    products = {getattr(policy, role) for role in PRODUCTS}
+    if len(products) == 1:
+        for role in PRODUCTS:
+            changed.pop(role, None)
+        changed = {"compute": products.pop(), **changed}
+    if changed.get("params", "fp32") != "fp32":
+        changed.setdefault("master", policy.master)
+    return ", ".join(f"{role}={value}" for role, value in changed.items())
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean …` where something known is spelt nearly so, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}" if close else ""

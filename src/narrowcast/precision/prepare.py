@@ -1,0 +1,549 @@
+"""A model made ready: its formats, its optimizer, its loss scale, and the step that joins them.
+
+`Prepared` is the one thing here that changes. A step is: scaled backward passes, one look at the
+gradients (norm, finite or not), unscale and clip in one multiplication, the optimizer, the scale.
+Whether it is applied is decided on the device; the host learns of it later, and only then does the
+learning-rate schedule move, so that it never moves on a skipped step.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
+from narrowcast.hardware import probe
+from narrowcast.precision.ema import WeightAverage
+from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
+from narrowcast.precision.loss_scale import LossScale
+from narrowcast.precision.master import MasterWeights, multiply, recast
+from narrowcast.precision.meter import LostUpdates
+from narrowcast.precision.modules import restore
+from narrowcast.precision.outcome import Facts, Flight, Outcome
+from narrowcast.precision.parts import find_parts, part_of, scale_parts
+from narrowcast.precision.plan import Plan, plan
+from narrowcast.precision.policy import Policy
+from narrowcast.precision.regions import Region, tf32_products
+from narrowcast.precision.rewrite import rewrite
+from narrowcast.precision.scaling import Scales
+from narrowcast.precision.stats import Finding, Stats
+
+PATIENCE = 50
+"""Steps in a row that may be skipped, at the smallest scale, before training is given up."""
+METER_EVERY = 10
+"""Steps between two looks at lost updates: a look costs about one part in a hundred of a step."""
+
+
+class Scheduler(Protocol):
+    """What is asked of a learning-rate schedule: torch's have it."""
+
+    def step(self) -> None:
+        """Move on by one applied step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    policy: str | Policy | Plan = "default",
+    clip_norm: float | None = None,
+    scheduler: Scheduler | None = None,
+    loss_scale: LossScale | Mapping[str, LossScale] | None = None,
+    scaled_parts: Sequence[str] = (),
+    ema_decay: float | None = None,
+    patience: int = PATIENCE,
+    meter_every: int = METER_EVERY,
+) -> "Prepared":
+    """Make a model train in a policy's formats, with any torch optimizer.
+
+    The model and the optimizer are changed in place. `loss_scale` is a scale's settings, or several
+    by the name of the loss; left out, a policy that needs one gets the default. `scaled_parts` are
+    globs of modules that have a further scale of their own. `meter_every=0` turns off the
+    lost-update meter.
+    """
+    _refuse_what_cannot_be(model, optimizer)
+    chosen = policy
+    if not isinstance(chosen, Plan):
+        chosen = plan(model, chosen, hardware=probe(str(next(model.parameters()).device)))
+    if loss_scale is None and chosen.policy.needs_loss_scale:
+        loss_scale = LossScale()
+    return Prepared(
+        model,
+        optimizer,
+        chosen,
+        clip_norm=clip_norm,
+        scheduler=scheduler,
+        loss_scale=loss_scale,
+        scaled_parts=scaled_parts,
+        ema_decay=ema_decay,
+        patience=patience,
+        meter_every=meter_every,
+    )
+
+
+class Prepared:
+    """A model with its formats, optimizer, master weights and loss scale; see `prepare`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        chosen: Plan,
+        *,
+        clip_norm: float | None,
+        scheduler: Scheduler | None,
+        loss_scale: LossScale | Mapping[str, LossScale] | None,
+        scaled_parts: Sequence[str],
+        ema_decay: float | None,
+        patience: int,
+        meter_every: int,
+    ) -> None:
+        self.model, self.plan, self.optimizer, self.scheduler = model, chosen, optimizer, scheduler
+        self._clip_norm, self._patience, self._meter_every = clip_norm, patience, meter_every
+        self._weights = [p for group in optimizer.param_groups for p in group["params"]]
+        names = {p: name for name, p in model.named_parameters()}
+        self._order = {name: i for i, name in enumerate(names.values())}
+        self._names = [names.get(p, f"weight {i}") for i, p in enumerate(self._weights)]
+        # What can be refused is refused before anything is changed.
+        parts = find_parts(model, scaled_parts)
+        device = self._weights[0].device
+        self._scales = Scales(
+            loss_scale,
+            parts=scaled_parts,
+            part_of=[part_of(name, scaled_parts) for name in self._names],
+            device=device,
+        )
+        if self._scales.per_loss and chosen.policy.grads_format == "fp16":
+            raise RecipeError(
+                "several loss scales are divided out before the gradients are added, and fp16 "
+                "gradients would vanish there; write grads=fp32 in the policy"
+            )
+        for p in self._weights:
+            p.grad = None  # one from before has neither the dtype nor the scale of the rest
+        narrowed = rewrite(model, chosen)
+        self._narrowed = [p for p, _ in narrowed]
+        trained = set(self._weights)
+        self._masters = MasterWeights(
+            [p for p, _ in narrowed if p in trained],
+            [full for p, full in narrowed if p in trained],
+            chosen.policy.master,
+        )
+        del narrowed
+        self._master_index = {p: i for i, p in enumerate(self._masters.parameters)}
+        self._masters.adopt(optimizer)
+        scale_parts(parts, self._scales.parts)
+        self._buffers = BufferGuard(model)
+        self._average = None
+        if ema_decay is not None:
+            self._average = WeightAverage([self._full(p) for p in self._weights], ema_decay)
+        self._region = Region(
+            chosen.policy.functional, chosen.emulated, torch.device(chosen.hardware.device).type
+        )
+        # A fused CUDA optimizer reads `found_inf` itself; any other must be told by the host, which
+        # costs nothing on a CPU and one wait a step on a GPU.
+        self._decides_on_device = device.type == "cuda" and bool(
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+        )
+        self._stats = Stats()
+        self._findings: list[Finding] = []
+        self._in_flight: list[tuple[Flight, Outcome]] = []
+        self._steps_begun = 0
+
+    def compute(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold this over the forward pass and the loss."""
+        return self._region()
+
+    def backward(self, loss: Tensor, *, name: str = "loss", retain_graph: bool = False) -> None:
+        """Add a loss's gradients to those already there, scaled as the policy needs.
+
+        Called n times before `step` this is gradient accumulation: divide the loss by n.
+        """
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without gradients"
+            raise RecipeError(
+                f"backward() was given a loss {what}; give it one number that depends on the "
+                "model's weights, computed outside torch.no_grad()"
+            )
+        scale = self._scales.of_loss(name)
+        scaled = loss if scale is None else loss.float() * scale.value
+        if not self._scales.per_loss:
+            self._run_backward(scaled, retain_graph=retain_graph)
+            return
+        others = [p.grad for p in self._weights]
+        for p in self._weights:
+            p.grad = None
+        self._run_backward(scaled, retain_graph=retain_graph)
+        with torch.no_grad():
+            fresh = [p.grad for p in self._weights if p.grad is not None]
+            if fresh:
+                self._scales.take_unscaled(name, fresh)
+            for p, other in zip(self._weights, others, strict=True):
+                if other is not None:
+                    p.grad = other if p.grad is None else p.grad.add_(other)
+
+    @torch.no_grad()
+    def step(self, loss: Tensor | None = None) -> Outcome:
+        """Update the weights, unless a gradient is not finite; then skip, and say so.
+
+        Waits for the device only where the optimizer cannot skip by itself: fused ones can.
+        """
+        if loss is not None:
+            with torch.enable_grad():
+                self.backward(loss)
+        self._refuse_changed_groups()
+        present = [i for i, p in enumerate(self._weights) if p.grad is not None]
+        if not present:
+            raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
+        gradients = [self._weights[i].grad for i in present]
+        inverse = self._scales.inverse(present)
+        checked = check_gradients(gradients, inverse)
+        self.settle()
+        scale = self._scales.value
+        metered = self._meter_every > 0 and self._steps_begun % self._meter_every == 0
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        lost = None
+        if self._decides_on_device or bool(checked.finite):
+            factors = self._factors(present, checked, inverse)
+            lost = self._update(present, checked, factors, metered=metered)
+        at_floor = self._scales.update(checked, present)
+        self._buffers.after_step(checked.finite)
+        if self._average is not None:
+            self._average.update([self._full(p) for p in self._weights], checked.finite)
+        for p in self._weights:
+            p.grad = None
+        self._steps_begun += 1
+        return self._take_off(checked, present, scale=scale, at_floor=at_floor, lost=lost, lr=lr)
+
+    def settle(self) -> None:
+        """Wait for every step so far, and let schedule, counts and findings catch up."""
+        while self._in_flight:
+            flight, outcome = self._in_flight.pop(0)
+            facts = flight.land()
+            outcome._known = facts, self._count(outcome.step, facts)
+            self._give_up_if_hopeless(outcome.step, facts)
+
+    def stats(self) -> Stats:
+        """Return the counts of the run so far. Waits for the device."""
+        self.settle()
+        self._stats.bytes = self._bytes()
+        return self._stats
+
+    def findings(self) -> list[Finding]:
+        """Return what was found since this was last asked."""
+        found, self._findings = self._findings, []
+        return found
+
+    @property
+    def steps_seen(self) -> int:
+        """Steps tried."""
+        return self._steps_begun
+
+    @property
+    def steps_applied(self) -> int:
+        """Steps that moved the weights. Waits for the device."""
+        self.settle()
+        return self._stats.applied
+
+    @property
+    def has_average(self) -> bool:
+        """Whether an average of the weights is kept."""
+        return self._average is not None
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model use the averaged weights inside the block; without an average, nothing."""
+        if self._average is None:
+            return contextlib.nullcontext()
+        return self._average.in_place_of(self._weights)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return the model's state with every digit that is kept: master values, by name."""
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        return {
+            name: self._full(weights[name]) if name in weights else value
+            for name, value in self.model.state_dict().items()
+        }
+
+    def release(self) -> nn.Module:
+        """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
+        self.settle()
+        full = [self._full(p).clone() for p in self._narrowed]
+        restore(self.model)
+        originals = dict(zip(self._masters.shells, self._masters.parameters, strict=True))
+        for parameter, value in zip(self._narrowed, full, strict=True):
+            parameter.grad = None
+            parameter.data = value
+        for group in self.optimizer.param_groups:
+            group["params"] = [originals.get(p, p) for p in group["params"]]
+        for shell, parameter in originals.items():
+            if shell in self.optimizer.state:
+                self.optimizer.state[parameter] = self.optimizer.state.pop(shell)
+        recast(self.optimizer, self._masters.parameters)
+        return self.model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides the steps to come, but data order and random state."""
+        self.settle()
+        return {
+            "policy": str(self.plan.policy),
+            "weights": self.model.state_dict(),
+            "master": self._masters.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scales": self._scales.state_dict(),
+            "average": None if self._average is None else self._average.averages,
+            "amax": {name: history.amax for name, history in self._histories()},
+            "stats": self._stats.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a saved run stood."""
+        self.settle()
+        mine = self.state_dict()
+        if not mine.keys() <= state.keys():
+            raise CheckpointError(
+                f"the state lacks {', '.join(sorted(mine.keys() - state.keys()))}: it is not "
+                "that of a prepared model; give what its state_dict() returned"
+            )
+        if state["policy"] != mine["policy"]:
+            raise CheckpointError(
+                f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
+                f"has {str(self.plan.policy)!r}; write the policy of the checkpoint"
+            )
+        for part in ("weights", "average", "scheduler", "scales", "amax"):
+            if _outline(state[part]) != _outline(mine[part]):
+                raise CheckpointError(
+                    f"the checkpoint's {part} are of another run: another model, or other settings "
+                    "of prepare(); prepare this one as that was"
+                )
+        self.model.load_state_dict(state["weights"])
+        self._masters.load_state_dict(state["master"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self._scales.load_state_dict(state["scales"])
+        if self._average is not None:
+            for average, saved in zip(self._average.averages, state["average"], strict=True):
+                average.copy_(saved)
+        for name, history in self._histories():
+            history.amax.copy_(state["amax"][name])
+        self._stats = Stats.from_state(state["stats"])
+        self._steps_begun = self._stats.steps
+        self._buffers.reset()
+
+    # What follows is one step, in the order it happens.
+
+    def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
+        if self.plan.emulated:
+            # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
+            # tensor and steps aside for all that happens in it; that of an edge passes it by.
+            with self._region():
+                edge = torch.autograd.graph.get_gradient_edge(scaled)
+                one = torch.ones_like(scaled)
+                torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
+            return
+        # tf32 is a switch of the whole process, so the backward pass needs it thrown as well.
+        native_tf32 = self.plan.policy.functional == "tf32"
+        with tf32_products() if native_tf32 else contextlib.nullcontext():
+            scaled.backward(retain_graph=retain_graph)
+
+    def _factors(
+        self, present: list[int], checked: Checked, inverse: Tensor | None
+    ) -> dict[nn.Parameter, Tensor]:
+        """Return what each gradient is multiplied by, to unscale and clip it; none for by one."""
+        factor = None if self._clip_norm is None else clip_factor(checked.norm, self._clip_norm)
+        if inverse is not None:
+            factor = inverse if factor is None else factor * inverse
+        if factor is None:
+            return {}
+        weights = [self._weights[i] for i in present]
+        if factor.dim() == 0:
+            return dict.fromkeys(weights, factor)
+        return dict(zip(weights, factor.unbind(), strict=True))
+
+    def _update(
+        self,
+        present: list[int],
+        checked: Checked,
+        factors: dict[nn.Parameter, Tensor],
+        *,
+        metered: bool,
+    ) -> Tensor | None:
+        weights = [self._weights[i] for i in present]
+        meter = None
+        if metered:
+            stored = [self._stored(p) for p in weights]
+            meter = LostUpdates(stored, [p.grad for p in weights if p.grad is not None])
+        if factors:
+            # Gradients of 16 bits are widened first: in fp16 they would vanish without the scale.
+            multiply({p: f for p, f in factors.items() if not self._masters.widens(p)})
+        if self._decides_on_device:
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = (~checked.finite).float()  # type: ignore[attr-defined]
+        with torch.enable_grad():
+            self._masters.step(self.optimizer, factors)
+        if self._decides_on_device:
+            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+        return None if meter is None else meter.share()
+
+    def _take_off(
+        self,
+        checked: Checked,
+        present: list[int],
+        *,
+        scale: Tensor | None,
+        at_floor: Tensor,
+        lost: Tensor | None,
+        lr: float,
+    ) -> Outcome:
+        one = torch.ones_like(checked.norm)
+        after = self._scales.value
+        numbers = [
+            checked.finite,
+            checked.norm,
+            one if scale is None else scale,
+            one if after is None else after,
+            one if lost is None else lost,
+            at_floor,
+        ]
+        flight = Flight(
+            numbers=numbers,
+            norms=checked.norms,
+            names=[self._names[i] for i in present],
+            lr=lr,
+            metered=lost is not None,
+        )
+        outcome = Outcome(step=self._steps_begun, settle=self.settle)
+        self._in_flight.append((flight, outcome))
+        if checked.norm.device.type == "cpu":
+            self.settle()
+        return outcome
+
+    def _count(self, step: int, facts: Facts) -> str:
+        self._stats.count(facts)
+        if facts.finite:
+            if self.scheduler is not None:
+                self.scheduler.step()
+            return ""
+        module = self._module_of(facts)
+        count = f"{len(facts.bad_parameters)} of {len(self._weights)} weights"
+        why = f"gradients of {count} are not finite, nearest the loss {module}"
+        if facts.next_scale != facts.loss_scale:
+            why += f"; loss scale {facts.loss_scale:g} → {facts.next_scale:g}"
+        if self._stats.overflows_at_floor == 1:
+            self._findings.append(
+                Finding(
+                    step=step,
+                    module=module,
+                    role="grad_weight",
+                    what="overflow at the smallest loss scale",
+                    why=f"{why}; the scale is {facts.loss_scale:g} and may not go lower",
+                    action=f"the step is skipped; after {self._patience} in a row training stops",
+                )
+            )
+        return why
+
+    def _give_up_if_hopeless(self, step: int, facts: Facts) -> None:
+        if self._stats.overflows_at_floor < self._patience:
+            return
+        module = self._module_of(facts)
+        raise DivergedError(
+            f"step {step}: {self._stats.overflows_at_floor} steps in a row had gradients that are "
+            f"not finite, with the loss scale at its smallest ({facts.loss_scale:g}); the weights "
+            f"are those of the last good step. Look at {module}: try "
+            f'precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'
+        )
+
+    def _refuse_changed_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        if sum(len(group["params"]) for group in groups) != len(self._weights):
+            raise RecipeError(
+                "the optimizer's parameters changed after prepare(), and those added would be "
+                "neither unscaled nor guarded; release(), change them, and prepare() again"
+            )
+        for group in groups:
+            if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
+                raise RecipeError(
+                    f"the learning rate is {group['lr']}, which would make every weight so; "
+                    "look at the learning-rate schedule"
+                )
+
+    def _module_of(self, facts: Facts) -> str:
+        """The module nearest the loss: models list theirs from input to output."""
+        if not facts.bad_parameters:
+            return "no single module (the sum of all gradients overflowed)"
+        last = max(facts.bad_parameters, key=lambda name: self._order.get(name, -1))
+        return last.rpartition(".")[0] or last
+
+    def _full(self, weight: nn.Parameter) -> Tensor:
+        index = self._master_index.get(weight)
+        if index is not None:
+            return self._masters.full(index)
+        kept = weight.detach()
+        return kept.float() if kept.dtype in (torch.bfloat16, torch.float16) else kept
+
+    def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
+        index = self._master_index.get(weight)
+        return (weight.detach(),) if index is None else self._masters.stored(index)
+
+    def _histories(self) -> list[tuple[str, Any]]:
+        return [
+            (name, module.nc_history)
+            for name, module in self.model.named_modules()
+            if module.__dict__.get("nc_history") is not None
+        ]
+
+    def _bytes(self) -> dict[str, int]:
+        size: Callable[[Tensor], int] = lambda t: t.numel() * t.element_size()  # noqa: E731
+        moments = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return {
+            "params": sum(size(p) for p in self._weights),
+            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._weights),
+            "master": self._masters.bytes(),
+            "moments": sum(map(size, moments)),
+        }
+
+
+def _outline(state: Any) -> Any:
+    """Return what must agree between a saved state and the one that takes it: keys and shapes."""
+    match state:
+        case Mapping():
+            return {key: _outline(value) for key, value in state.items()}
+        case list() if state and isinstance(state[0], Tensor):
+            return [_outline(value) for value in state]
+        case Tensor():
+            return state.shape
+        case None:
+            return None
+        case _:
+            return "plain data"
+
+
+def _refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the loss inside its step, where no gradient can be guarded; "
+            "use AdamW, SGD or another optimizer whose step takes no closure"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise UnsupportedError(
+                f"{name} has sparse gradients, whose norm is not taken; write sparse=False"
+            )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
+    if next(model.parameters(), None) is None:
+        raise RecipeError("the model has no parameters; there is nothing to prepare")

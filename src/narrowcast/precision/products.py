@@ -1,0 +1,308 @@
+"""Emulated products: operands rounded to a format, multiplied in fp32, the result rounded.
+
+This is what a machine without the arithmetic does in its place. The values equal those of the
+hardware up to the order of summation, because both multiply the same rounded operands exactly and
+add them in fp32. A tensor keeps its dtype on the way: fp32 values lie on the format's grid, so a
+model runs unchanged, and no native 16-bit product is ever asked of a CPU that lacks it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from narrowcast.numerics import (
+    BF16,
+    FP16,
+    FP32,
+    TF32,
+    BlockFormat,
+    Format,
+    format_named,
+    quantize,
+    round_blocks,
+    round_to,
+    scale_for,
+)
+from narrowcast.precision.policy import Policy
+
+Along = Literal["row", "column"]
+"""Which way an operand is summed in a product, and so which way its scales run."""
+
+
+@dataclass(frozen=True)
+class ProductFormats:
+    """The formats of one module's three products and of what they return."""
+
+    forward: Format | BlockFormat
+    grad_input: Format | BlockFormat
+    grad_weight: Format | BlockFormat
+    output: Format
+    scaling: str
+
+    @classmethod
+    def of(cls, policy: Policy) -> "ProductFormats":
+        """Return the formats a policy without exceptions asks for."""
+        output = format_named(policy.output_format)
+        assert isinstance(output, Format)
+        return cls(
+            forward=format_named(policy.forward),
+            grad_input=format_named(policy.grad_input),
+            grad_weight=format_named(policy.grad_weight),
+            output=output,
+            scaling=policy.scaling,
+        )
+
+    @property
+    def one_rounding(self) -> bool:
+        """True where each tensor is rounded once for all products it takes part in."""
+        backward = {self.grad_input.name, self.grad_weight.name}
+        narrow = {name for name in backward if is_narrow(name)}
+        # Beside an 8-bit gradient the other operand keeps its rounding only if that has 8 bits too.
+        beside = is_narrow(self.forward.name) and len(backward) == 1 and narrow == backward
+        same = backward == {self.forward.name} or beside
+        blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
+        return same and not blocks and self.scaling != "row"
+
+    def other_operand(self, product: Format | BlockFormat) -> Format | BlockFormat:
+        """Return the format of the operand beside the gradient in a backward product.
+
+        Beside an 8-bit gradient the input or weight keeps its own 8-bit format (e5m2 · e4m3); in a
+        wider product both operands have that format.
+        """
+        narrow = is_narrow(product.name) and is_narrow(self.forward.name)
+        return self.forward if narrow else product
+
+
+class AmaxHistory:
+    """The largest magnitudes of a module's operands over the last calls, for delayed scaling."""
+
+    ROLES = ("input", "weight", "grad_output")
+    LENGTH = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self.amax = torch.zeros(len(self.ROLES), self.LENGTH, device=device)
+
+    def scale(self, x: Tensor, target: Format, role: str) -> Tensor:
+        """Return the scale that past values of this role ask for, and remember this one's amax.
+
+        The first call has no past and takes its own amax.
+        """
+        if x.numel() == 0:
+            return scale_for(x, target)
+        row = self.amax[self.ROLES.index(role)]
+        amax = x.detach().abs().amax().float()
+        past = row.max()
+        scale = scale_for(torch.where(past > 0, past, amax), target)
+        if torch.is_grad_enabled() or role == "grad_output":
+            finite = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
+            row.copy_(torch.cat([finite[None], row[:-1]]))
+        return scale
+
+
+def linear_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    formats: ProductFormats,
+    history: AmaxHistory | None = None,
+) -> Tensor:
+    """Return input · weightᵀ + bias, with each of the three products in its own format."""
+    scales: tuple[Tensor, Tensor] | None = None
+    if history is not None and _is_delayed(formats.forward):
+        assert isinstance(formats.forward, Format)
+        scales = (
+            history.scale(x, formats.forward, "input"),
+            history.scale(weight, formats.forward, "weight"),
+        )
+    # Under a native region around it, autocast would narrow these operands a second time.
+    with torch.autocast(x.device.type, enabled=False):
+        result: Tensor = _linear_product(x, weight, bias, formats, scales, history)
+    return result
+
+
+class _LinearProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        formats: ProductFormats,
+        scales: tuple[Tensor, Tensor] | None,
+        history: AmaxHistory | None,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float()  # (rows, in)
+        wide_weight = weight.float()  # (out, in)
+        x_scale, weight_scale = scales if scales is not None else (None, None)
+        x_narrow = _operand(rows, formats.forward, "row", formats.scaling, x_scale)
+        weight_narrow = _operand(wide_weight, formats.forward, "row", formats.scaling, weight_scale)
+        # The aten overloads are below the function mode that would round these operands again.
+        transposed = weight_narrow.t()
+        rounded_bias = None if bias is None else _rounded(bias.float(), formats.output)
+        if rounded_bias is None:
+            output = torch.ops.aten.mm.default(x_narrow, transposed)
+        elif is_narrow(formats.forward.name):
+            # An 8-bit product returns 16 bits, and the bias is added to those.
+            output = torch.ops.aten.mm.default(x_narrow, transposed)
+            output = _rounded(output, formats.output).add_(rounded_bias)
+        else:
+            output = torch.ops.aten.addmm.default(rounded_bias, x_narrow, transposed)
+        if formats.one_rounding:
+            ctx.save_for_backward(x_narrow, weight_narrow)
+        else:
+            ctx.save_for_backward(rows, wide_weight)
+        ctx.formats, ctx.history = formats, history
+        ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
+        output = output.view(*x.shape[:-1], weight.shape[0])
+        return _in_carrier(output, formats.output, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        formats: ProductFormats = ctx.formats
+        x, weight = ctx.saved_tensors
+        grad = grad_output.reshape(-1, grad_output.shape[-1]).float()  # (rows, out)
+        # What comes back has the format of what went out.
+        grad = _rounded(grad, formats.output)
+        grad_x = grad_weight = grad_bias = None
+        scale = None
+        if ctx.history is not None and _is_delayed(formats.grad_input):
+            scale = ctx.history.scale(grad, formats.grad_input, "grad_output")
+        narrow = None
+        if ctx.needs_input_grad[0]:
+            narrow = grad
+            if formats.grad_input is not formats.output:
+                narrow = _operand(grad, formats.grad_input, "row", formats.scaling, scale)
+            beside = weight
+            if not formats.one_rounding:
+                other = formats.other_operand(formats.grad_input)
+                beside = _operand(weight, other, "column", formats.scaling, None)
+            grad_x = _rounded(torch.ops.aten.mm.default(narrow, beside), formats.output)
+            grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            if formats.grad_weight != formats.grad_input:
+                scale = None  # the history is for the other product's format
+            if narrow is None or not formats.one_rounding:
+                narrow = _operand(grad, formats.grad_weight, "column", formats.scaling, scale)
+            beside = x
+            if not formats.one_rounding:
+                other = formats.other_operand(formats.grad_weight)
+                beside = _operand(x, other, "column", formats.scaling, None)
+            grad_weight = _rounded(torch.ops.aten.mm.default(narrow.t(), beside), formats.output)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = _rounded(grad.sum(0), formats.output)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def rounded_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Format
+) -> Any:
+    """Call a product with its tensors, their gradients and its result rounded to `target`.
+
+    Sound for any function that is a product of its arguments, whatever its signature.
+    """
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out", None)
+    carrier = _widest(args, kwargs)
+    with torch._C.DisableTorchFunction():
+        result = function(
+            *[_map_floats(a, lambda t: _round_operand(t, target)) for a in args],
+            **{k: _map_floats(a, lambda t: _round_operand(t, target)) for k, a in kwargs.items()},
+        )
+        result = _map_floats(result, lambda t: _round_result(t, target, carrier))
+        return result if out is None else out.copy_(result)
+
+
+class _RoundOperand(torch.autograd.Function):
+    """Round on the way in; on the way back round the gradient this operand receives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Format) -> Tensor:
+        ctx.target, ctx.dtype = target, x.dtype
+        return _rounded(x.float(), target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _rounded(grad, _returned(ctx.target)).to(ctx.dtype), None
+
+
+class _RoundResult(torch.autograd.Function):
+    """Round on the way out; on the way back round the gradient that enters the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Format, carrier: torch.dtype) -> Tensor:
+        ctx.target = target
+        return _in_carrier(x, _returned(target), carrier)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _rounded(grad.float(), ctx.target), None, None
+
+
+# `apply` has no types in torch.
+_linear_product: Any = _LinearProduct.apply
+_round_operand: Any = _RoundOperand.apply
+_round_result: Any = _RoundResult.apply
+
+
+def _returned(target: Format) -> Format:
+    """A tf32 product returns fp32."""
+    return FP32 if target is TF32 else target
+
+
+def _operand(
+    x: Tensor, target: Format | BlockFormat, along: Along, scaling: str, scale: Tensor | None
+) -> Tensor:
+    if isinstance(target, BlockFormat):
+        # Blocks run along the dimension that is summed.
+        return round_blocks(x, target) if along == "row" else round_blocks(x.t(), target).t()
+    if not is_narrow(target.name):
+        return _rounded(x, target)
+    if scale is not None:
+        # Beyond what the past foretold a value saturates; what is not finite stays so (· 0 is NaN).
+        scaled = x * scale
+        return round_to(scaled, target, saturate=True).add_(scaled, alpha=0.0).div_(scale)
+    per: Literal["row", "column", "tensor"] = along if scaling == "row" else "tensor"
+    return quantize(x, target, per=per)
+
+
+def _rounded(x: Tensor, target: Format) -> Tensor:
+    return x if target is FP32 else round_to(x, target)
+
+
+def _in_carrier(x: Tensor, target: Format, carrier: torch.dtype) -> Tensor:
+    """Round fp32 values; hand them on in the stream's dtype where it is the format's own."""
+    if carrier == target.dtype and target is not FP32:
+        return x.to(carrier)
+    return _rounded(x, target)
+
+
+def _is_delayed(target: Format | BlockFormat) -> bool:
+    """Say whether a scale from the past is of use: a block has its own, 16 bits need none."""
+    return isinstance(target, Format) and is_narrow(target.name)
+
+
+def is_narrow(name: str) -> bool:
+    """Say whether operands of this format need scales."""
+    return name not in (FP32.name, TF32.name, BF16.name, FP16.name)
+
+
+def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    found: list[torch.dtype] = []
+    for value in (*args, *kwargs.values()):
+        _map_floats(value, lambda t: found.append(t.dtype) or t)  # type: ignore[func-returns-value]
+    wide = {torch.float32, torch.float64} & set(found)
+    return torch.float32 if wide or len(set(found)) != 1 else found[0]
+
+
+def _map_floats(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_map_floats(v, change) for v in value)
+    return value

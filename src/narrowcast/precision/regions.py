@@ -1,0 +1,176 @@
+"""Regions: the format in which products run that no module of ours makes.
+
+Attention, `@`, einsum, convolutions and recurrent layers are reached through a region around the
+forward pass, entered for the whole model and again, with another format, by modules that are an
+exception. A native region is torch's autocast; an emulated one a function mode, which
+`torch.compile` traces through like the code it covers.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from narrowcast.numerics import FP32, Format, format_named
+from narrowcast.precision.attention import multi_head_attention
+from narrowcast.precision.policy import Policy
+from narrowcast.precision.products import ProductFormats, linear_product, rounded_call
+
+# The functions torch's autocast runs in 16 bits, as a function mode sees them: each is a product
+# of its floating-point arguments.
+_PRODUCTS: frozenset[Any] = frozenset(
+    {
+        torch.mm, torch.bmm, torch.mv, torch.matmul, torch.addmm, torch.addmv, torch.addbmm,
+        torch.baddbmm, torch.einsum, torch.tensordot, torch.inner, torch.dot, torch.bilinear,
+        torch.chain_matmul, torch.linalg.multi_dot, torch.linalg.matmul, torch.linalg.vecdot,
+        torch.vdot, torch.Tensor.vdot,
+        torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.mv, torch.Tensor.matmul,
+        torch.Tensor.addmm, torch.Tensor.addmv, torch.Tensor.addbmm, torch.Tensor.baddbmm,
+        torch.Tensor.inner, torch.Tensor.dot, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__,
+        F.bilinear, F.scaled_dot_product_attention,
+        F.conv1d, F.conv2d, F.conv3d,
+        F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+        torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell,
+    }
+)  # fmt: skip
+
+_IN_PLACE: dict[Any, Any] = {
+    torch.Tensor.addmm_: torch.Tensor.addmm,
+    torch.Tensor.addmv_: torch.Tensor.addmv,
+    torch.Tensor.addbmm_: torch.Tensor.addbmm,
+    torch.Tensor.baddbmm_: torch.Tensor.baddbmm,
+}
+
+# Where a 16-bit stream must be widened first: sums, exponentials, normalisations, losses.
+_REDUCTIONS: frozenset[Any] = frozenset(
+    {
+        torch.softmax, torch.log_softmax, torch.logsumexp, torch.sum, torch.mean, torch.prod,
+        torch.cumsum, torch.cumprod, torch.var, torch.std, torch.norm, torch.exp, torch.log,
+        torch.pow, torch.rsqrt, torch.linalg.vector_norm, torch.linalg.norm, torch.cdist,
+        torch.dist, torch.log1p, torch.log2, torch.log10, torch.expm1, torch.reciprocal,
+        torch.Tensor.log1p, torch.Tensor.log2, torch.Tensor.log10, torch.Tensor.expm1,
+        torch.Tensor.reciprocal, torch.Tensor.dist, F.softplus, F.multi_margin_loss,
+        F.multilabel_margin_loss, F.soft_margin_loss, F.pairwise_distance,
+        torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.logsumexp, torch.Tensor.sum,
+        torch.Tensor.mean, torch.Tensor.prod, torch.Tensor.cumsum, torch.Tensor.cumprod,
+        torch.Tensor.var, torch.Tensor.std, torch.Tensor.norm, torch.Tensor.exp, torch.Tensor.log,
+        torch.Tensor.pow, torch.Tensor.rsqrt, torch.Tensor.__pow__,
+        F.softmax, F.log_softmax, F.softmin, F.layer_norm, F.group_norm, F.rms_norm,
+        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+        F.kl_div, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss,
+        F.gaussian_nll_loss, F.cosine_similarity, F.cosine_embedding_loss, F.normalize,
+        F.margin_ranking_loss, F.hinge_embedding_loss, F.triplet_margin_loss, F.ctc_loss,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Region:
+    """A format for functional products, and whether the device multiplies it or we emulate it."""
+
+    format_name: str
+    emulated: bool
+    device_type: str
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter the region: hold it over a forward pass and its loss."""
+        target = format_named(self.format_name)
+        assert isinstance(target, Format)
+        if self.emulated:
+            return EmulatedProducts(target)
+        if target.dtype in (torch.bfloat16, torch.float16):
+            return torch.autocast(self.device_type, dtype=target.dtype)
+        if self.format_name == "tf32":
+            return tf32_products()
+        return contextlib.nullcontext()
+
+    def inside_another(self) -> contextlib.AbstractContextManager[Any]:
+        """Enter the region within one of another format, which it replaces."""
+        if not self.emulated and self.format_name in ("bf16", "fp16"):
+            return self()
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.autocast(self.device_type, enabled=False))
+        stack.enter_context(self())
+        return stack
+
+
+class EmulatedProducts(TorchFunctionMode):
+    """Round the operands and results of every functional product to one format."""
+
+    def __init__(self, target: Format) -> None:
+        super().__init__()
+        self._target = target
+        self._formats = ProductFormats.of(
+            Policy(forward=target.name, grad_input=target.name, grad_weight=target.name)
+        )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Emulate products, widen the arguments of reductions, pass on everything else."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, formats=self._formats, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with EmulatedProducts(self._target):
+                return multi_head_attention(*args, **kwargs)
+        if func in _IN_PLACE:
+            return args[0].copy_(self.__torch_function__(_IN_PLACE[func], types, args, kwargs))
+        if func is torch.prelu:
+            return _prelu(*args, **kwargs)
+        if func in _PRODUCTS and self._target is not FP32:
+            return rounded_call(func, args, kwargs, self._target)
+        if func in _PRODUCTS or func in _REDUCTIONS:
+            args = tuple(_widened(a) for a in args)
+            kwargs = {k: _widened(a) for k, a in kwargs.items()}
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _linear(
+    input: Tensor,  # noqa: A002  # torch's own name, which callers may use as a keyword
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    formats: ProductFormats,
+) -> Tensor:
+    return linear_product(input, weight, bias, formats=formats)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002  # torch's own name
+    return torch.prelu(input, weight.to(input.dtype))  # torch takes no operands of two dtypes
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    if isinstance(value, tuple | list):
+        return type(value)(_widened(v) for v in value)
+    return value
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """Let fp32 products on NVIDIA GPUs run in tf32 inside the block."""
+    switches: list[Any] = [
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+    ]
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+RegionFactory = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -1,0 +1,119 @@
+"""Carry out a plan on a model: the only code that changes one."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.numerics import Format, format_named
+from narrowcast.precision.fp8_linear import Fp8Linear
+from narrowcast.precision.modules import (
+    InRegion,
+    MatchingInput,
+    NarrowLinear,
+    NarrowNorm,
+    WideNorm,
+    is_swapped,
+    swap,
+)
+from narrowcast.precision.plan import ModulePlan, Plan, is_uniform
+from narrowcast.precision.policy import Policy
+from narrowcast.precision.products import AmaxHistory, ProductFormats
+from narrowcast.precision.regions import Region
+
+
+def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
+    """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value."""
+    if is_swapped(model):
+        raise RecipeError("this model is prepared already; call release() on that first")
+    device_type = torch.device(plan.hardware.device).type
+    regions = {"": Region(plan.policy.functional, plan.emulated, device_type)}
+    for chosen in plan.modules:
+        module = model.get_submodule(chosen.name)
+        around = _region_around(chosen.name, regions)
+        match chosen.kind:
+            case "normalisation":
+                _rewrite_norm(module, chosen, plan.policy)
+            case "linear" if _needs_own_products(chosen, around):
+                history = None
+                if chosen.policy.scaling == "delayed":
+                    history = AmaxHistory(next(module.parameters()).device)
+                swap(
+                    module,
+                    Fp8Linear if chosen.how == "native" else NarrowLinear,
+                    nc_formats=ProductFormats.of(chosen.policy),
+                    nc_history=history,
+                )
+            case "embedding":
+                continue
+            case _:
+                if chosen.policy.functional != around.format_name:
+                    region = Region(
+                        chosen.policy.functional,
+                        around.emulated or chosen.how == "emulated",
+                        device_type,
+                    )
+                    swap(module, InRegion, nc_region=region)
+                    regions[chosen.name] = region
+                if chosen.kind == "recurrent" and chosen.policy.params != "fp32":
+                    swap(module, MatchingInput)
+    return _narrow_weights(model, plan)
+
+
+def _region_around(name: str, regions: Mapping[str, Region]) -> Region:
+    """Return the region of the nearest module above that has one; the model's is named `""`."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in regions:
+            return regions[name]
+    return regions[""]
+
+
+def _needs_own_products(chosen: ModulePlan, around: Region) -> bool:
+    """Say whether a linear layer multiplies in another way than the region around it.
+
+    One in the same format is left to the region; one in fp32 gets a region of its own.
+    """
+    match chosen.how:
+        case "unchanged":
+            return False
+        case "native":
+            return not is_uniform(chosen.policy)
+        case "emulated":
+            like_region = around.emulated and chosen.policy.forward == around.format_name
+            return not (like_region and is_uniform(chosen.policy))
+
+
+def _rewrite_norm(module: nn.Module, chosen: ModulePlan, policy: Policy) -> None:
+    if chosen.policy.reduce != "fp32":
+        swap(module, NarrowNorm, nc_dtype=_dtype(chosen.policy.reduce))
+    elif policy.params != "fp32":
+        swap(module, WideNorm)
+
+
+def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
+    """Cast weights to their storage format; a weight two modules share takes the wider one's."""
+    wanted: dict[nn.Parameter, str] = {}
+    for chosen in plan.modules:
+        module = model.get_submodule(chosen.name)
+        for parameter in module.parameters(recurse=chosen.kind == "attention"):
+            before = wanted.get(parameter, chosen.policy.params)
+            wanted[parameter] = "fp32" if "fp32" in (before, chosen.policy.params) else before
+    narrowed = []
+    for parameter, name in wanted.items():
+        if name == "fp32" or not parameter.is_floating_point():
+            continue
+        full = parameter.data
+        parameter.data = full.to(_dtype(name))
+        if plan.policy.grads_format == "fp32":
+            parameter.grad_dtype = torch.float32
+        narrowed.append((parameter, full))
+    return narrowed
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = format_named(name)
+    assert isinstance(known, Format)
+    assert known.dtype is not None
+    return known.dtype

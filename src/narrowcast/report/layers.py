@@ -1,0 +1,149 @@
+"""The layer table: one row for each module of the plan, blocks that are alike folded into one."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FEWEST_ALIKE = 3
+"""Two alike are as quick to read as a fold."""
+
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
+_NONE = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A row: modules whose name differs only in an index, and which the plan treats alike."""
+
+    label: str
+    """The module's name, or the names folded: `blocks.{0–11}.mlp.up`."""
+    names: tuple[str, ...]
+    kind: str
+    forward: str
+    grad_input: str
+    grad_weight: str
+    params: str
+    output: str
+    how: str
+    reason: str
+    """Why, without the word that `how` already says."""
+    parameters: int
+    """Of all the modules in the row together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatShare:
+    """How much of the model multiplies in one format."""
+
+    name: str
+    width: str
+    """The family a page colours by: `full`, `half`, `eight`, `four` or `other`."""
+    parameters: int
+    modules: int
+
+
+def layers(modules: Sequence[Mapping[str, Any]]) -> list[Layer]:
+    """Make the rows of the table, in the order of the plan."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for module in modules:
+        pattern = _INDEX.sub("*", _text(module, "name"))
+        groups[(pattern, *_treatment(module))].append(module)
+    rows = [
+        row
+        for alike in groups.values()
+        for row in ([alike] if len(alike) >= FEWEST_ALIKE else [[one] for one in alike])
+    ]
+    place = {id(module): i for i, module in enumerate(modules)}
+    rows.sort(key=lambda row: place[id(row[0])])
+    return [_layer(row) for row in rows]
+
+
+def format_shares(modules: Sequence[Mapping[str, Any]]) -> list[FormatShare]:
+    """Sum the parameters by the format of the forward product, the largest share first."""
+    parameters: dict[str, int] = defaultdict(int)
+    members: dict[str, int] = defaultdict(int)
+    for module in modules:
+        name = _text(module, "forward")
+        parameters[name] += _whole(module, "parameters")
+        members[name] += 1
+    shares = [
+        FormatShare(name=name, width=width(name), parameters=total, modules=members[name])
+        for name, total in parameters.items()
+    ]
+    return sorted(shares, key=lambda share: (-share.parameters, share.name))
+
+
+def width(name: str) -> str:
+    """Name the family of a format by its bits."""
+    families = {
+        "full": ("fp32", "tf32"),
+        "half": ("bf16", "fp16"),
+        "eight": ("e4m3", "e5m2", "mxfp8"),
+        "four": ("e2m1", "nvfp4"),
+    }
+    for family, names in families.items():
+        if name.startswith(names):
+            return family
+    return "other"
+
+
+def bare_reason(entry: Mapping[str, Any]) -> str:
+    """Return the reason without the word that stands beside it as `how`."""
+    return _text(entry, "reason").removeprefix(f"{_text(entry, 'how')}: ")
+
+
+def _layer(alike: Sequence[Mapping[str, Any]]) -> Layer:
+    first = alike[0]
+    names = tuple(_text(module, "name") for module in alike)
+    return Layer(
+        label=_folded(names),
+        names=names,
+        kind=_text(first, "kind"),
+        forward=_text(first, "forward"),
+        grad_input=_text(first, "grad_input"),
+        grad_weight=_text(first, "grad_weight"),
+        params=_text(first, "params"),
+        output=_text(first, "output"),
+        how=_text(first, "how"),
+        reason=bare_reason(first),
+        parameters=sum(_whole(module, "parameters") for module in alike),
+    )
+
+
+def _treatment(module: Mapping[str, Any]) -> tuple[str, ...]:
+    fields = ("kind", "forward", "grad_input", "grad_weight", "params", "output", "how", "reason")
+    return (*(_text(module, field) for field in fields), str(_whole(module, "parameters")))
+
+
+def _folded(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return names[0] or "(the model itself)"
+    places = [[int(i) for i in _INDEX.findall(name)] for name in names]
+    ranges = iter([_ranges(sorted(set(column))) for column in zip(*places, strict=True)])
+    return _INDEX.sub(lambda _: next(ranges), names[0])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write sorted numbers as ranges in braces: `{0–3, 7}`; a single one stands alone."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    written = (str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    return "{" + ", ".join(written) + "}"
+
+
+def _text(module: Mapping[str, Any], field: str) -> str:
+    found = module.get(field)
+    return _NONE if found is None else str(found)
+
+
+def _whole(module: Mapping[str, Any], field: str) -> int:
+    found = module.get(field)
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,93 @@
+"""Numbers as a reader says them: counts, sizes, durations, losses, powers of two."""
+
+import math
+
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def count(n: int, noun: str = "") -> str:
+    """Write `n` in full, with its noun in the right number: `1,000 steps`, `1 step`."""
+    if not noun:
+        return f"{n:,}"
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def large(n: float) -> str:
+    """Write `n` to three digits with its unit of thousands: `1.05 M`."""
+    return _with_unit(n, base=1000.0, units=("", " k", " M", " B", " T"))
+
+
+def size(n_bytes: float) -> str:
+    """Write a number of bytes to three digits, in units of 1024: `3.91 MiB`."""
+    return _with_unit(n_bytes, base=1024.0, units=(" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def duration(seconds: float) -> str:
+    """Write a duration in the two largest units that matter: `1 min 32 s`."""
+    if not seconds < 1e9:
+        return "an unknown time"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def value(x: float) -> str:
+    """Write a measured value to four significant digits; say so where it is not a number."""
+    if math.isnan(x):
+        return "not a number"
+    if math.isinf(x):
+        return "infinite" if x > 0 else "−infinite"
+    if x != 0 and not 1e-3 <= abs(x) < 1e6:
+        mantissa, exponent = f"{x:.2e}".split("e")
+        return f"{mantissa} × 10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace("-", "−")
+    digits = max(0, 3 - math.floor(math.log10(abs(x)))) if x else 0
+    return f"{x:,.{digits}f}".replace("-", "−")
+
+
+def scale(x: float) -> str:
+    """Write a loss scale: in full while that is short, else as the power of two it is."""
+    if not math.isfinite(x) or x <= 0:
+        return value(x)
+    if 1 <= x <= 2**20 and x.is_integer():
+        return f"{x:,.0f}"
+    return power_of_two(x) if math.log2(x).is_integer() else value(x)
+
+
+def power_of_two(x: float) -> str:
+    """Write a power of two as one: `2¹⁶`."""
+    return f"2{str(round(math.log2(x))).translate(_SUPERSCRIPTS)}"
+
+
+def share(part: float, whole: float) -> str:
+    """Write a share in percent; what is neither none nor all never reads as either."""
+    if whole <= 0:
+        return "–"
+    percent = 100 * part / whole
+    if 0 < percent < 0.1:
+        return "< 0.1 %"
+    if 99.9 < percent < 100:
+        return "> 99.9 %"
+    return f"{percent:.3g} %" if percent >= 10 else f"{percent:.1f} %".replace(".0 %", " %")
+
+
+def _with_unit(n: float, *, base: float, units: tuple[str, ...]) -> str:
+    if not math.isfinite(n):
+        return value(n)
+    rank = 0
+    # 999.5 would round to 1000 at three digits: it already belongs to the next unit.
+    while abs(n) >= base - 0.5 and rank < len(units) - 1:
+        n, rank = n / base, rank + 1
+    if rank == 0:
+        return f"{n:.0f}{units[0]}"
+    digits = 2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0
+    return f"{n:.{digits}f}{units[rank]}" if abs(n) < 10 * base else f"{n:.2e}{units[rank]}"

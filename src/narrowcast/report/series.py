@@ -1,0 +1,132 @@
+"""Long series made short enough to draw, without hiding a spike, a gap or a skipped step.
+
+A chart is about a thousand pixels wide, so ten thousand points are ink on ink. Every function here
+is deterministic, and keeps what a reader would look for: the extremes of each stretch, the first
+and the last point, every stretch in which a value was not finite, and every skipped step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from narrowcast.runs.records import StepRecord
+
+MOST_POINTS = 2000
+MOST_MARKS = 5000
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over steps; `None` is a gap, where the value was not finite."""
+
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+    @property
+    def finite(self) -> tuple[float, ...]:
+        """The values without the gaps."""
+        return tuple(y for y in self.values if y is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Skipped steps in a row that share a reason and a loss scale."""
+
+    first: int
+    last: int
+    why: str
+    loss_scale: float
+
+    @property
+    def steps(self) -> int:
+        """How many they are."""
+        return self.last - self.first + 1
+
+
+def series(steps: Sequence[int], values: Sequence[float | None]) -> Series:
+    """Pair steps with values, and turn what is absent or not finite into gaps."""
+    return Series(
+        steps=tuple(steps),
+        values=tuple(y if y is not None and math.isfinite(y) else None for y in values),
+    )
+
+
+def thinned(whole: Series, most: int = MOST_POINTS) -> Series:
+    """Keep at most `most` points: per stretch of steps its least, its greatest and one gap."""
+    n = len(whole.steps)
+    if n <= most:
+        return whole
+    # Three points a stretch at most; two places are held for the first and the last point.
+    stretches = max(1, (most - 2) // 3)
+    kept = {0, n - 1}
+    for k in range(stretches):
+        kept.update(_telling(whole.values, k * n // stretches, (k + 1) * n // stretches))
+    order = sorted(kept)
+    return Series(
+        steps=tuple(whole.steps[i] for i in order),
+        values=tuple(whole.values[i] for i in order),
+    )
+
+
+def changes(whole: Series) -> Series:
+    """Keep the first point, the last one, and those where the value changes: a stair's corners."""
+    n = len(whole.steps)
+    kept = [i for i in range(n) if i in (0, n - 1) or whole.values[i] != whole.values[i - 1]]
+    return Series(
+        steps=tuple(whole.steps[i] for i in kept),
+        values=tuple(whole.values[i] for i in kept),
+    )
+
+
+def smoothing_window(n: int) -> int:
+    """Choose the odd number of steps to smooth over: a twenty-fifth of the run, 1001 at most."""
+    return 2 * min(n // 50, 500) + 1
+
+
+def smoothed(whole: Series, window: int, *, most: int = MOST_POINTS // 2) -> Series:
+    """Take the median of the `window` steps around at most `most` evenly spaced ones.
+
+    The window is centred, so the curve does not lag behind; towards both ends it narrows evenly.
+    A median, so that one spike does not lift its whole window. Gaps are left out.
+    """
+    n = len(whole.steps)
+    at = range(n) if n <= most else [k * (n - 1) // (most - 1) for k in range(most)]
+    middles: list[float | None] = []
+    for i in at:
+        reach = min(window // 2, i, n - 1 - i)
+        finite = [y for y in whole.values[i - reach : i + reach + 1] if y is not None]
+        middles.append(median(finite) if finite else None)
+    return Series(steps=tuple(whole.steps[i] for i in at), values=tuple(middles))
+
+
+def skip_marks(steps: Sequence[StepRecord]) -> list[Mark]:
+    """Collect every skipped step; neighbours alike in reason and scale become one mark."""
+    marks: list[Mark] = []
+    for record in steps:
+        if record.applied:
+            continue
+        first = record.step
+        if marks and marks[-1] == replace(
+            marks[-1], last=record.step - 1, why=record.why, loss_scale=record.loss_scale
+        ):
+            first = marks.pop().first
+        marks.append(
+            Mark(first=first, last=record.step, why=record.why, loss_scale=record.loss_scale)
+        )
+    return marks
+
+
+def drawn(marks: Sequence[Mark], most: int = MOST_MARKS) -> list[Mark]:
+    """Choose the marks to draw: all of them, or `most` spread evenly over the run."""
+    if len(marks) <= most:
+        return list(marks)
+    return [marks[i * len(marks) // most] for i in range(most)]
+
+
+def _telling(values: Sequence[float | None], start: int, stop: int) -> set[int]:
+    finite = [(y, i) for i, y in enumerate(values[start:stop], start) if y is not None]
+    telling = {min(finite)[1], max(finite)[1]} if finite else set()
+    if len(finite) < stop - start:
+        telling.add(next(i for i in range(start, stop) if values[i] is None))
+    return telling

@@ -1,0 +1,74 @@
+"""What a run folder holds, read once and sorted by kind: all that a page is made from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowcast.runs.folder import RunFolder
+from narrowcast.runs.records import (
+    CheckpointRecord,
+    EvalRecord,
+    FindingRecord,
+    PrecisionRecord,
+    StepRecord,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """A run as its folder tells it; what was not written is empty."""
+
+    steps: tuple[StepRecord, ...] = ()
+    evals: tuple[EvalRecord, ...] = ()
+    findings: tuple[FindingRecord, ...] = ()
+    changes: tuple[PrecisionRecord, ...] = ()
+    checkpoints: tuple[CheckpointRecord, ...] = ()
+    plan: Mapping[str, Any] | None = None
+    settings: Mapping[str, Mapping[str, Any]]
+    """Each key of the recipe with its `value` and its `origin`."""
+    recipe_text: str
+    sessions: tuple[Mapping[str, Any], ...]
+    """The environment of the first start and of each resume."""
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return what the recipe set `key` to."""
+        return self.settings.get(key, {}).get("value", default)
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its recipe, or failing that its workload."""
+        return str(self.setting("name") or self.setting("workload") or "this run")
+
+    @property
+    def policy(self) -> str:
+        """The precision policy that was asked for."""
+        planned = (self.plan or {}).get("policy")
+        return str(self.setting("precision.policy") or planned or "an unnamed policy")
+
+    @property
+    def modules(self) -> list[Mapping[str, Any]]:
+        """The modules of the plan."""
+        return list((self.plan or {}).get("modules", []))
+
+
+def read_story(path: Path) -> Story:
+    """Read the folder of a run, at whatever point the run is."""
+    with RunFolder.open(path) as run:
+        records = run.records()
+        settings = run.read_json("resolved.json")
+        plan = run.read_json("plan.json") if (path / "plan.json").exists() else None
+        has_environment = (path / "environment.json").exists()
+        environment = run.read_json("environment.json") if has_environment else {}
+        recipe_text = run.recipe_text if (path / "recipe.yaml").exists() else ""
+    return Story(
+        steps=tuple(r for r in records if isinstance(r, StepRecord)),
+        evals=tuple(r for r in records if isinstance(r, EvalRecord)),
+        findings=tuple(r for r in records if isinstance(r, FindingRecord)),
+        changes=tuple(r for r in records if isinstance(r, PrecisionRecord)),
+        checkpoints=tuple(r for r in records if isinstance(r, CheckpointRecord)),
+        plan=plan,
+        settings=settings,
+        recipe_text=recipe_text,
+        sessions=tuple(environment.get("sessions", [])),
+    )

@@ -1,0 +1,222 @@
+"""How the run went, in sentences: its ending, a headline, the figures beside it."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from narrowcast.report.layers import format_shares
+from narrowcast.report.phrases import count, duration, large, scale, share, size, value
+from narrowcast.report.story import Story
+from narrowcast.runs.records import StepRecord
+
+Tone = Literal["good", "fair", "bad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Where the run stands, and what its owner may want to do about it."""
+
+    label: str
+    tone: Tone
+    advice: str = ""
+    """A sentence or two; empty where nothing needs doing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """One number of the headline row."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def ending(story: Story) -> Ending:
+    """Judge from the records alone where the run stands."""
+    done, asked = len(story.steps), int(story.setting("steps", 0))
+    if not done:
+        return Ending(
+            label="No step yet",
+            tone="fair",
+            advice="The folder holds no record of a step: the run is still starting, or ended "
+            "before its first step.",
+        )
+    gave_up = _gave_up(story)
+    if gave_up and done < asked:
+        return Ending(label="Diverged", tone="bad", advice=gave_up)
+    lost = _lost_at(story.steps)
+    if lost is not None:
+        return Ending(
+            label="Loss not finite",
+            tone="bad",
+            advice=f"The training loss has not been a finite number since step {count(lost)}. "
+            "Steps with a non-finite gradient are skipped, so the weights are those of the last "
+            "applied step.",
+        )
+    if done >= asked:
+        return Ending(label="Finished", tone="good")
+    progress = f"{count(done)} of {count(asked, 'step')}"
+    last_saved = story.checkpoints[-1].step if story.checkpoints else None
+    if last_saved == story.steps[-1].step:
+        return Ending(
+            label="Stopped",
+            tone="fair",
+            advice=f"The run stopped after {progress}, with a checkpoint at its last one; "
+            "`narrowcast resume` continues it from there.",
+        )
+    where = (
+        "There is no checkpoint to resume from."
+        if last_saved is None
+        else f"`narrowcast resume` continues it from the checkpoint at step {count(last_saved)}."
+    )
+    return Ending(
+        label="Unfinished",
+        tone="fair",
+        advice=f"The records end after {progress}: the run was still going when this page was "
+        f"written, or it was cut off. {where}",
+    )
+
+
+def headline(story: Story) -> str:
+    """Say in one sentence what trained, in which policy, and how well."""
+    if not story.steps:
+        return f"{story.name} is set up to train {_in_policy(story)} and has not run a step."
+    done, asked = len(story.steps), int(story.setting("steps", 0))
+    steps = count(done, "step") if done >= asked else f"{count(done)} of {count(asked, 'step')}"
+    return f"{story.name} trained {_in_policy(story)} for {steps}: {_quality(story)}."
+
+
+def facts(story: Story) -> list[Fact]:
+    """Collect the numbers beside the headline; those that were not measured are left out."""
+    if not story.steps:
+        return []
+    return [
+        *_loss_fact(story),
+        _steps_fact(story.steps),
+        _scale_fact(story.steps),
+        *_speed_facts(story.steps),
+        *_memory_fact(story),
+    ]
+
+
+def metric(story: Story) -> str:
+    """Name the metric that evaluations are headed by; empty where there are none."""
+    return next((key for record in story.evals for key in record.metrics), "")
+
+
+def _in_policy(story: Story) -> str:
+    """Say `in fp16 (emulated)`, or `with the default policy, mostly bf16`."""
+    most = next((part.name for part in format_shares(story.modules)), "")
+    ways = {m.get("how") for m in story.modules if m.get("forward") == most}
+    emulated = " (emulated)" if ways == {"emulated"} else ""
+    name = story.policy
+    if name.startswith(("fp", "bf16", "tf32")):
+        return f"in {name}{emulated}"
+    mostly = f", mostly {most}{emulated}" if most else ""
+    return f"with the {name} policy{mostly}" if name.isalpha() else f"with policy {name}{mostly}"
+
+
+def _gave_up(story: Story) -> str:
+    """Say how the run gave up, if it ended on as many overflows in a row as the recipe allows.
+
+    Only those at one scale count: while the scale still falls, a run has not given up.
+    """
+    patience = story.setting("precision.loss_scale.patience")
+    last = story.steps[-1]
+    in_a_row = 0
+    for record in reversed(story.steps):
+        if record.applied or record.loss_scale != last.loss_scale:
+            break
+        in_a_row += 1
+    if not isinstance(patience, int) or in_a_row < max(1, patience):
+        return ""
+    reason = f" The last reason given: {last.why}." if last.why else ""
+    module = next((r.module for r in reversed(story.findings) if r.module), "")
+    where = f" Look at {module} first." if module else ""
+    return (
+        f"The last {count(in_a_row, 'step')} were all skipped, with the loss scale at "
+        f"{scale(last.loss_scale)}, so the run gave up at step {count(last.step)}.{reason}{where}"
+    )
+
+
+def _lost_at(steps: tuple[StepRecord, ...]) -> int | None:
+    """Return the step from which on every loss was not finite."""
+    since = None
+    for record in reversed(steps):
+        if math.isfinite(record.loss):
+            break
+        since = record.step
+    return since
+
+
+def _quality(story: Story) -> str:
+    key = metric(story)
+    found = [(r.step, r.metrics[key]) for r in story.evals if key in r.metrics]
+    if not found:
+        return f"{_training_loss(story.steps)}, never evaluated"
+    name = key.replace("_", " ")
+    (first_step, first), (last_step, last) = found[0], found[-1]
+    if len(found) == 1:
+        return f"evaluated {name} {value(last)} at step {count(last_step)}"
+    if not (math.isfinite(first) and math.isfinite(last)):
+        at = count(first_step)
+        return f"evaluated {name} {value(first)} at step {at}, {value(last)} at the end"
+    if first == last:
+        return f"evaluated {name} stayed at {value(last)}"
+    verb = "fell" if last < first else "rose"
+    return f"evaluated {name} {verb} from {value(first)} to {value(last)}"
+
+
+def _training_loss(steps: tuple[StepRecord, ...]) -> str:
+    finite = [record.loss for record in steps if math.isfinite(record.loss)]
+    if not finite:
+        return "training loss never finite"
+    course = " → ".join(value(loss) for loss in (finite[0], finite[-1])[: len(finite)])
+    lost = _lost_at(steps)
+    return f"training loss {course}" + (f", not finite from step {count(lost)} on" if lost else "")
+
+
+def _loss_fact(story: Story) -> list[Fact]:
+    key = metric(story)
+    found = [(r.step, r.metrics) for r in story.evals if key in r.metrics]
+    if not found:
+        return [Fact(label="Training loss", value=value(story.steps[-1].loss), note="last step")]
+    step, metrics = found[-1]
+    others = [f"{k.replace('_', ' ')} {value(v)}" for k, v in metrics.items() if k != key]
+    note = others[0] if others else f"at step {count(step)}"
+    return [Fact(label=f"Evaluated {key.replace('_', ' ')}", value=value(metrics[key]), note=note)]
+
+
+def _steps_fact(steps: tuple[StepRecord, ...]) -> Fact:
+    applied = sum(record.applied for record in steps)
+    skipped = len(steps) - applied
+    note = f"{count(skipped)} skipped ({share(skipped, len(steps))})" if skipped else "none skipped"
+    return Fact(label="Steps applied", value=count(applied), note=note)
+
+
+def _scale_fact(steps: tuple[StepRecord, ...]) -> Fact:
+    scales = [record.loss_scale for record in steps]
+    low, high = min(scales), max(scales)
+    note = "throughout" if low == high else f"{scale(low)} – {scale(high)}"
+    return Fact(label="Loss scale", value=scale(scales[-1]), note=note)
+
+
+def _speed_facts(steps: tuple[StepRecord, ...]) -> list[Fact]:
+    seconds = math.fsum(record.seconds for record in steps)
+    tokens = sum(record.tokens for record in steps)
+    typical = sorted(record.seconds for record in steps)[len(steps) // 2]
+    if seconds <= 0:
+        return []
+    return [
+        Fact(
+            label="Tokens per second",
+            value=large(tokens / seconds),
+            note=f"{large(tokens)} tokens in all",
+        ),
+        Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} a step"),
+    ]
+
+
+def _memory_fact(story: Story) -> list[Fact]:
+    peak = max(record.peak_bytes for record in story.steps)
+    return [Fact(label="Peak memory", value=size(peak), note="measured")] if peak > 0 else []

@@ -1,0 +1,199 @@
+"""The plain tables of a page: evaluations, skips, findings, bytes, recipe and environment."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from narrowcast.report.phrases import count, share, size, value
+from narrowcast.report.story import Story
+from narrowcast.runs import strict_json
+
+MOST_ROWS = 200
+"""Rows after which a table of events only says how many more there are."""
+
+_SCALE_CHANGE = re.compile(r"; loss scale \S+ → \S+$")
+
+ROLES = {
+    "params": "Weights",
+    "grads": "Gradients",
+    "master": "Master weights",
+    "moments": "Optimizer moments",
+    "ema": "Averaged weights",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why steps were skipped, and how often."""
+
+    why: str
+    times: int
+    steps: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Findings that say the same, in one row."""
+
+    module: str
+    role: str
+    what: str
+    why: str
+    action: str
+    times: int
+    steps: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """What one role of the training state weighs."""
+
+    role: str
+    size: str
+    share: str
+    percent: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One key of the recipe, its value, and who set it."""
+
+    key: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrounding:
+    """One fact of the environment, with a value for each session unless they agree."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+def eval_table(story: Story) -> tuple[list[str], list[list[str]]]:
+    """List the evaluations: the names of the metrics, then a row of texts each."""
+    names = list(dict.fromkeys(key for record in story.evals for key in record.metrics))
+    rows = [
+        [
+            count(record.step),
+            *(value(record.metrics[n]) if n in record.metrics else "–" for n in names),
+        ]
+        for record in story.evals
+    ]
+    return names, rows
+
+
+def reasons(story: Story) -> list[Reason]:
+    """Count the skipped steps by reason, the most frequent first.
+
+    What a skip did to the loss scale is not its reason, and differs each time.
+    """
+    skipped: dict[str, list[int]] = {}
+    for record in story.steps:
+        if not record.applied:
+            why = _SCALE_CHANGE.sub("", record.why) or "no reason recorded"
+            skipped.setdefault(why, []).append(record.step)
+    found = [
+        Reason(why=why, times=len(steps), steps=_span(steps)) for why, steps in skipped.items()
+    ]
+    return sorted(found, key=lambda reason: -reason.times)
+
+
+def findings(story: Story) -> list[Finding]:
+    """List the findings in the order they first came up, those that say the same as one."""
+    groups: dict[tuple[str, str, str, str, str], list[int]] = {}
+    for r in story.findings:
+        groups.setdefault((r.module, r.role, r.what, r.why, r.action), []).append(r.step)
+    return [
+        Finding(
+            module=module,
+            role=role,
+            what=what,
+            why=why,
+            action=action,
+            times=len(steps),
+            steps=_span(steps),
+        )
+        for (module, role, what, why, action), steps in groups.items()
+    ]
+
+
+def bytes_by_role(plan: Mapping[str, Any]) -> tuple[list[Bytes], str]:
+    """List what each role weighs by the plan, the heaviest first, and the sum."""
+    sizes = _bytes(plan)
+    total = sum(sizes.values())
+    rows = [
+        Bytes(
+            role=ROLES.get(role, role.replace("_", " ").capitalize()),
+            size=size(n),
+            share=share(n, total),
+            percent=round(100 * n / total, 2),
+        )
+        for role, n in sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+        if n > 0
+    ]
+    return rows, size(total)
+
+
+def settings(story: Story) -> tuple[list[Setting], list[Setting]]:
+    """List the recipe: what somebody set, and what was left at its default."""
+    found = [
+        Setting(key=key, value=_written(entry.get("value")), origin=str(entry.get("origin", "")))
+        for key, entry in story.settings.items()
+    ]
+    chosen = [setting for setting in found if setting.origin != "default"]
+    return chosen, [setting for setting in found if setting.origin == "default"]
+
+
+def surroundings(story: Story) -> list[Surrounding]:
+    """List the environment of the run's sessions."""
+    flat = [dict(_flattened(session)) for session in story.sessions]
+    keys = dict.fromkeys(key for session in flat for key in session)
+    rows = []
+    for key in keys:
+        values = tuple(session.get(key, "–") for session in flat)
+        rows.append(Surrounding(key=key, values=values[:1] if len(set(values)) == 1 else values))
+    return rows
+
+
+def _bytes(plan: Mapping[str, Any]) -> dict[str, int]:
+    """Take the totals of the plan, or add its modules up where it has none."""
+    totals = plan.get("bytes") or Counter[str]()
+    if not totals:
+        for module in plan.get("modules", []):
+            totals.update(module.get("bytes", {}))
+    return {role: int(n) for role, n in totals.items()}
+
+
+def _span(steps: list[int]) -> str:
+    if len(steps) <= 3:
+        return ", ".join(count(step) for step in steps)
+    return f"{count(steps[0])} – {count(steps[-1])}"
+
+
+def _written(found: Any) -> str:
+    """Write a value as a recipe would: text bare, the rest as JSON."""
+    return found if isinstance(found, str) else strict_json.dumps(found)
+
+
+def _flattened(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, entry in found.items():
+        name = f"{prefix}{key}"
+        match entry:
+            case Mapping():
+                yield from _flattened(entry, f"{name} ")
+            case list() if any(isinstance(item, Mapping) for item in entry):
+                yield from _flattened(_numbered(entry), f"{name} ")
+            case int() if key.endswith("_bytes"):
+                yield name.removesuffix("_bytes"), size(entry)
+            case None | []:
+                yield name, "none"
+            case _:
+                yield name, _written(entry)
+
+
+def _numbered(entries: Iterable[Any]) -> dict[str, Any]:
+    return {str(i): entry for i, entry in enumerate(entries)}

@@ -1,0 +1,29 @@
+"""The run folder and the records in it; the standard library only."""
+
+from narrowcast.runs.environment import describe_environment
+from narrowcast.runs.folder import RunFolder
+from narrowcast.runs.records import (
+    CheckpointRecord,
+    EvalRecord,
+    FindingRecord,
+    PrecisionRecord,
+    Record,
+    StepRecord,
+    from_line,
+    same_course,
+    to_line,
+)
+
+__all__ = [
+    "CheckpointRecord",
+    "EvalRecord",
+    "FindingRecord",
+    "PrecisionRecord",
+    "Record",
+    "RunFolder",
+    "StepRecord",
+    "describe_environment",
+    "from_line",
+    "same_course",
+    "to_line",
+]

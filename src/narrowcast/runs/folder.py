@@ -1,0 +1,205 @@
+"""The run folder: what was asked, where it ran, and what happened, never half written.
+
+A record is one line appended to `records.jsonl`; every other file is written beside itself,
+synced and renamed. So after a kill or a full disk each file is either the old or the new one, and
+at most the last line of the records is torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.runs import strict_json
+from narrowcast.runs.records import Record
+from narrowcast.runs.records_file import RecordsFile
+from narrowcast.runs.writing import NO_SPACE, explain_write_error, replace_file
+
+RECIPE = "recipe.yaml"
+RESOLVED = "resolved.json"
+ENVIRONMENT = "environment.json"
+RECORDS = "records.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+@final
+class RunFolder:
+    """One run's folder; a context manager, because it keeps the records open once written."""
+
+    def __init__(self, path: Path) -> None:
+        """Take `path` as it is; use `create` or `open`, which check it."""
+        self.path = path
+        self._records = RecordsFile(path / RECORDS)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        recipe_text: str,
+        resolved: dict[str, Any],
+        environment: dict[str, Any],
+    ) -> Self:
+        """Make the folder of a new run, or refuse a path that holds anything."""
+        run = cls(Path(path))
+        _require_free(run.path)
+        made: list[Path] = []
+        try:
+            _make_folders(run.path, made)
+            _claim(run.path, recipe_text, made)
+            made.append(run.checkpoints)
+            run.checkpoints.mkdir()
+            made += [run.path / name for name in (RESOLVED, ENVIRONMENT, RECORDS)]
+            run.write_json(RESOLVED, resolved)
+            run.write_json(ENVIRONMENT, {"sessions": [environment]})
+            (run.path / RECORDS).touch()
+        except (OSError, CheckpointError, RecipeError) as error:
+            _undo(made)
+            if not isinstance(error, OSError):
+                raise
+            refusal = CheckpointError if error.errno in NO_SPACE else RecipeError
+            raise refusal(
+                f"cannot make a run folder at {path}: {explain_write_error(error)}, "
+                "or choose another --out"
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open the folder of a run that was begun before, or raise CheckpointError."""
+        path = Path(path)
+        if not path.is_dir():
+            found = "is a file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {found}; name the --out folder of a run")
+        for name in (RECORDS, RESOLVED):
+            if not (path / name).is_file():
+                raise CheckpointError(
+                    f"{path} is not a run folder: it has no {name}; name the --out folder of a run"
+                )
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder the run's checkpoints lie in."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def recipe_text(self) -> str:
+        """The recipe as it was given."""
+        try:
+            return (self.path / RECIPE).read_bytes().decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {self.path / RECIPE}: {error}") from error
+
+    def write(self, record: Record) -> None:
+        """Append `record`; when this returns, it survives the death of the process."""
+        self._records.append(record)
+
+    def records(self) -> list[Record]:
+        """Read every whole record; a torn last line is left out, any other is an error."""
+        return self._records.read()
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after the checkpoint of `step`, and a torn last line."""
+        self._records.rewind(step)
+
+    def write_json(self, name: str, value: object) -> None:
+        """Write `value` to the file `name` of this folder, whole or not at all."""
+        target = self._file_called(name)
+        text = strict_json.dumps(value, indent=2) + "\n"
+        try:
+            replace_file(target, text.encode())
+        except OSError as error:
+            raise CheckpointError(f"cannot write {target}: {explain_write_error(error)}") from error
+
+    def read_json(self, name: str) -> Any:
+        """Read the file `name` of this folder."""
+        target = self._file_called(name)
+        try:
+            return strict_json.loads(target.read_bytes().decode())
+        except OSError as error:
+            raise CheckpointError(f"cannot read {target}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{target} is damaged: {error}") from error
+
+    def add_session(self, environment: dict[str, Any]) -> None:
+        """Note the environment of one more process that continues this run."""
+        match self.read_json(ENVIRONMENT):
+            case {"sessions": [*sessions]}:
+                self.write_json(ENVIRONMENT, {"sessions": [*sessions, environment]})
+            case _:
+                raise CheckpointError(f"{self.path / ENVIRONMENT} is damaged: it has no sessions")
+
+    def close(self) -> None:
+        """Let go of the records; another process may then write to this folder."""
+        self._records.close()
+
+    def __enter__(self) -> Self:
+        """Return the folder itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the folder."""
+        self.close()
+
+    def _file_called(self, name: str) -> Path:
+        plain = Path(name).name == name and "\\" not in name and "\0" not in name
+        if not plain or not name.endswith(".json") or name.startswith("."):
+            raise CheckpointError(
+                f"{name!r} is not the name of a file in a run folder; write e.g. plan.json"
+            )
+        return self.path / name
+
+
+def _require_free(path: Path) -> None:
+    if (path / RESOLVED).exists() or (path / RECORDS).exists():
+        raise _holds_a_run(path)
+    if path.is_dir() and any(path.iterdir()):
+        raise RecipeError(
+            f"{path} holds files that are not a run of narrowcast; choose another --out, "
+            "or empty it"
+        )
+    if path.exists() and not path.is_dir():
+        raise RecipeError(f"{path} is a file, not a folder; choose another --out")
+
+
+def _holds_a_run(path: Path) -> RecipeError:
+    return RecipeError(
+        f"{path} already holds a run; choose another --out, or continue it with "
+        f"`narrowcast resume {path}`"
+    )
+
+
+def _make_folders(path: Path, made: list[Path]) -> None:
+    """Make `path` and its parents, and add those that were not there to `made`."""
+    made += [folder for folder in (path, *path.parents) if not folder.exists()][::-1]
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _claim(path: Path, recipe_text: str, made: list[Path]) -> None:
+    """Write the recipe as the first file; of two runs that start at once, one is refused here."""
+    try:
+        file = (path / RECIPE).open("xb")
+    except FileExistsError:
+        raise _holds_a_run(path) from None
+    made.append(path / RECIPE)
+    with file:
+        file.write(recipe_text.encode())
+
+
+def _undo(made: list[Path]) -> None:
+    """Remove what was made, newest first; what somebody else put there meanwhile stays."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)

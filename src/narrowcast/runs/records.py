@@ -1,0 +1,193 @@
+"""What happened in a run: one frozen value an event, and its line of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from narrowcast.errors import CheckpointError
+from narrowcast.runs import strict_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step, applied or skipped."""
+
+    step: int
+    loss: float
+    loss_scale: float
+    applied: bool
+    why: str
+    """Why the step was skipped; empty when it was applied."""
+    grad_norm: float
+    lr: float
+    lost_updates: float | None
+    """Share of weights whose update rounded to nothing; None where it was not measured."""
+    tokens: int
+    """Tokens, or samples where the data has none, that the step read."""
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """What an evaluation found; on the line, the metrics stand beside `step`."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingRecord:
+    """Something wrong: where, what, why, and what was done."""
+
+    step: int
+    module: str
+    role: str
+    what: str
+    why: str
+    action: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionRecord:
+    """A change of format in the run; on the line, `before` and `after` are `from` and `to`."""
+
+    step: int
+    module: str
+    before: str
+    after: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """A checkpoint that is complete on disk."""
+
+    step: int
+    seconds_blocked: float
+    seconds_total: float
+    bytes: int
+
+
+Record = StepRecord | EvalRecord | FindingRecord | PrecisionRecord | CheckpointRecord
+
+KINDS: dict[str, type[Record]] = {
+    "step": StepRecord,
+    "eval": EvalRecord,
+    "finding": FindingRecord,
+    "precision": PrecisionRecord,
+    "checkpoint": CheckpointRecord,
+}
+
+MEASURED = frozenset({"seconds", "seconds_blocked", "seconds_total", "peak_bytes", "bytes"})
+"""Fields that differ between two runs of the same course."""
+
+
+def to_line(record: Record) -> str:
+    """Return `record` as one line of strict JSON, without the line's end."""
+    return strict_json.dumps(_to_json(record))
+
+
+def from_line(line: str) -> Record:
+    """Return the record that `line` was made from, or raise CheckpointError."""
+    try:
+        found = strict_json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"not a record: {error}: {_shown(line)}") from None
+    kind = found.pop("kind", None) if isinstance(found, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise CheckpointError(
+            f"not a record: its kind is none of {', '.join(KINDS)}: {_shown(line)}"
+        )
+    try:
+        return _from_json(KINDS[kind], found)
+    except (KeyError, TypeError, OverflowError) as error:
+        raise CheckpointError(
+            f"not a record of kind {kind}: {error.args[0]}: {_shown(line)}"
+        ) from None
+
+
+def same_course(a: Record, b: Record) -> bool:
+    """Say whether two records are equal apart from what a clock or a memory meter read."""
+    return _course(a) == _course(b)
+
+
+# The name on the line differs where the field's would be a keyword of Python.
+_ON_THE_LINE = {"before": "from", "after": "to"}
+_RESERVED = frozenset({"kind", "step"})
+
+
+def _to_json(record: Record) -> dict[str, object]:
+    kind = next(kind for kind, cls in KINDS.items() if type(record) is cls)
+    if isinstance(record, EvalRecord):
+        if taken := _RESERVED & record.metrics.keys():
+            raise ValueError(f"a metric cannot be called {min(taken)}: the line has its own")
+        return {"kind": kind, "step": record.step, **record.metrics}
+    values = {_ON_THE_LINE.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
+    return {"kind": kind, **values}
+
+
+def _from_json(cls: type[Record], found: dict[str, Any]) -> Record:
+    if cls is EvalRecord:
+        step = _whole("step", found.pop("step", None))
+        return EvalRecord(step=step, metrics={k: _number(k, v) for k, v in found.items()})
+    values: dict[str, Any] = {}
+    for f in fields(cls):
+        name = _ON_THE_LINE.get(f.name, f.name)
+        if name not in found:
+            raise KeyError(f"{name} is missing")
+        values[f.name] = _READERS[str(f.type)](name, found.pop(name))
+    if found:
+        raise KeyError(f"{min(found)} does not belong there")
+    return cls(**values)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, str) and value in strict_json.NONFINITE:
+        return strict_json.NONFINITE[value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is not a number")
+    return float(value)
+
+
+def _number_or_none(name: str, value: object) -> float | None:
+    return None if value is None else _number(name, value)
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is not a whole number")
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is not true or false")
+    return value
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is not text")
+    return value
+
+
+_READERS: dict[str, Callable[[str, object], object]] = {
+    "int": _whole,
+    "float": _number,
+    "float | None": _number_or_none,
+    "bool": _flag,
+    "str": _text,
+}
+
+
+def _course(record: Record) -> str:
+    # As text, because nan is not equal to itself but "nan" is.
+    items = _to_json(record).items()
+    return strict_json.dumps({key: value for key, value in items if key not in MEASURED})
+
+
+def _shown(line: str) -> str:
+    return line if len(line) <= 80 else line[:77] + "..."

@@ -1,0 +1,38 @@
+"""JSON as the standard has it: numbers that are not finite become the words inf, -inf and nan."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+"""The words, and the numbers they stand for."""
+
+
+def dumps(value: object, *, indent: int | None = None) -> str:
+    """Return `value` as JSON that every parser reads."""
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def loads(text: str) -> Any:
+    """Parse JSON; NaN and Infinity without quotes are refused, as the standard asks."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _plain(value: object) -> object:
+    match value:
+        case float() if not math.isfinite(value):
+            # float() first: the repr of a subclass such as numpy.float64 differs.
+            return repr(float(value))
+        case Mapping():
+            return {key: _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case _:
+            return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,172 @@
+"""Batches in an order that is a pure function of the seed, brought to the device ahead of time."""
+
+import hashlib
+import signal
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from narrowcast.errors import RecipeError
+from narrowcast.training.task import Batch, MapDataset
+
+Batches: TypeAlias = Generator[Batch, None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Which samples make up batch k, for every k from 0 on.
+
+    Each epoch is a new permutation of all samples; those that do not fill its last batch wait for
+    another epoch.
+    """
+
+    samples: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.batch_size > self.samples:
+            raise RecipeError(
+                f"batch_size={self.batch_size} asks for more than the {self.samples} samples there "
+                f"are to train on; set batch_size={max(self.samples, 1)} or less, or give more data"
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Return how many whole batches the samples fill."""
+        return self.samples // self.batch_size
+
+    def indices(self, batch: int) -> list[int]:
+        """Return the samples of one batch; for many in a row, `starting_at` is faster."""
+        return next(self.starting_at(batch))
+
+    def starting_at(self, batch: int) -> Iterator[list[int]]:
+        """Return the samples of `batch` and of all that follow it, without end."""
+        epoch, within = divmod(batch, self.batches_per_epoch)
+        while True:
+            permutation = self._permutation(epoch)
+            for number in range(within, self.batches_per_epoch):
+                first = number * self.batch_size
+                yield permutation[first : first + self.batch_size].tolist()
+            epoch, within = epoch + 1, 0
+
+    def _permutation(self, epoch: int) -> Tensor:
+        # A hash, not a sum: seed 0 epoch 1 must not be the order of seed 1 epoch 0.
+        digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+        return torch.randperm(self.samples, generator=generator)
+
+
+class BatchStream:
+    """An endless iterator of batches on `device`, from batch `start` on.
+
+    `workers` processes fetch ahead, or none; up to `prefetch` batches wait on a CUDA device, copied
+    there on a stream of their own. Neither changes which batch comes when. Close it, or use it as
+    a context, to end its processes.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        batch_size: int,
+        *,
+        seed: int,
+        start: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        device: torch.device,
+    ) -> None:
+        order = Order(samples=len(dataset), batch_size=batch_size, seed=seed)
+        self._fetched: Batches = (
+            _fetched_by_workers(dataset, order, start=start, workers=workers, prefetch=prefetch)
+            if workers
+            else (dataset.__getitems__(indices) for indices in order.starting_at(start))
+        )
+        self._batches: Batches = (
+            _copied_ahead(self._fetched, device, depth=prefetch)
+            if device.type == "cuda"
+            else (tuple(t.to(device) for t in batch) for batch in self._fetched)
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the worker processes; the stream gives no more batches."""
+        self._batches.close()
+        self._fetched.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _fetched_by_workers(
+    dataset: MapDataset, order: Order, *, start: int, workers: int, prefetch: int
+) -> Batches:
+    """Yield the batches of `order`, fetched by `workers` processes, in that order."""
+    yield from DataLoader(
+        dataset,  # type: ignore[arg-type]  # a Dataset to DataLoader is whatever has __getitems__
+        batch_sampler=_From(order, start),
+        num_workers=workers,
+        prefetch_factor=max(prefetch, 1),
+        collate_fn=_as_it_is,
+        worker_init_fn=_outlive_signals,
+        # Its own: the loader draws a seed for its workers, from the run's generator by default,
+        # and a run that is resumed would draw once more than one that never stopped.
+        generator=torch.Generator(),
+    )
+
+
+@dataclass(frozen=True)
+class _From:
+    order: Order
+    start: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.order.starting_at(self.start)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _outlive_signals(worker: int) -> None:
+    # A terminal sends Ctrl-C to every process of the run, and a scheduler SIGTERM. The trainer
+    # finishes its step first and needs batches for it; it ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batches:
+    """Yield `batches` on a CUDA device, `depth` of them copied before they are asked for."""
+    copying = torch.cuda.Stream(device)
+    waiting: deque[tuple[Batch, torch.cuda.Event]] = deque()
+    for batch in batches:
+        with torch.cuda.stream(copying):
+            copies = tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
+            waiting.append((copies, copying.record_event()))
+        if len(waiting) > depth:
+            ready, copied = waiting.popleft()
+            using = torch.cuda.current_stream(device)
+            using.wait_event(copied)
+            for tensor in ready:
+                # Else its memory could be given to the next copy while a kernel still reads it.
+                tensor.record_stream(using)
+            yield ready

@@ -1,0 +1,40 @@
+"""An evaluation in the middle of a run, of which the run notices nothing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from narrowcast.precision.prepare import Prepared
+from narrowcast.training.randomness import randomness_kept
+from narrowcast.training.task import Task
+
+
+def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
+    """Return what the task measures, and `ema_…` the same for the average of the weights if kept.
+
+    Runs in the formats of training. Leaves weights, modes and random generators as they were.
+    """
+    model = prepared.model
+    device = next(model.parameters()).device
+    with randomness_kept(device), _in_eval_mode(model), torch.no_grad():
+        with prepared.compute():
+            metrics = dict(task.evaluate(model))
+        if prepared.has_average:
+            with prepared.averaged(), prepared.compute():
+                averaged = task.evaluate(model)
+            metrics |= {f"ema_{key}": value for key, value in averaged.items()}
+    return metrics
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module in eval mode, and each back into the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

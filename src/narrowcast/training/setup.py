@@ -1,0 +1,41 @@
+"""From a recipe and a plan to a model that is ready to train."""
+
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from narrowcast.config.sections import LossScaleSection, Recipe
+from narrowcast.precision.loss_scale import LossScale
+from narrowcast.precision.plan import Plan
+from narrowcast.precision.prepare import Prepared, prepare
+from narrowcast.training.optimizers import build_optimizer
+from narrowcast.training.schedules import lr_factor
+
+
+def prepare_recipe(recipe: Recipe, model: nn.Module, *, choices: Plan) -> Prepared:
+    """Carry out `choices` on `model`, with the optimizer, schedule and scale of `recipe`."""
+    optimizer = build_optimizer(recipe.optimizer, model, device=next(model.parameters()).device)
+    settings = recipe.precision.loss_scale
+    return prepare(
+        model,
+        optimizer,
+        policy=choices,
+        clip_norm=recipe.clip_norm,
+        scheduler=LambdaLR(optimizer, lr_factor(recipe.lr_schedule, recipe.steps)),
+        loss_scale=_loss_scale(settings) if choices.policy.needs_loss_scale else None,
+        scaled_parts=settings.groups,
+        ema_decay=recipe.ema.decay,
+        patience=settings.patience,
+    )
+
+
+def _loss_scale(settings: LossScaleSection) -> LossScale:
+    return LossScale(
+        initial=settings.initial,
+        growth=settings.growth,
+        backoff=settings.backoff,
+        growth_interval=settings.growth_interval,
+        smallest=settings.min,
+        largest=settings.max,
+        hysteresis=settings.hysteresis,
+        dynamic=settings.dynamic,
+    )

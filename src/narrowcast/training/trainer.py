@@ -1,0 +1,257 @@
+"""The trainer: a run as a generator of records.
+
+Everything a run does between two records is a function of its recipe and of the state the last
+checkpoint holds, so a run that is killed and resumed gives the records and the weights of one that
+was not. On a GPU the record of a step comes one step late: its numbers are on their way while the
+next step is being queued, and the device never waits for the host.
+"""
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+from torch import nn
+
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import CheckpointError, DivergedError, NarrowcastError, RecipeError
+from narrowcast.precision.outcome import Outcome
+from narrowcast.precision.prepare import Prepared
+from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Record, StepRecord
+from narrowcast.training.checkpoint import save_checkpoint
+from narrowcast.training.data import BatchStream
+from narrowcast.training.determinism import deterministic_kernels
+from narrowcast.training.evaluation import evaluate
+from narrowcast.training.export import export_weights
+from narrowcast.training.host_number import HostNumber
+from narrowcast.training.randomness import (
+    capture_randomness,
+    restore_randomness,
+    seed_everything,
+)
+from narrowcast.training.resume import require_same_model, shapes
+from narrowcast.training.signals import Stop, stop_on_signals
+from narrowcast.training.task import Task
+
+
+class Interrupted(NarrowcastError):  # noqa: N818  # an event, not a mistake
+    """A signal asked the run to end; it saved its state first."""
+
+    exit_code = 130
+
+
+def train(
+    prepared: Prepared,
+    task: Task,
+    recipe: Recipe,
+    *,
+    folder: Path | None = None,
+    resume: dict[str, Any] | None = None,
+    deterministic: bool = False,
+) -> Iterator[Record]:
+    """Train for `recipe.steps` attempts and yield what happens, as it happens.
+
+    An attempt that overflows counts as a step and is recorded as skipped. Checkpoints go to
+    `folder/checkpoints`, the final weights to `folder/model.safetensors`; without a folder nothing
+    is saved. `resume` is the state of a checkpoint to go on from; one of another model, or of
+    other data, is refused here, before anything is loaded. What follows is bit for bit what an
+    uninterrupted run would do; on a GPU only if the run is `deterministic`, which makes it slower.
+
+    SIGINT or SIGTERM end the run after the step in progress, with a checkpoint and `Interrupted`.
+    """
+    course = _Course(prepared, task, recipe, folder=folder)
+    if resume is not None:
+        course.require_own(resume)
+    return course.run(resume, deterministic=deterministic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """A step that has been queued; its numbers may still be on their way."""
+
+    step: int
+    outcome: Outcome
+    loss: HostNumber
+    tokens: int
+
+
+@final
+class _Course:
+    """A run: what it trains, and how far it has come."""
+
+    def __init__(
+        self, prepared: Prepared, task: Task, recipe: Recipe, *, folder: Path | None
+    ) -> None:
+        self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
+        self._device = next(prepared.model.parameters()).device
+        self._model = prepared.model
+        if recipe.compile:
+            self._model = cast(nn.Module, torch.compile(prepared.model))
+        self._step = self._batches = self._evaluated = self._saved = 0
+        self._unread: deque[_Attempt] = deque()
+        self._since = time.perf_counter()
+
+    def require_own(self, state: dict[str, Any]) -> None:
+        """Refuse a checkpoint that this run cannot be the continuation of; load nothing."""
+        step = state["step"]
+        require_same_model(state["shapes"], self._prepared.model, step=step)
+        samples = len(self._task.train_data)
+        if samples != state["samples"]:
+            raise CheckpointError(
+                f"the checkpoint of step {step} was trained on {state['samples']} samples, and the "
+                f"data has {samples} now, so its order cannot be continued; put the data back, or "
+                "start a new run"
+            )
+        if step > self._recipe.steps:
+            raise RecipeError(
+                f"steps={self._recipe.steps}: the run is at step {step} already; "
+                f"write steps={step} or more"
+            )
+
+    def run(self, state: dict[str, Any] | None, *, deterministic: bool) -> Iterator[Record]:
+        """Yield the records from `state`, or from the beginning, to the end."""
+        recipe = self._recipe
+        self._since = time.perf_counter()
+        seed_everything(recipe.seed)
+        if state is not None:
+            yield from self._restore(state)
+        data = BatchStream(
+            self._task.train_data,
+            recipe.batch_size,
+            seed=recipe.seed,
+            start=self._batches,
+            workers=recipe.data.workers,
+            prefetch=recipe.data.prefetch,
+            device=self._device,
+        )
+        with stop_on_signals() as stop, data, deterministic_kernels(deterministic):
+            while True:
+                yield from self._between_steps(stop)
+                if self._step == recipe.steps:
+                    break
+                try:
+                    self._unread.append(self._attempt(data))
+                except DivergedError:
+                    # What led to it is told; the last checkpoint, of a better time, stays.
+                    yield from self._read(leaving=0)
+                    yield from self._findings()
+                    raise
+                yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
+        if self._folder is not None:
+            export_weights(self._prepared, self._folder / "model.safetensors")
+
+    def _between_steps(self, stop: Stop) -> Iterator[Record]:
+        """Evaluate and save when it is time to, and end the run if it was asked to."""
+        evaluation_is_due = self._is_due(self._recipe.eval.every, last=self._evaluated)
+        if evaluation_is_due and not stop.asked_by:  # a scheduler grants little time to end
+            yield from self._read(leaving=0)
+            self._evaluated = self._step
+            yield EvalRecord(step=self._step, metrics=evaluate(self._prepared, self._task))
+            self._since = time.perf_counter()
+        checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
+        if checkpoint_is_due or (stop.asked_by and self._saved != self._step):
+            yield from self._read(leaving=0)
+            yield from self._save()
+        if stop.asked_by:
+            how = f"continue it with `narrowcast resume {self._folder}`"
+            raise Interrupted(
+                f"{stop.asked_by.name} ended the run after step {self._step}; "
+                + (how if self._folder else "without a folder to save it to, it cannot be resumed")
+            )
+
+    def _is_due(self, every: int, *, last: int) -> bool:
+        ended = self._step == self._recipe.steps
+        return self._step != last and (ended or (every > 0 and self._step % every == 0))
+
+    def _attempt(self, data: BatchStream) -> _Attempt:
+        """Queue one step: forward and backward of each micro-batch, then the update."""
+        prepared, task, count = self._prepared, self._task, self._recipe.accumulate
+        losses, tokens = [], 0
+        for batch in islice(data, count):
+            with prepared.compute():
+                loss = task.loss(self._model, batch)
+            prepared.backward(loss / count)
+            losses.append(loss.detach())
+            tokens += task.tokens(batch)
+        outcome = prepared.step()
+        self._step += 1
+        self._batches += count
+        mean = HostNumber(torch.stack(losses).float().mean())
+        return _Attempt(step=self._step, outcome=outcome, loss=mean, tokens=tokens)
+
+    def _read(self, *, leaving: int) -> Iterator[Record]:
+        """Yield the records of the attempts in flight but the last `leaving`. Waits for them."""
+        while len(self._unread) > leaving:
+            attempt = self._unread.popleft()
+            outcome = attempt.outcome
+            applied = outcome.applied  # waits, so the clock is read after it
+            now = time.perf_counter()
+            yield StepRecord(
+                step=attempt.step,
+                loss=attempt.loss.value(),
+                loss_scale=outcome.loss_scale,
+                applied=applied,
+                why=outcome.why,
+                grad_norm=outcome.grad_norm,
+                lr=outcome.lr,
+                lost_updates=outcome.lost_updates,
+                tokens=attempt.tokens,
+                seconds=now - self._since,
+                peak_bytes=_peak_bytes(self._device),
+            )
+            self._since = now
+            yield from self._findings()
+
+    def _findings(self) -> Iterator[FindingRecord]:
+        for finding in self._prepared.findings():
+            yield FindingRecord(**asdict(finding))
+
+    def _save(self) -> Iterator[CheckpointRecord]:
+        """Write a checkpoint of the whole run, if there is a folder to write it to."""
+        if self._folder is None:
+            return
+        state = {
+            "step": self._step,
+            "batches": self._batches,
+            "evaluated": self._evaluated,
+            "samples": len(self._task.train_data),
+            "shapes": shapes(self._prepared.model),
+            "random": capture_randomness(self._device),
+            "prepared": self._prepared.state_dict(),
+        }
+        keep = self._recipe.checkpoint.keep
+        record = save_checkpoint(self._folder / "checkpoints", self._step, state=state, keep=keep)
+        self._saved = self._step
+        yield record
+        self._since = time.perf_counter()
+
+    def _restore(self, state: dict[str, Any]) -> Iterator[FindingRecord]:
+        """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
+        self._prepared.load_state_dict(state["prepared"])
+        self._step, self._batches = state["step"], state["batches"]
+        self._evaluated, self._saved = state["evaluated"], state["step"]
+        if not restore_randomness(state["random"], self._device):
+            saved_on = state["random"]["device"]["type"]
+            yield FindingRecord(
+                step=self._step,
+                module="",
+                role="random state",
+                what=f"random numbers on {self._device.type} do not continue those of the run",
+                why=f"the checkpoint was saved on {saved_on}",
+                action=f"started them from seed={self._recipe.seed}",
+            )
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the most memory held at any time so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Kilobytes, except on a Mac.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,95 @@
+"""A nested state (dicts, lists, tuples, tensors, plain values) as one JSON value and named tensors.
+
+JSON alone would turn a tuple into a list, the key 3 into "3" and an infinity into something no
+other reader accepts. What JSON lacks is written as an object with one key that begins with `$`.
+"""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return `state` with a name in place of each tensor, and the tensors by name, on the CPU.
+
+    Tensors that are the same memory are kept once. Waits for the device.
+    """
+    kept = _Kept()
+    return _flatten(state, kept, path=()), kept.tensors
+
+
+def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the state that `flatten` made `tree` and `tensors` from."""
+    if isinstance(tree, list):
+        return [unflatten(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    match list(tree.items()):
+        case [("$tensor", str(name))]:
+            return tensors[name]
+        case [("$float", str(text))]:
+            return float(text)
+        case [("$tuple", list(items))]:
+            return tuple(unflatten(item, tensors) for item in items)
+        case [("$dict", list(items))]:
+            return {key: unflatten(value, tensors) for key, value in items}
+    return {key: unflatten(value, tensors) for key, value in tree.items()}
+
+
+class _Kept:
+    """The tensors met so far: each memory once, each under a name of its own."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[object, ...], str] = {}
+        self._storages: set[int] = set()
+
+    def name_of(self, tensor: Tensor, path: tuple[object, ...]) -> str:
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and memory in self._names:
+            return self._names[memory]
+        name = "/".join(str(key) for key in path)
+        # Taken by the key 3 when this is the key "3" of one dict; or a word of safetensors' own.
+        while name in self.tensors or name in ("", "__metadata__"):
+            name += "'"
+        copy = tensor.detach().cpu().contiguous()
+        storage = copy.untyped_storage().data_ptr()
+        if storage in self._storages:  # another part of the same memory: a file has no views
+            copy = copy.clone()
+        self._storages.add(storage)
+        self.tensors[name] = copy
+        self._names[memory] = name
+        return name
+
+
+def _flatten(state: Any, kept: _Kept, path: tuple[object, ...]) -> Any:
+    match state:
+        case None | bool() | str() | int():
+            return state
+        case float():
+            return float(state) if math.isfinite(state) else {"$float": str(float(state))}
+        case Tensor():
+            return {"$tensor": kept.name_of(state, path)}
+        case list():
+            return [_flatten(item, kept, (*path, i)) for i, item in enumerate(state)]
+        case tuple():
+            return {"$tuple": [_flatten(item, kept, (*path, i)) for i, item in enumerate(state)]}
+        case dict():
+            items = [
+                (_checked_key(key, path), _flatten(value, kept, (*path, key)))
+                for key, value in state.items()
+            ]
+            if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
+                return dict(items)
+            return {"$dict": [list(item) for item in items]}
+        case _:
+            where = "/".join(str(key) for key in path)
+            raise TypeError(f"{where}: a checkpoint holds no {type(state).__name__}")
+
+
+def _checked_key(key: Any, path: tuple[object, ...]) -> str | int:
+    if isinstance(key, str | int):
+        return key
+    where = "/".join(str(part) for part in path)
+    raise TypeError(f"{where}: a checkpoint holds no dict with a {type(key).__name__} for a key")

@@ -1,0 +1,1 @@
+"""Language models: a GPT, its tokenizers and its text."""

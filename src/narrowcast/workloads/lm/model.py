@@ -1,0 +1,195 @@
+"""A GPT: rotary positions, causal attention, norms first; `model(tokens)` gives next-token logits.
+
+Policies match module names: `embed`, `blocks.N.{attn_norm,mlp_norm}`, `blocks.N.attn.{qkv,out}`,
+`blocks.N.mlp.{up,gate,down}`, `norm`, `head`. A tied head shares its weight with `embed`.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.lm.rotary import rotary_table, rotate
+from narrowcast.workloads.lm.settings import LmModel
+
+NORM_EPSILON = 1e-5
+"""As in Llama, and torch's own default for layer norms."""
+
+
+class GPT(nn.Module):
+    """Predict each next token of sequences of at most `length` tokens out of `vocab`."""
+
+    def __init__(self, settings: LmModel, *, vocab: int, length: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+        self.length = length
+        self.layers = settings.layers
+        self.rope_base = settings.rope_base
+        self.head_width = settings.width // settings.heads
+        self.embed = nn.Embedding(vocab, settings.width)
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm = _norm(settings)
+        self.head = nn.Linear(settings.width, vocab, bias=False)
+        self.tied = settings.tied
+        self.tie()
+        # Not saved, as it can be computed again; fp32 whatever the weights are, because 16 bits
+        # cannot tell the small angles of neighbouring positions apart.
+        table = rotary_table(length, self.head_width, base=self.rope_base)
+        self.register_buffer("rotary", table, persistent=False)
+        self.rotary: Tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the token after each of `tokens`: (batch, length, vocab)."""
+        length = tokens.shape[-1]
+        if length > self.length:
+            raise RecipeError(
+                f"{length} tokens given to a model whose positions end at {self.length}; "
+                f"cut the text, or build the model with data.length={length}"
+            )
+        rotary = self.rotary[:length]
+        x = self.embed(tokens)  # (batch, length, width)
+        for block in self.blocks:
+            x = block(x, rotary)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def tie(self) -> None:
+        """Make a tied head's weight the embedding's again, where a copy to a device parted them."""
+        if self.tied:
+            self.head.weight = self.embed.weight
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Set every weight and the rotary table anew; a CPU generator gives any device the same.
+
+        Weights get the deviation sqrt(2 / 5 width) of Nguyen and Salazar (2019), which is GPT-2's
+        0.02 at width 1000. What is added to the residual stream is divided by sqrt(2 layers), so
+        that the size of the stream does not depend on the depth.
+        """
+        deviation = math.sqrt(2 / (5 * self.embed.embedding_dim))
+        residual = deviation / math.sqrt(2 * self.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            std = residual if name.endswith(("attn.out.weight", "mlp.down.weight")) else deviation
+            parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+        self.rotary.copy_(rotary_table(self.length, self.head_width, base=self.rope_base))
+
+
+class Block(nn.Module):
+    """Add attention, then the mlp, to the residual stream."""
+
+    def __init__(self, settings: LmModel) -> None:
+        super().__init__()
+        self.attn_norm = _norm(settings)
+        self.attn = Attention(settings)
+        self.mlp_norm = _norm(settings)
+        self.mlp: nn.Module = SwiGLU(settings) if settings.mlp == "swiglu" else MLP(settings)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """Return the stream `x` with this block's two contributions: (batch, length, width)."""
+        x = x + self.attn(self.attn_norm(x), rotary)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Attention(nn.Module):
+    """Causal attention in which groups of query heads may share one key and value head."""
+
+    def __init__(self, settings: LmModel) -> None:
+        super().__init__()
+        self.heads = settings.heads
+        self.kv_heads = settings.kv_heads or settings.heads
+        self.head_width = settings.width // settings.heads
+        rows = (self.heads + 2 * self.kv_heads) * self.head_width
+        self.qkv = nn.Linear(settings.width, rows, bias=settings.bias)
+        self.out = nn.Linear(settings.width, settings.width, bias=settings.bias)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """Return what each position gathers from itself and before: (batch, length, width)."""
+        heads: Tensor = self.qkv(x).unflatten(-1, (-1, self.head_width))  # (batch, length, head, …)
+        # Queries and keys turn alike, so one call turns both.
+        turning = self.heads + self.kv_heads
+        turned, value = rotate(heads[:, :, :turning], rotary), heads[:, :, turning:]
+        query, key = turned[:, :, : self.heads], turned[:, :, self.heads :]
+        gathered = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        out: Tensor = self.out(gathered.transpose(1, 2).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    """Widen, apply the exact GELU, narrow."""
+
+    def __init__(self, settings: LmModel) -> None:
+        super().__init__()
+        width = settings.hidden_width
+        self.up = nn.Linear(settings.width, width, bias=settings.bias)
+        self.down = nn.Linear(width, settings.width, bias=settings.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position by itself: (batch, length, width)."""
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """Widen twice, let one side gate the other, narrow (Shazeer 2020)."""
+
+    def __init__(self, settings: LmModel) -> None:
+        super().__init__()
+        width = settings.hidden_width
+        self.up = nn.Linear(settings.width, width, bias=settings.bias)
+        self.gate = nn.Linear(settings.width, width, bias=settings.bias)
+        self.down = nn.Linear(width, settings.width, bias=settings.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position by itself: (batch, length, width)."""
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+def build_gpt(
+    settings: LmModel, *, vocab: int, length: int, seed: int, device: torch.device
+) -> GPT:
+    """Build an initialised GPT on `device`; on the meta device only its shapes.
+
+    Draws from a generator of its own, one weight at a time on the CPU: the global random state is
+    left alone, a seed means the same model everywhere, and the host never holds all of a large one.
+    """
+    with torch.device("meta"):
+        model = GPT(settings, vocab=vocab, length=length)
+    if device.type == "meta":
+        return model
+    model.to_empty(device=device)
+    model.tie()
+    model.initialise(torch.Generator().manual_seed(seed))
+    return model
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode, and each back into its own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _norm(settings: LmModel) -> nn.Module:
+    if settings.norm == "layernorm":
+        return nn.LayerNorm(settings.width, eps=NORM_EPSILON, bias=settings.bias)
+    return nn.RMSNorm(settings.width, eps=NORM_EPSILON)

@@ -1,0 +1,82 @@
+"""Text out of a model: one token at a time, drawn from what it predicts or always the likeliest."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.workloads.lm.model import evaluating
+from narrowcast.workloads.lm.tokenizer import Tokenizer
+
+
+def sample(
+    model: nn.Module,
+    prompt: Sequence[int],
+    *,
+    count: int,
+    context: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    vocab: int | None = None,
+) -> Iterator[int]:
+    """Yield `count` tokens that follow `prompt`, each predicted from the `context` before it.
+
+    Temperature 0 takes the likeliest token; `top_k` draws from that many likeliest ones only, and
+    `vocab` from the first so many tokens. Drawn on the CPU from `generator`, so a seed means the
+    same text on every device. Waits for the device at every token.
+    """
+    if not prompt:
+        raise RecipeError("an empty prompt gives nothing to go on; write at least one character")
+    if temperature < 0:
+        raise RecipeError(f"temperature={temperature} is below 0; write 0 for the likeliest text")
+    if top_k is not None and top_k < 1:
+        raise RecipeError(
+            f"top_k={top_k} leaves nothing to draw from; write 1 or more, or leave it out"
+        )
+    device = next(model.parameters()).device
+    tokens = list(prompt)
+    for _ in range(count):
+        with torch.no_grad(), evaluating(model):
+            logits = model(torch.tensor([tokens[-context:]], device=device))[0, -1, :vocab]
+        tokens.append(_draw(logits.float().cpu(), temperature, top_k=top_k, generator=generator))
+        yield tokens[-1]
+
+
+def complete(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    *,
+    prompt: str,
+    count: int,
+    context: int,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+) -> str:
+    """Return the text of `count` tokens that `model` writes after `prompt`."""
+    drawn = sample(
+        model,
+        tokenizer.encode(prompt).tolist(),
+        count=count,
+        context=context,
+        generator=torch.Generator().manual_seed(seed),
+        temperature=temperature,
+        top_k=top_k,
+        vocab=tokenizer.size,
+    )
+    return tokenizer.decode(list(drawn))
+
+
+def _draw(
+    logits: Tensor, temperature: float, *, top_k: int | None, generator: torch.Generator
+) -> int:
+    if not logits.isfinite().all():
+        raise DivergedError("the model predicts NaN or infinity; sample from an earlier checkpoint")
+    if temperature == 0:
+        return int(logits.argmax())
+    likeliest, tokens = logits.topk(min(top_k or len(logits), len(logits)))
+    # The largest first becomes 0: divided by however small a temperature, it stays finite.
+    probability = ((likeliest - likeliest[0]) / temperature).softmax(0)
+    return int(tokens[torch.multinomial(probability, 1, generator=generator)])

@@ -1,0 +1,117 @@
+"""The `data` and `model` sections of a language-model recipe."""
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from narrowcast.config.sections import DataSection, Section, Sections, refuse_conflicts
+
+TOPICS = "python-topics"
+"""The text that needs no file: the help topics Python carries, about 400 kB of English."""
+SYNTHETIC = "synthetic"
+"""Random tokens instead of text, to measure speed and memory."""
+
+
+class LmData(DataSection):
+    """What a language model reads, and how it is cut."""
+
+    text: str | tuple[str, ...] = Field(
+        default=TOPICS,
+        min_length=1,
+        description=f"paths or globs of UTF-8 text files; or {TOPICS} (Python's own English help "
+        f"text), or {SYNTHETIC} (random tokens, to measure speed)",
+    )
+    tokenizer: str = Field(
+        default="bytes",
+        min_length=1,
+        description="bytes (256 tokens), bpe (trained on the text), "
+        "or a folder with vocab.json and merges.txt",
+    )
+    length: int = Field(default=128, ge=1, description="tokens a sample")
+    validation_share: float = Field(
+        default=0.1, gt=0, lt=1, description="share of the text kept for evaluation"
+    )
+    eval_windows: int = Field(
+        default=64, ge=1, description="samples an evaluation takes, or all there are if fewer"
+    )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The texts to join, in order."""
+        return (self.text,) if isinstance(self.text, str) else self.text
+
+    @property
+    def synthetic(self) -> bool:
+        """Random tokens are asked for."""
+        return self.sources == (SYNTHETIC,)
+
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse text beside random tokens, and a tokenizer that would have nothing to do."""
+        if SYNTHETIC in self.sources and not self.synthetic:
+            text = f"{SYNTHETIC} tokens and text do not mix; name one of them (or ./{SYNTHETIC})"
+            refuse_conflicts([(("text",), text)])
+        if self.synthetic and self.tokenizer != "bytes":
+            text = (
+                f"{SYNTHETIC} tokens need no tokenizer; leave tokenizer out, "
+                f"and set model.vocab to the number of tokens"
+            )
+            refuse_conflicts([(("tokenizer", "text"), text)])
+        return self
+
+
+class LmModel(Section):
+    """The shape of a GPT."""
+
+    layers: int = Field(default=4, ge=1, description="blocks of attention and mlp")
+    width: int = Field(default=128, ge=2, description="numbers a token is carried in")
+    heads: int = Field(default=4, ge=1, description="attention heads; they divide width")
+    kv_heads: int | None = Field(
+        default=None, ge=1, description="key and value heads; they divide heads; none: as heads"
+    )
+    mlp: Literal["gelu", "swiglu"] = Field(default="gelu", description="kind of mlp")
+    mlp_width: int | None = Field(
+        default=None,
+        ge=1,
+        description="width inside the mlp; none: 4 width, or for swiglu 8/3 width in full 64s",
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="normalisation")
+    bias: bool = Field(default=False, description="biases in linear layers and layer norms")
+    tied: bool = Field(default=True, description="the head uses the embedding's weight")
+    vocab: int | None = Field(
+        default=None,
+        ge=2,
+        description="tokens the model knows; none: the tokenizer's (bytes 256, bpe 4096)",
+    )
+    rope_base: float = Field(default=10_000.0, gt=1, description="base of the rotary positions")
+
+    @property
+    def hidden_width(self) -> int:
+        """The width inside the mlp; swiglu has three matrices for two, so two thirds is as much."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return 4 * self.width if self.mlp == "gelu" else 64 * math.ceil(self.width / 24)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Refuse heads that do not divide the width, or that rotary positions cannot pair up."""
+        if self.width % self.heads:
+            nearest = max(n for n in range(1, self.heads) if self.width % n == 0)
+            text = f"{self.heads} heads do not divide width {self.width}; write heads={nearest}"
+            refuse_conflicts([(("heads", "width"), text)])
+        if (self.width // self.heads) % 2:
+            text = (
+                f"rotary positions turn pairs, and {self.heads} heads of width {self.width} "
+                f"have {self.width // self.heads} numbers each, an odd count; "
+                f"write width={2 * self.width}"
+            )
+            refuse_conflicts([(("heads", "width"), text)])
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            nearest = max(n for n in range(1, self.kv_heads) if self.heads % n == 0)
+            text = f"{self.kv_heads} do not divide {self.heads} heads; write kv_heads={nearest}"
+            refuse_conflicts([(("kv_heads", "heads"), text)])
+        return self
+
+
+SECTIONS = Sections(data=LmData, model=LmModel)

@@ -1,0 +1,87 @@
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.cli.entry import exit_code_of
+
+TINY = """\
+workload: lm
+description: as small as it gets
+steps: 4
+batch_size: 2
+device: cpu
+data: {length: 16, eval_windows: 2}
+model: {layers: 3, width: 16, heads: 2}
+optimizer: {lr: 0.01}
+precision: {policy: fp16}
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let runs here and in other processes add in the same order; a tiny model is no slower."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A recipe that a step takes milliseconds of."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+@pytest.fixture
+def narrowcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Run a command in this process, which saves the seconds torch takes to import."""
+
+    def run(*words: object) -> Ended:
+        capsys.readouterr()
+        code = exit_code_of([str(word) for word in words])
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def start() -> Callable[..., subprocess.Popen[str]]:
+    """Start a command in a process of its own, as a shell does."""
+
+    def begin(*words: object, **options: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "narrowcast", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return begin
+
+
+@pytest.fixture
+def finish(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., Ended]:
+    """Run a command in a process of its own to its end."""
+
+    def run(*words: object, **options: object) -> Ended:
+        process = start(*words, **options)
+        out, err = process.communicate(timeout=120)
+        return Ended(process.returncode, out, err)
+
+    return run

@@ -1,0 +1,76 @@
+import io
+import json
+import resource
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from narrowcast.cli.assemble import planned
+from narrowcast.cli.entry import exit_code_of
+from narrowcast.cli.layer_table import print_plan
+from narrowcast.hardware import probe
+from narrowcast.workloads import build_task, load_recipe
+
+
+def test_the_table_gives_every_module_a_reason(narrowcast):
+    ended = narrowcast("plan", "quickstart", "precision.policy=fp8-row", "device=cpu")
+    assert (ended.code, ended.err) == (0, "")
+    assert "no CPU has e4m3 products" in ended.out
+    assert "kept fp32: normalisation" in ended.out
+    assert "kept fp32: a lookup multiplies nothing" in ended.out
+    assert "products outside modules (attention, matmul): bf16" in ended.out
+
+
+def test_blocks_that_are_alike_share_a_row_unless_all_are_asked_for(narrowcast, tiny):
+    folded = narrowcast("plan", tiny).out
+    assert "blocks.{0–2}.attn.qkv ×3" in folded
+    every = narrowcast("plan", tiny, "--all").out
+    assert "×3" not in every
+    assert all(f"blocks.{n}.attn.qkv " in every for n in range(3))
+
+
+def test_a_block_with_an_exception_is_not_folded_away(narrowcast, tiny):
+    ended = narrowcast("plan", tiny, "precision.overrides={blocks.1.attn.qkv: fp32}")
+    row = next(line for line in ended.out.splitlines() if line.startswith("blocks.1.attn.qkv "))
+    assert "fp32 (exception)" in row
+
+
+def test_json_counts_the_bytes_of_the_model_that_is_built(narrowcast, tiny):
+    ended = narrowcast("plan", tiny, "--json", "optimizer.name=sgd", "optimizer.momentum=0.9")
+    found = json.loads(ended.out)
+    recipe = load_recipe(tiny).recipe
+    model = build_task(recipe, device=torch.device("cpu")).model
+    stored = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert found["bytes"] == {"params": stored, "grads": stored, "master": 0, "moments": stored}
+    assert found["hardware"].endswith("(cpu)")
+
+
+def test_a_model_larger_than_memory_is_planned_without_allocating_it(finish):
+    ended = finish("plan", "lm/gpt-2.8b", "device=cpu")
+    assert ended.code == 0
+    assert "2.83 B parameters" in ended.out
+    # Its weights alone take 10.5 GiB. Kilobytes, except on a Mac.
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+    assert peak < 4 * 2**30
+
+
+def test_a_terminal_without_such_letters_gets_question_marks(tiny, monkeypatch):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert exit_code_of(["plan", tiny]) == 0
+    assert b"blocks.{0?2}.attn.qkv ?3" in output.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_terminal_is_not_overrun_and_sees_every_reason(tiny, width):
+    choices = planned(load_recipe("quickstart", ["precision.policy=fp8-row"]).recipe, probe("cpu"))
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
+    print_plan(console, choices, title="quickstart", every=False)
+    shown = console.file.getvalue()
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert "…" not in shown
+    for reason in ("no CPU has e4m3 products", "kept fp32: normalisation"):
+        assert reason in shown

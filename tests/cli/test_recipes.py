@@ -1,0 +1,15 @@
+from narrowcast.config import shipped_recipes
+
+
+def test_every_shipped_recipe_has_a_line_with_what_it_is(narrowcast):
+    ended = narrowcast("recipes")
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    assert [line.split()[0] for line in lines] == [name for name, _ in shipped_recipes()]
+    assert "quickstart" in lines[0]
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_every_shipped_recipe_can_be_planned(narrowcast):
+    for name, _ in shipped_recipes():
+        assert narrowcast("plan", name, "--json").code == 0

@@ -1,0 +1,188 @@
+import json
+import os
+import pty
+import re
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from narrowcast.runs import EvalRecord, RunFolder, StepRecord
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_run_leaves_everything_that_the_design_names(narrowcast, tiny, tmp_path):
+    out = tmp_path / "run"
+    ended = narrowcast("train", tiny, "steps=3", "--out", out)
+    assert (ended.code, ended.err) == (0, "")
+    assert (out / "recipe.yaml").read_text() == Path(tiny).read_text()
+    resolved = json.loads((out / "resolved.json").read_text())
+    assert resolved["steps"] == {"value": 3, "origin": "command line"}
+    assert resolved["batch_size"] == {"value": 2, "origin": "tiny.yaml"}
+    assert len(json.loads((out / "environment.json").read_text())["sessions"]) == 1
+    assert json.loads((out / "plan.json").read_text())["policy"] == "compute=fp16"
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000003"]
+    assert "blocks.0.attn.qkv.weight" in load_file(out / "model.safetensors")
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    with RunFolder.open(out) as run:
+        records = run.records()
+    assert [r.step for r in records if isinstance(r, StepRecord)] == [1, 2, 3]
+    evaluated = next(r for r in records if isinstance(r, EvalRecord))
+    assert f"loss {evaluated.metrics['loss']:.3f}" in ended.out
+    assert str(out / "report.html") in ended.out
+
+
+def test_a_second_run_of_a_name_goes_beside_the_first(narrowcast, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert narrowcast("train", tiny, "steps=1").code == 0
+    first = files(tmp_path / "runs")
+    ended = narrowcast("train", tiny, "steps=1")
+    assert ended.code == 0
+    assert "runs/tiny-2 (runs/tiny is taken)" in ended.out
+    assert files(tmp_path / "runs/tiny") == first
+    assert (tmp_path / "runs/tiny-2/report.html").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone(narrowcast, tiny, tmp_path):
+    out = tmp_path / "run"
+    narrowcast("train", tiny, "steps=1", "--out", out)
+    before = files(out)
+    ended = narrowcast("train", tiny, "steps=2", "--out", out)
+    assert ended.code == 2
+    assert "already holds a run; choose another --out" in ended.err
+    assert files(out) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["stesp=3"], 2, "no such setting; did you mean steps"),
+        (["precision.policy=fp17"], 2, "no preset is named 'fp17'; did you mean fp16"),
+        (["precision.policy=fp8-row", "precision.emulate=false"], 3, "without emulation"),
+        (["precision.overrides={nosuch.*: fp32}"], 2, "nosuch.*: fp32 matches no module"),
+        (["precision.loss_scale.groups=[nosuch]"], 2, "'nosuch' matches no module"),
+        (["precision.loss_scale.growth=3"], 2, "only powers of two scale exactly"),
+        (["batch_size=1e9"], 2, "asks for more than the"),
+        (["data.text=nowhere.txt"], 2, "nowhere.txt"),
+        (["device=cuda:99"], 3, "device=cuda:99"),
+        (["model.width=100000", "model.layers=50"], 3, "weights, gradients and optimizer take"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_there_is_a_folder(
+    narrowcast, tiny, tmp_path, words, code, message
+):
+    ended = narrowcast("train", tiny, *words, "--out", tmp_path / "run")
+    assert ended.code == code
+    assert message in ended.err.replace("`", "")
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_that_is_not_there_is_bad_input(narrowcast):
+    ended = narrowcast("train", "quikstart")
+    assert ended.code == 2
+    assert "did you mean quickstart" in ended.err
+
+
+def test_a_run_that_only_overflows_ends_with_4_and_says_where_to_look(narrowcast, tiny, tmp_path):
+    scale = [f"precision.loss_scale.{key}=1e30" for key in ("initial", "min", "max")]
+    words = [*scale, "precision.loss_scale.patience=3", "steps=9", "--out", tmp_path / "run"]
+    ended = narrowcast("train", tiny, *words)
+    assert ended.code == 4
+    assert "3 steps in a row" in ended.err
+    assert f"what led to it: {tmp_path / 'run' / 'report.html'}" in ended.err
+    assert (tmp_path / "run" / "report.html").exists()
+    assert "step 1 skipped: " in ended.out
+
+
+def test_quiet_prints_nothing(narrowcast, tiny, tmp_path):
+    ended = narrowcast("train", tiny, "--quiet", "--out", tmp_path / "run")
+    assert (ended.code, ended.out, ended.err) == (0, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_130_saved_and_resumable(
+    start, narrowcast, tiny, tmp_path, number
+):
+    out = tmp_path / "run"
+    with start("train", tiny, "steps=100000", "--out", out) as process:
+        wait_for_step(out, 3)
+        other = narrowcast("resume", out)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"resume with: narrowcast resume {out}" in err
+    assert "Traceback" not in err
+    assert (out / "report.html").exists()
+    with RunFolder.open(out) as run:
+        last = run.records()[-1]
+    assert (out / "checkpoints" / f"step-{last.step:06d}").is_dir()
+    # While it ran, the folder was its own.
+    assert other.code == 2
+    assert "another process is writing to" in other.err
+
+
+def test_a_full_disk_is_said_and_the_run_can_go_on_once_there_is_room(
+    finish, narrowcast, tiny, tmp_path
+):
+    out = tmp_path / "run"
+
+    def allow_small_files_only() -> None:
+        # A limit on the size of a file stops a write as a full disk does.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))
+
+    ended = finish("train", tiny, "--out", out, preexec_fn=allow_small_files_only)
+    assert ended.code == 2
+    assert "could not be written" in ended.err
+    assert "Traceback" not in ended.err
+    assert list((out / "checkpoints").iterdir()) == []
+    assert not (out / "model.safetensors").exists()
+    assert narrowcast("resume", out).code == 0
+    assert (out / "model.safetensors").exists()
+
+
+def test_a_terminal_gets_a_bar_without_colours_where_none_are_wanted(tiny, tmp_path):
+    words = ["train", tiny, "--out", tmp_path / "run"]
+    environment = {"TERM": "xterm-256color", "COLUMNS": "100", "NO_COLOR": "1"}
+    shown = on_a_terminal(words, environment)
+    assert "━" in shown
+    assert "4/4" in shown
+    assert "scale 65,536" in shown
+    assert not re.search(r"\x1b\[[0-9;]*(3[0-9]|9[0-7])[0-9;]*m", shown)
+
+
+def on_a_terminal(words: list[object], environment: dict[str, str]) -> str:
+    """Run a command on a terminal of its own, and return every character it was sent."""
+    command = [sys.executable, "-m", "narrowcast", *map(str, words)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command, os.environ | environment)
+    sent = bytearray()
+    with os.fdopen(terminal, "rb", buffering=0) as file:
+        while True:
+            try:
+                chunk = file.read(65536)
+            except OSError:  # how Linux says that the other side has gone
+                break
+            if not chunk:
+                break
+            sent += chunk
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return sent.decode()
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Wait until a run has recorded a step."""
+    records = folder / "records.jsonl"
+    for _ in range(6000):
+        if records.exists() and f'"step": {step},'.encode() in records.read_bytes():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step} in a minute")

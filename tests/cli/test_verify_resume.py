@@ -1,0 +1,18 @@
+import tempfile
+from pathlib import Path
+
+
+def test_a_recipe_that_resumes_bit_for_bit_is_equal_and_leaves_nothing(
+    narrowcast, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = narrowcast("verify-resume", tiny, "steps=40")
+    assert (ended.code, ended.err) == (0, "")
+    assert "equal, bit for bit: killed after step" in ended.out
+    assert [path.name for path in tmp_path.iterdir()] == [Path(tiny).name]
+
+
+def test_a_bad_setting_is_refused_before_anything_runs(narrowcast, tiny):
+    ended = narrowcast("verify-resume", tiny, "stesp=3")
+    assert ended.code == 2
+    assert "did you mean steps" in ended.err

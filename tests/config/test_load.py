@@ -1,0 +1,220 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from narrowcast.config import from_resolved, load_recipe
+from narrowcast.config.sections import CommonSettings
+from narrowcast.errors import CheckpointError, RecipeError
+
+
+def test_words_win_over_the_file_and_the_file_over_defaults(load):
+    loaded = load("steps=7", more="seed: 5\n")
+    recipe = loaded.recipe
+    assert (recipe.steps, recipe.seed, recipe.accumulate) == (7, 5, 1)
+    assert {key: loaded.origins[key] for key in ("steps", "seed", "accumulate")} == {
+        "steps": "command line",
+        "seed": "quick.yaml",
+        "accumulate": "default",
+    }
+
+
+def test_the_last_of_two_words_for_one_setting_wins(load):
+    assert load("steps=7", "steps=8").recipe.steps == 8
+
+
+def test_the_run_is_called_after_the_file_unless_it_says_otherwise(load):
+    assert load().recipe.name == "quick"
+    assert load(more="name: mine\n").recipe.name == "mine"
+
+
+def test_the_text_is_kept_as_it_was_given(load):
+    assert load(more="# why\n").text == "workload: toy\nsteps: 100\nbatch_size: 4\n# why\n"
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0E-4", ".1e-3", "1E-4", "+.1E-03"])
+@pytest.mark.parametrize("place", ["file", "word"])
+def test_a_learning_rate_is_a_number_however_it_is_written(load, text, place):
+    in_file = f"optimizer: {{lr: {text}}}\n" if place == "file" else ""
+    words = [f"optimizer.lr={text}"] if place == "word" else []
+    assert load(*words, more=in_file).recipe.optimizer.lr == 1e-4
+
+
+def test_a_float_setting_takes_a_whole_number_and_a_whole_setting_takes_1e3(load):
+    recipe = load("clip_norm=2", "steps=1e3", "model.sizes=[1e1, 2.0]").recipe
+    assert (recipe.clip_norm, recipe.steps) == (2.0, 1000)
+    assert type(recipe.steps) is int
+    assert recipe.model.sizes == [10, 2]
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null", "NULL", "~", ""])
+def test_none_is_written_in_any_way_people_write_it(load, word):
+    recipe = load(f"clip_norm={word}", f"data.text={word}").recipe
+    assert recipe.clip_norm is None
+    assert recipe.data.text is None
+
+
+def test_huge_scales_are_accepted_as_asked(load):
+    words = ["precision.loss_scale.initial=1e30", "precision.loss_scale.max=1e30"]
+    assert load(*words).recipe.precision.loss_scale.initial == 1e30
+
+
+def test_text_is_taken_as_it_stands(load):
+    policy = "compute=e4m3, params=bf16; *.norm: fp32 # kept"
+    recipe = load(f"precision.policy={policy}", "description=8", "data.text=a #1.txt").recipe
+    assert recipe.precision.policy == policy
+    assert recipe.description == "8"
+    assert recipe.data.text == Path("a #1.txt")
+
+
+def test_a_setting_that_takes_text_or_a_list_takes_both(load):
+    assert load("data.files=*.txt").recipe.data.files == "*.txt"
+    assert load("data.files=[a.txt, b.txt]").recipe.data.files == ["a.txt", "b.txt"]
+
+
+def test_quotes_still_quote_text(load):
+    assert load("precision.policy='bf16'").recipe.precision.policy == "bf16"
+
+
+def test_entries_of_a_mapping_are_set_one_by_one_though_their_names_have_dots(load):
+    in_file = 'precision: {overrides: {"*.norm": fp32}}\n'
+    loaded = load("precision.overrides.blocks.0.*=compute=e4m3; a: b", more=in_file)
+    assert loaded.recipe.precision.overrides == {
+        "*.norm": "fp32",
+        "blocks.0.*": "compute=e4m3; a: b",
+    }
+    assert loaded.origins["precision.overrides"] == "quick.yaml, command line"
+
+
+def test_a_word_may_set_several_settings_of_a_section(load):
+    recipe = load("optimizer={name: sgd, momentum: .9}", more="optimizer: {lr: 3e-4}\n").recipe
+    assert recipe.optimizer.model_dump(include={"name", "momentum", "lr"}) == {
+        "name": "sgd",
+        "momentum": 0.9,
+        "lr": 3e-4,
+    }
+
+
+def test_a_section_left_empty_in_a_file_has_its_defaults(load):
+    assert load(more="precision:\nmodel:\n").recipe == load().recipe
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(load):
+    text = b"\xef\xbb\xbfworkload: toy\r\nsteps: 100\r\nbatch_size: 4\r\n"
+    assert load(text=text).recipe == load().recipe
+
+
+def test_resolved_names_every_setting_and_who_set_it(load):
+    resolved = load("seed=3").resolved()
+    assert resolved["seed"] == {"value": 3, "origin": "command line"}
+    assert resolved["steps"] == {"value": 100, "origin": "quick.yaml"}
+    assert resolved["model.head.tied"] == {"value": True, "origin": "default"}
+    assert "data" not in resolved
+    json.dumps(resolved, allow_nan=False)
+
+
+def test_a_run_is_loaded_again_from_what_it_was_resolved_to(load, sections):
+    words = ["precision.overrides.*.norm=fp32", "optimizer.betas=[.9, .95]", "data.text=a/b.txt"]
+    first = load(*words, "clip_norm=none")
+    kept = json.loads(json.dumps(first.resolved()))
+    again = from_resolved(kept, ["steps=200"], sections=sections, text=first.text)
+    assert again.recipe == first.recipe.model_copy(update={"steps": 200})
+    assert again.origins == {**first.origins, "steps": "command line"}
+    assert again.text == first.text
+
+
+def test_resolved_settings_of_another_version_are_refused_by_name(load, sections):
+    resolved = {**load().resolved(), "precision.magic": {"value": 1, "origin": "default"}}
+    with pytest.raises(RecipeError, match=r"resolved.json: precision.magic: no such setting"):
+        from_resolved(resolved, sections=sections)
+
+
+@pytest.mark.parametrize("entry", [3, None, {"value": 3}, {"value": 3, "origin": "x", "z": 1}])
+def test_damaged_resolved_settings_are_refused(load, sections, entry):
+    with pytest.raises(CheckpointError, match=r"resolved.json is damaged: seed has no value"):
+        from_resolved({**load().resolved(), "seed": entry}, sections=sections)
+
+
+def test_all_problems_are_said_at_once(refusal):
+    message = refusal(
+        "stesp=3",
+        "seed=-1",
+        "optimizer.lr=abc",
+        "optimizer.momentum=.9",
+        "precision.loss_scale.min=9",
+        "precision.loss_scale.max=3",
+        "data.workers=-1",
+        "model=big",
+        "steps",
+        more="lr_schedule: {warmup: 1000}\nsteps: 100\n",
+    )
+    head, *problems = message.splitlines()
+    assert head == f"{len(problems)} problems in the recipe:"
+    for start in [
+        "quick.yaml:5: steps: given twice",
+        "stesp=3: no such setting; did you mean steps",
+        "steps: not KEY=VALUE",
+        "model=big: model is a section",
+        "seed=-1: needs",
+        "optimizer.lr=abc: needs a number",
+        "data.workers=-1: needs",
+        "precision.loss_scale.min=9: min 9 is above max 3",
+        "optimizer.momentum=.9: adamw has no momentum",
+        "4: lr_schedule.warmup: 1000 steps of warmup do not fit into steps=100",
+    ]:
+        assert sum(start in problem for problem in problems) == 1, (start, message)
+    assert len(problems) == 10
+
+
+def test_a_setting_found_wrong_is_not_complained_about_twice(refusal):
+    # Without its bad ceiling, the scale's default ceiling would lie below the first scale.
+    message = refusal("precision.loss_scale.initial=1e30", "precision.loss_scale.max=-1")
+    assert "\n" not in message
+    assert message.startswith("precision.loss_scale.max=-1: needs a number")
+
+
+def test_an_unknown_workload_is_said_together_with_the_other_problems(refusal):
+    message = refusal("workload=tyo", "stesp=3", "model.widht=3")
+    assert "  workload=tyo: no such workload; did you mean toy?" in message
+    assert "  stesp=3: no such setting; did you mean steps" in message
+    assert message.startswith("2 problems")
+
+
+def test_what_must_be_set_is_asked_for(refusal):
+    message = refusal(text="seed: 1\n")
+    assert message.startswith("3 problems")
+    for key in ("workload", "steps", "batch_size"):
+        assert f"quick.yaml: {key}: not set; write {key}=VALUE" in message
+
+
+SETTINGS = [*CommonSettings.model_fields, "data", "model"]
+
+
+@given(
+    words=st.lists(
+        st.text(max_size=30)
+        | st.builds("{}={}".format, st.sampled_from(SETTINGS), st.text(max_size=20))
+        | st.builds("{}.{}={}".format, st.sampled_from(SETTINGS), st.text(max_size=5), st.text()),
+        max_size=4,
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_word_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path, sections, words):
+    path = tmp_path / "quick.yaml"
+    path.write_text("workload: toy\nsteps: 100\nbatch_size: 4\n")
+    try:
+        loaded = load_recipe(path, words, sections=sections)
+    except RecipeError:
+        return
+    assert from_resolved(loaded.resolved(), sections=sections).recipe == loaded.recipe
+
+
+@given(content=st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode()))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_file_whatsoever_ends_in_anything_but_a_recipe_or_a_refusal(tmp_path, sections, content):
+    path = tmp_path / "quick.yaml"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match=r"."):
+        load_recipe(path, sections=sections)

@@ -1,0 +1,111 @@
+import pickle
+
+import pytest
+from pydantic import ValidationError
+
+from narrowcast.config import Recipe
+from narrowcast.config.sections import (
+    CommonSettings,
+    DataSection,
+    LossScaleSection,
+    LrScheduleSection,
+    OptimizerSection,
+    Section,
+)
+from narrowcast.config.tree import leaves, tree_of
+
+
+def test_the_defaults_of_adamw_are_those_of_torch():
+    torch = pytest.importorskip("torch", reason="compares with torch's own defaults")
+    ours = OptimizerSection()
+    theirs = torch.optim.AdamW([torch.zeros(1)]).defaults
+    assert {key: theirs[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
+        "lr": ours.lr,
+        "betas": ours.betas,
+        "eps": ours.eps,
+        "weight_decay": ours.weight_decay,
+    }
+
+
+def test_every_setting_has_a_description_of_one_line():
+    described = {path: field.description or "" for path, field in leaves(tree_of(CommonSettings))}
+    assert len(described) > 35
+    assert [path for path, text in described.items() if not text or "\n" in text] == []
+
+
+def test_a_scale_beyond_the_usual_is_accepted_when_its_ceiling_is_raised_too():
+    scale = LossScaleSection(initial=1e30, max=1e30)
+    assert (scale.initial, scale.max) == (1e30, 1e30)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"growth": 1.0},
+        {"growth": 1.5},
+        {"backoff": 0.3},
+        {"growth": 0.5},
+        {"backoff": 0.0},
+        {"backoff": 1.0},
+        {"backoff": -0.5},
+        {"min": 0.0},
+        {"min": 2.0**-25},
+        {"max": 2.0**128},
+        {"initial": float("nan")},
+        {"initial": -1.0},
+        {"max": float("inf")},
+        {"hysteresis": 0},
+        {"patience": 0},
+        {"growth_interval": 0},
+        {"min": 8.0, "max": 4.0, "initial": 4.0},
+        {"initial": 262145.0},
+        {"initial": 0.5},
+    ],
+)
+def test_a_loss_scale_that_could_vanish_or_run_away_is_refused(settings):
+    with pytest.raises(ValidationError, match="LossScaleSection"):
+        LossScaleSection(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "sgd", "betas": (0.9, 0.95)},
+        {"name": "adamw", "momentum": 0.9},
+        {"name": "adafactor", "eps": 1e-6},
+        {"name": "rmsprop", "fused": True},
+    ],
+)
+def test_a_setting_the_optimizer_would_ignore_is_refused(settings):
+    with pytest.raises(ValidationError, match=r"leave .* out, or choose"):
+        OptimizerSection(**settings)
+
+
+def test_an_unfused_optimizer_may_be_asked_to_stay_so():
+    assert OptimizerSection(name="rmsprop", fused=False).fused is False
+
+
+def test_an_end_value_for_a_constant_schedule_is_refused():
+    with pytest.raises(ValidationError, match="does not fall"):
+        LrScheduleSection(name="constant", final=0.1)
+
+
+def test_settings_cannot_be_changed_afterwards():
+    scale = LossScaleSection()
+    with pytest.raises(ValidationError, match="frozen"):
+        scale.initial = 2.0  # type: ignore[misc]
+
+
+class Words(DataSection):
+    length: int = 8
+
+
+class Net(Section):
+    width: int = 16
+
+
+def test_a_recipe_made_in_python_keeps_its_workloads_sections_and_survives_pickling():
+    recipe = Recipe(workload="toy", steps=2, batch_size=1, data=Words(length=9), model=Net())
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert recipe.model_dump()["data"] == {"workers": 0, "prefetch": 2, "length": 9}
+    assert recipe.model_dump()["model"] == {"width": 16}

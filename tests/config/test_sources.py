@@ -1,0 +1,92 @@
+import os
+
+import pytest
+
+from narrowcast.config import shipped
+from narrowcast.config.sources import read_source
+from narrowcast.errors import RecipeError
+
+
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """A folder of shipped recipes that holds what the tests say, and a working folder."""
+    folder = tmp_path / "shipped"
+    (folder / "lm").mkdir(parents=True)
+    (folder / "quickstart.yaml").write_text("workload: toy\ndescription: small\n")
+    (folder / "lm" / "gpt-1.3b.yaml").write_text("workload: toy\ndescription: large\n")
+    monkeypatch.setattr(shipped, "FOLDER", folder)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+def test_a_shipped_recipe_is_found_by_its_name(recipes):
+    found = read_source("lm/gpt-1.3b")
+    assert (found.name, found.origin) == ("lm/gpt-1.3b", "lm/gpt-1.3b.yaml")
+    assert found.text == "workload: toy\ndescription: large\n"
+
+
+def test_a_file_is_found_by_its_path_and_called_after_its_last_part(recipes):
+    (recipes / "my.run.yaml").write_text("steps: 3\n")
+    found = read_source("./my.run.yaml")
+    assert (found.name, found.origin, found.shown) == ("my.run", "my.run.yaml", "./my.run.yaml")
+
+
+def test_a_file_may_have_any_suffix_or_none(recipes):
+    (recipes / "settings").write_text("steps: 3\n")
+    assert read_source("settings").text == "steps: 3\n"
+
+
+def test_a_file_called_like_a_shipped_recipe_is_reached_through_its_path(recipes):
+    (recipes / "quickstart").write_text("steps: 3\n")
+    assert "small" in read_source("quickstart").text
+    assert read_source("./quickstart").text == "steps: 3\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("quickstrt", "quickstrt: no such recipe; did you mean quickstart?"),
+        ("quickstart.yaml", "quickstart.yaml: no such file; did you mean quickstart?"),
+        ("gpt-1.3b", "did you mean lm/gpt-1.3b?"),
+        ("mien.yaml", "mien.yaml: no such file; did you mean mine.yaml?"),
+        ("xyzzy", "xyzzy: no such recipe; shipped recipes: quickstart, lm/gpt-1.3b; or name"),
+        ("no/such/place.yaml", "no/such/place.yaml: no such file; shipped recipes:"),
+        ("", r"\(nothing\): no such recipe"),
+        ("mine.yaml/x", "no such recipe"),
+    ],
+)
+def test_an_unknown_source_is_refused_with_what_there_is(recipes, source, message):
+    (recipes / "mine.yaml").write_text("steps: 3\n")
+    with pytest.raises(RecipeError, match=message):
+        read_source(source)
+
+
+def test_a_folder_is_refused_with_a_file_in_it(recipes):
+    (recipes / "mine.yaml").write_text("steps: 3\n")
+    with pytest.raises(RecipeError, match=r"is a folder, .*name a file, e.g. mine.yaml"):
+        read_source(".")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfea", b"steps: 3\x00", bytes(range(256))])
+def test_a_binary_file_is_refused(recipes, content):
+    (recipes / "x.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"x.yaml is not UTF-8 text, so it is not a recipe"):
+        read_source("x.yaml")
+
+
+def test_a_large_file_is_refused_without_reading_all_of_it(recipes):
+    with (recipes / "big.yaml").open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(RecipeError, match="larger than 1 MiB, so it is not a recipe"):
+        read_source("big.yaml")
+
+
+def test_a_file_that_may_not_be_read_is_refused(recipes):
+    if os.geteuid() == 0:
+        pytest.skip("needs a user other than root, who may read everything")
+    (recipes / "x.yaml").write_text("steps: 3\n")
+    (recipes / "x.yaml").chmod(0)
+    with pytest.raises(RecipeError, match=r"cannot read the recipe x.yaml: Permission denied"):
+        read_source("x.yaml")

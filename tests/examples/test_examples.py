@@ -1,0 +1,33 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name, *words):
+    command = [sys.executable, str(EXAMPLES / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_the_drop_in_learns_in_fp16_and_skips_only_the_bad_batch(optimizer):
+    output = run_example("drop_in.py", optimizer)
+    assert re.findall(r"step (\d+) skipped", output) == ["31"]
+    accuracy, applied, tried = re.search(r"accuracy (.*) after (\d+) of (\d+)", output).groups()
+    assert (applied, tried) == ("59", "60")
+    assert float(accuracy) > 0.5  # ten classes: chance is 0.1
+
+
+def test_every_example_is_short():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 80, path.name
+
+
+def test_the_drop_in_fits_forty_lines():
+    assert len((EXAMPLES / "drop_in.py").read_text().splitlines()) <= 40

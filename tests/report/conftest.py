@@ -1,0 +1,275 @@
+"""Run folders for the report's tests: written as a run writes them, with made-up numbers."""
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowcast.report.story import Story
+from narrowcast.runs import (
+    CheckpointRecord,
+    EvalRecord,
+    FindingRecord,
+    Record,
+    RunFolder,
+    StepRecord,
+)
+
+WHY = "blocks.3.mlp.down: 2 of 65,536 gradients overflowed fp16"
+
+
+def step(number: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "step": number,
+        "loss": 2.0,
+        "loss_scale": 65536.0,
+        "applied": True,
+        "why": "",
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "lost_updates": None,
+        "tokens": 4096,
+        "seconds": 0.1,
+        "peak_bytes": 300 * 2**20,
+    }
+    return StepRecord(**{**values, **changes})
+
+
+def module(name: str, **changes: Any) -> dict[str, Any]:
+    values = {
+        "name": name,
+        "kind": "linear",
+        "forward": "fp16",
+        "grad_input": "fp16",
+        "grad_weight": "fp16",
+        "params": "fp16",
+        "output": "fp16",
+        "how": "emulated",
+        "reason": "emulated: this CPU has no fp16 products",
+        "parameters": 65_536,
+        "bytes": {"params": 131_072, "grads": 131_072, "master": 262_144, "moments": 524_288},
+    }
+    return {**values, **changes}
+
+
+def gpt_modules(blocks: int) -> list[dict[str, Any]]:
+    norm: dict[str, Any] = {
+        "kind": "normalisation",
+        "forward": "fp32",
+        "grad_input": "fp32",
+        "grad_weight": "fp32",
+        "params": "fp32",
+        "output": "fp32",
+        "how": "unchanged",
+        "reason": "kept fp32: normalisation",
+        "parameters": 128,
+    }
+    modules = [
+        module("embed", **{**norm, "kind": "embedding", "parameters": 32_768,
+                           "reason": "kept fp32: a lookup multiplies nothing"})
+    ]  # fmt: skip
+    for i in range(blocks):
+        modules += [
+            module(f"blocks.{i}.norm1", **norm),
+            module(f"blocks.{i}.attn.qkv", parameters=49_152),
+            module(f"blocks.{i}.attn.out", parameters=16_384),
+            module(f"blocks.{i}.norm2", **norm),
+            module(f"blocks.{i}.mlp.up"),
+            module(f"blocks.{i}.mlp.down"),
+        ]
+    modules += [
+        module("norm", **norm),
+        module("head", forward="bf16", grad_input="bf16", grad_weight="fp32",
+               reason="emulated: asked for by the exception head: bf16", parameters=32_768),
+    ]  # fmt: skip
+    return modules
+
+
+def a_plan(modules: list[dict[str, Any]]) -> dict[str, Any]:
+    roles = ("params", "grads", "master", "moments")
+    return {
+        "policy": "fp16",
+        "hardware": "CPU, 2 cores",
+        "modules": modules,
+        "functional": {
+            "format": "fp16",
+            "how": "emulated",
+            "reason": "emulated: this CPU has no fp16 products",
+        },
+        "bytes": {role: sum(m["bytes"][role] for m in modules) for role in roles},
+    }
+
+
+def settings(steps: int, **changes: Any) -> dict[str, dict[str, Any]]:
+    found: dict[str, tuple[Any, str]] = {
+        "name": ("quickstart", "quickstart.yaml"),
+        "description": (
+            "a small language model on English text, two minutes on two cores",
+            "quickstart.yaml",
+        ),
+        "workload": ("lm", "quickstart.yaml"),
+        "steps": (steps, "command line"),
+        "batch_size": (16, "quickstart.yaml"),
+        "seed": (0, "default"),
+        "accumulate": (1, "default"),
+        "clip_norm": (1.0, "default"),
+        "optimizer.name": ("adamw", "default"),
+        "optimizer.lr": (1e-3, "quickstart.yaml"),
+        "optimizer.betas": ([0.9, 0.95], "quickstart.yaml"),
+        "lr_schedule.warmup": (100, "quickstart.yaml"),
+        "precision.policy": ("fp16", "command line"),
+        "precision.overrides": ({"head": "bf16"}, "quickstart.yaml"),
+        "precision.loss_scale.initial": (65536.0, "default"),
+        "precision.loss_scale.patience": (50, "default"),
+        "eval.every": (100, "quickstart.yaml"),
+    }
+    found.update({key: (value, "command line") for key, value in changes.items()})
+    return {key: {"value": value, "origin": origin} for key, (value, origin) in found.items()}
+
+
+def a_course(steps: int, *, eval_every: int, seed: int = 0) -> list[Record]:
+    """Make up the records of a run that learns, and overflows now and then."""
+    chance = random.Random(seed)
+    records: list[Record] = []
+    scale, calm = 2.0**17, 0
+    for n in range(1, steps + 1):
+        loss = 1.9 + 3.7 * math.exp(-5 * n / steps) + chance.gauss(0, 0.09)
+        overflow = (scale > 2**16 and chance.random() < 0.004) or n in (2, 3)
+        warm = min(1.0, n / (0.05 * steps))
+        lr = 1e-3 * warm * (0.55 + 0.45 * math.cos(math.pi * n / steps))
+        records.append(
+            step(
+                n,
+                loss=loss,
+                loss_scale=scale,
+                applied=not overflow,
+                why=WHY if overflow else "",
+                grad_norm=math.inf if overflow else 0.6 * math.exp(chance.gauss(0, 0.25)),
+                lr=lr,
+                lost_updates=0.02 + 0.06 * n / steps + chance.random() * 0.01,
+                seconds=0.09 + 0.01 * chance.random() + (0.4 if n == 1 else 0),
+            )
+        )
+        calm = 0 if overflow else calm + 1
+        scale = scale / 2 if overflow else scale * 2 if calm % max(1, steps // 6) == 0 else scale
+        if n % eval_every == 0:
+            metrics = {"loss": loss + 0.06, "perplexity": math.exp(loss + 0.06)}
+            records.append(EvalRecord(step=n, metrics=metrics))
+            records.append(
+                CheckpointRecord(step=n, seconds_blocked=0.02, seconds_total=0.2, bytes=2**24)
+            )
+    records.append(
+        FindingRecord(
+            step=3,
+            module="blocks.3.mlp.down",
+            role="grad_weight",
+            what="the scale began too high: 2 steps in a row overflowed",
+            why="amax 7.1e4 is beyond 65,504, the largest fp16",
+            action="scale 131,072 → 32,768",
+        )
+    )
+    return records
+
+
+ENVIRONMENT = {
+    "started": "2026-01-05T09:30:00+00:00",
+    "narrowcast": "0.1.0",
+    "commit": None,
+    "python": "3.11.9",
+    "torch": "2.13.0",
+    "platform": "Linux",
+    "cpu": "Example CPU",
+    "cores": 2,
+    "memory_bytes": 8 * 2**30,
+    "cuda": None,
+    "gpus": [],
+}
+
+
+def write_run(
+    path: Path,
+    records: Iterable[Record],
+    *,
+    steps: int,
+    plan: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    with RunFolder.create(
+        path,
+        recipe_text="workload: lm\nsteps: 300  # enough to see it learn\n",
+        resolved=settings(steps, **changes),
+        environment=ENVIRONMENT,
+    ) as run:
+        if plan is not None:
+            run.write_json("plan.json", plan)
+        for record in records:
+            run.write(record)
+    return path
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Write a run folder from records; `steps` is what the recipe asked for."""
+
+    def make(records: Iterable[Record], *, folder: str = "run", **rest: Any) -> Path:
+        return write_run(tmp_path / folder, records, **rest)
+
+    return make
+
+
+@pytest.fixture
+def run_folder(make_run: Callable[..., Path]) -> Path:
+    """A finished run of 300 steps with evaluations, skips, a finding, checkpoints and a plan."""
+    return make_run(a_course(300, eval_every=100), steps=300, plan=a_plan(gpt_modules(4)))
+
+
+@pytest.fixture(scope="session", name="step")
+def step_fixture() -> Callable[..., StepRecord]:
+    """Make a step record: its number, and what differs from an ordinary one."""
+    return step
+
+
+@pytest.fixture(scope="session", name="module")
+def module_fixture() -> Callable[..., dict[str, Any]]:
+    """Make a module of a plan: its name, and what differs from an ordinary one."""
+    return module
+
+
+@pytest.fixture(scope="session", name="plan_of")
+def plan_fixture() -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    """Make a plan of modules."""
+    return a_plan
+
+
+@pytest.fixture(scope="session", name="gpt_modules")
+def gpt_fixture() -> Callable[[int], list[dict[str, Any]]]:
+    """Make the modules of a GPT of so many blocks."""
+    return gpt_modules
+
+
+@pytest.fixture(scope="session", name="course")
+def course_fixture() -> Callable[..., list[Record]]:
+    """Make up the records of a run of so many steps."""
+    return a_course
+
+
+@pytest.fixture(scope="session", name="story_of")
+def story_fixture() -> Callable[..., Story]:
+    """Make the story of a run from its records."""
+
+    def make(records: Iterable[Record], *, steps: int, **changes: Any) -> Story:
+        found = list(records)
+        return Story(
+            steps=tuple(r for r in found if isinstance(r, StepRecord)),
+            evals=tuple(r for r in found if isinstance(r, EvalRecord)),
+            findings=tuple(r for r in found if isinstance(r, FindingRecord)),
+            checkpoints=tuple(r for r in found if isinstance(r, CheckpointRecord)),
+            settings=settings(steps, **changes),
+            recipe_text="",
+            sessions=(),
+        )
+
+    return make

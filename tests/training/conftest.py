@@ -1,0 +1,124 @@
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from narrowcast.config.sections import DataSection, Recipe, Section
+from narrowcast.hardware import Hardware, probe
+from narrowcast.precision.plan import plan
+from narrowcast.training.setup import prepare_recipe
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Two threads on a model this small wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class SineModel(nn.Module):
+    """A small network with what a step carries over: dropout, running means, a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.rise = nn.Linear(1, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.first = nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.1)
+        self.second = nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+        self.fall = nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.rise(x)))
+        x = x + self.drop(torch.tanh(self.first(x)))
+        return self.fall(x + torch.tanh(self.second(x)))
+
+
+@dataclass(frozen=True)
+class SineData:
+    samples: int = 100
+
+    def __len__(self):
+        return self.samples
+
+    def __getitems__(self, indices):
+        x = torch.tensor(indices, dtype=torch.float32)[:, None] * (2 / self.samples) - 1
+        return x, torch.sin(math.pi * x)
+
+
+class SineTask:
+    """The sine from -π to π, to be learnt from its values."""
+
+    def __init__(self, *, seed=0, samples=100, device="cpu"):
+        torch.manual_seed(seed)
+        self.model = SineModel().to(device)
+        self.train_data = SineData(samples)
+        self.device = device
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    def tokens(self, batch):
+        return len(batch[0])
+
+    def evaluate(self, model):
+        x, y = (t.to(self.device) for t in SineData(37).__getitems__(list(range(37))))
+        return {"error": (model(x) - y).square().mean().item()}
+
+
+def sine_recipe(policy="fp32", *, steps=10, **settings):
+    sections = {
+        "precision": {"policy": policy},
+        "optimizer": {"lr": 0.01},
+        "lr_schedule": {"name": "cosine", "warmup": 1},
+        **settings,
+    }
+    return Recipe(
+        **{
+            "workload": "sine",
+            "steps": steps,
+            "batch_size": 8,
+            "data": DataSection(),
+            "model": Section(),
+            **sections,
+        }
+    )
+
+
+# Every CPU can emulate every format; a probe would try in a child process what this one can do.
+EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All that `train` needs, made from one recipe."""
+
+    task: SineTask
+    recipe: Recipe
+    prepared: object
+
+
+@pytest.fixture
+def ready():
+    """Make a run of the sine task ready: `ready("fp16", steps=20, accumulate=2)`."""
+
+    def make(policy="fp32", *, samples=100, device="cpu", task=None, **settings):
+        recipe = sine_recipe(policy, **settings)
+        task = task or SineTask(seed=recipe.seed, samples=samples, device=device)
+        hardware = probe(device) if device != "cpu" else EMULATING
+        choices = plan(task.model, recipe.precision.policy, hardware=hardware)
+        return Ready(task, recipe, prepare_recipe(recipe, task.model, choices=choices))
+
+    return make

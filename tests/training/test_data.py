@@ -1,0 +1,158 @@
+import itertools
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis.strategies import integers
+
+from narrowcast.errors import RecipeError
+from narrowcast.training.data import BatchStream, Order
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Sample i is i and its square."""
+
+    samples: int
+
+    def __len__(self):
+        return self.samples
+
+    def __getitems__(self, indices):
+        i = torch.tensor(indices)
+        return i, i * i
+
+
+@dataclass(frozen=True)
+class ProcessNumbers(Squares):
+    """Every sample is the number of the process that fetched it."""
+
+    def __getitems__(self, indices):
+        return (torch.full((len(indices),), os.getpid()),)
+
+
+@dataclass(frozen=True)
+class Handlers(Squares):
+    """Every sample says whether its process would ignore SIGINT and SIGTERM."""
+
+    def __getitems__(self, indices):
+        asked = (signal.SIGINT, signal.SIGTERM)
+        return (torch.tensor([signal.getsignal(s) == signal.SIG_IGN for s in asked]),)
+
+
+def first(stream, n):
+    return [tuple(t.tolist() for t in batch) for batch in itertools.islice(stream, n)]
+
+
+sizes = integers(1, 60).flatmap(lambda samples: integers(1, samples).map(lambda b: (samples, b)))
+
+
+@given(size=sizes, seed=integers(0, 2**63 - 1), epoch=integers(0, 5))
+def test_an_epoch_visits_no_sample_twice_and_fills_every_batch(size, seed, epoch):
+    samples, batch_size = size
+    order = Order(samples=samples, batch_size=batch_size, seed=seed)
+    per_epoch = samples // batch_size
+    batches = [order.indices(epoch * per_epoch + k) for k in range(per_epoch)]
+    seen = list(itertools.chain(*batches))
+    assert all(len(batch) == batch_size for batch in batches)
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(range(samples))
+
+
+@given(size=sizes, seed=integers(0, 2**63 - 1), start=integers(0, 200))
+def test_starting_at_k_is_the_same_as_skipping_k(size, seed, start):
+    order = Order(samples=size[0], batch_size=size[1], seed=seed)
+    skipped = itertools.islice(order.starting_at(0), start, start + 5)
+    assert list(skipped) == list(itertools.islice(order.starting_at(start), 5))
+
+
+def test_a_full_epoch_is_every_sample_once():
+    order = Order(samples=12, batch_size=4, seed=3)
+    seen = itertools.chain(*itertools.islice(order.starting_at(0), 3))
+    assert sorted(seen) == list(range(12))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = {
+        tuple(Order(samples=50, batch_size=50, seed=seed).indices(epoch))
+        for seed in range(10)
+        for epoch in range(10)
+    }
+    assert len(orders) == 100
+
+
+def test_batches_hold_the_samples_of_their_numbers():
+    with BatchStream(Squares(10), 3, seed=0, device=CPU) as stream:
+        numbers, squares = next(stream)
+    assert numbers.tolist() == Order(samples=10, batch_size=3, seed=0).indices(0)
+    assert squares.tolist() == [i * i for i in numbers.tolist()]
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(RecipeError, match=r"more than the 5 samples.*batch_size=5 or less"):
+        BatchStream(Squares(5), 6, seed=0, device=CPU)
+
+
+def test_no_data_at_all_is_refused():
+    with pytest.raises(RecipeError, match="more than the 0 samples"):
+        BatchStream(Squares(0), 1, seed=0, device=CPU)
+
+
+def test_workers_give_the_same_batches_in_the_same_order_as_none():
+    def batches(workers):
+        stream = BatchStream(Squares(20), 3, seed=1, start=4, workers=workers, device=CPU)
+        with stream:
+            return first(stream, 15)
+
+    assert batches(workers=2) == batches(workers=0)
+
+
+def test_workers_are_other_processes_and_end_with_the_stream():
+    with BatchStream(ProcessNumbers(8), 2, seed=0, workers=2, device=CPU) as stream:
+        fetchers = {int(next(stream)[0][0]) for _ in range(4)}
+    assert os.getpid() not in fetchers
+    assert len(fetchers) == 2
+    for process in fetchers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_workers_ignore_the_signals_that_end_a_run():
+    with BatchStream(Handlers(8), 2, seed=0, workers=1, device=CPU) as stream:
+        assert next(stream)[0].all()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fetching_draws_nothing_from_the_random_generator_of_the_run(workers):
+    before = torch.get_rng_state()
+    with BatchStream(Squares(8), 2, seed=0, workers=workers, device=CPU) as stream:
+        first(stream, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_batches_on_the_gpu_are_those_on_the_cpu(workers, prefetch):
+    """Each batch is read by slow work that is queued before the next copies are made."""
+    data = Squares(1 << 16)
+    device = torch.device("cuda")
+    order = Order(samples=len(data), batch_size=1 << 12, seed=0)
+    ballast = torch.randn(4096, 4096, device=device)
+    sums = []
+    stream = BatchStream(data, 1 << 12, seed=0, workers=workers, prefetch=prefetch, device=device)
+    with stream:
+        for _, (numbers, squares) in zip(range(60), stream, strict=False):
+            ballast = ballast @ ballast * 0 + 1
+            sums.append(torch.stack([numbers.sum(), squares.sum()]) + ballast[0, 0].long() - 1)
+            del numbers, squares
+    expected = [
+        [sum(batch), sum(i * i for i in batch)]
+        for batch in itertools.islice(order.starting_at(0), 60)
+    ]
+    assert torch.stack(sums).tolist() == expected

@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from narrowcast.config import shipped_recipes
+from narrowcast.workloads import build_task, load_recipe
+
+# Measured by others with these models (the 124M is GPT-2 small's own name).
+PARAMETERS = {
+    "quickstart": 1.0e6,
+    "lm/gpt-124m": 124e6,
+    "lm/gpt-350m": 406e6,
+    "lm/gpt-1.3b": 1418e6,
+    "lm/gpt-2.8b": 2836e6,
+}
+NEAR = {"quickstart": 0.1}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shipped_model_has_the_parameters_its_name_promises(name):
+    task = build_task(load_recipe(name).recipe, device=torch.device("meta"))
+    count = sum(parameter.numel() for parameter in task.model.parameters())
+    assert count == pytest.approx(PARAMETERS[name], rel=NEAR.get(name, 0.005))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shipped_recipe_is_listed_with_one_line(name):
+    description = dict(shipped_recipes())[name]
+    assert description
+    assert "\n" not in description
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shipped_model_suits_the_shapes_8_bit_products_need(name):
+    task = build_task(load_recipe(name).recipe, device=torch.device("meta"))
+    shapes = {m.weight.shape for m in task.model.modules() if isinstance(m, torch.nn.Linear)}
+    assert all(size % 16 == 0 for shape in shapes for size in shape)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shipped_recipe_has_data_for_its_evaluation(name):
+    recipe = load_recipe(name).recipe
+    small = ["model.layers=1", "model.width=16", "model.heads=1"]
+    task = build_task(load_recipe(name, small).recipe, device=torch.device("cpu"))
+    assert len(task.validation_data) >= recipe.data.eval_windows
+    assert len(task.train_data) >= recipe.batch_size
