@@ -9,6 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,21 +37,19 @@ def cases(device: str) -> dict[str, Callable[[Tensor], Tensor]]:
     generator = torch.Generator(device).manual_seed(0)
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for target in (TF32, BF16, FP16, E4M3, E5M2, E2M1):
-        found[f"round_to {target.name}"] = lambda x, t=target: round_to(x, t)
-        found[f"round_to {target.name} saturating"] = lambda x, t=target: round_to(
-            x, t, saturate=True
+        found[f"round_to {target.name}"] = partial(round_to, target=target)
+        found[f"round_to {target.name} saturating"] = partial(
+            round_to, target=target, saturate=True
         )
-    found["cast e4m3 saturating"] = lambda x: cast(x, E4M3, saturate=True)
-    found["quantize e4m3 per tensor"] = lambda x: quantize(x, E4M3, per="tensor")
-    found["quantize e4m3 per row"] = lambda x: quantize(x, E4M3, per="row")
-    found["quantize e4m3 per column"] = lambda x: quantize(x, E4M3, per="column")
-    found["quantize e4m3 per block of 128"] = lambda x: quantize(x, E4M3, per="block")
-    found["round_blocks mxfp8"] = lambda x: round_blocks(x, MXFP8)
-    found["round_blocks nvfp4"] = lambda x: round_blocks(x, NVFP4)
-    found["cast_counts e4m3"] = lambda x: cast_counts(x, E4M3)
+    found["cast e4m3 saturating"] = partial(cast, target=E4M3, saturate=True)
+    for per in ("tensor", "row", "column", "block"):
+        found[f"quantize e4m3 per {per}"] = partial(quantize, target=E4M3, per=per)
+    for blocks in (MXFP8, NVFP4):
+        found[f"round_blocks {blocks.name}"] = partial(round_blocks, target=blocks)
+    found["cast_counts e4m3"] = partial(cast_counts, target=E4M3)
     for target in (BF16, E4M3):
-        found[f"round_stochastic {target.name}"] = lambda x, t=target: round_stochastic(
-            x, t, generator=generator
+        found[f"round_stochastic {target.name}"] = partial(
+            round_stochastic, target=target, generator=generator
         )
     return found
 

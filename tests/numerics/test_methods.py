@@ -5,7 +5,7 @@ import torch
 
 from narrowcast.numerics import BF16, E2M1, E4M3, E5M2, FP16, TF32, round_to
 from narrowcast.numerics.carriers import DOUBLE, SINGLE, in_pieces
-from narrowcast.numerics.methods import by_adding, by_bits, by_casting, overflows
+from narrowcast.numerics.methods import by_adding, by_bits, by_casting, by_steps, overflows
 
 for_each_range = pytest.mark.parametrize("saturate", [False, True])
 
@@ -34,6 +34,20 @@ def test_adding_and_casting_round_alike(target, saturate, patterns):
     limit = target.largest if saturate else None
     added = run(by_adding(target, SINGLE, limit=limit), patterns, torch.int32)
     assert same(added, run(by_casting(target, limit=limit), patterns, target.dtype))
+
+
+@for_each_range
+@pytest.mark.parametrize("carrier", [SINGLE, DOUBLE], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("target", [FP16, E4M3, E5M2, E2M1], ids=lambda each: each.name)
+def test_adding_and_stepping_round_alike_to_the_sign_of_zero(target, carrier, saturate, patterns):
+    limit = target.largest if saturate or target is E2M1 else None
+    x = patterns.to(carrier.float_dtype)
+    added, stepped = (
+        run(method(target, carrier, limit=limit), x, carrier.int_dtype)
+        for method in (by_adding, by_steps)
+    )
+    assert same(added, stepped)
+    assert torch.equal(added.signbit()[~x.isnan()], stepped.signbit()[~x.isnan()])
 
 
 @for_each_range

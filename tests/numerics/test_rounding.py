@@ -143,7 +143,7 @@ def nvfp4_reference(x):
     blocks = blocks_of(x, 16)
     amax = np.abs(blocks).max(-1, keepdims=True)
     whole = np.float32(amax.max() / np.float32(6 * 448))
-    block_scale = (amax / np.float32(6) / whole).astype(ml_dtypes.float8_e4m3fn)
+    block_scale = (amax / (whole * np.float32(6))).astype(ml_dtypes.float8_e4m3fn)
     smallest = np.float32(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).smallest_subnormal)
     scale = np.maximum(block_scale.astype(np.float32), smallest) * whole
     elements = (blocks / scale).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)

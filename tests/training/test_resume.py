@@ -48,14 +48,14 @@ def everything(made, device="cpu"):
 def check_law_7(ready, folder, policy, settings, device="cpu"):
     """n steps = k steps + save + load into fresh objects + n - k steps, bit for bit."""
     settings = {"checkpoint": {"every": K, "keep": 99}, "steps": N, "device": device, **settings}
-    deterministic = device == "cuda"
+    settings["deterministic"] = device == "cuda"
     straight = ready(policy, **settings)
-    expected = course(straight, folder=folder / "straight", deterministic=deterministic)
+    expected = course(straight, folder=folder / "straight")
     final = everything(straight, device)
     torch.manual_seed(12345)  # a fresh process would not have the generators where they are
     fresh = ready(policy, **settings)
     state = load_checkpoint(folder / f"straight/checkpoints/step-{K:06d}")
-    rest = course(fresh, resume=state, folder=folder / "resumed", deterministic=deterministic)
+    rest = course(fresh, resume=state, folder=folder / "resumed")
     at = next(i for i, r in enumerate(expected) if isinstance(r, CheckpointRecord)) + 1
     assert len(rest) == len(expected) - at > N - K
     assert all(map(same_course, expected[at:], rest))

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.sections import DataSection
@@ -58,16 +57,8 @@ def plain_torch(task, recipe):
     return rates, losses
 
 
-CLIPPED = pytest.param(
-    0.5,
-    marks=pytest.mark.xfail(
-        reason="prepare sums the norm in the optimizer's order, torch's clip in the model's"
-    ),
-)
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip_norm", [None, CLIPPED])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_an_fp32_run_is_the_plain_torch_loop_bit_for_bit(ready, accumulate, clip_norm):
     made = ready("fp32", steps=15, accumulate=accumulate, clip_norm=clip_norm)
     records = steps_of(run(made))
@@ -156,6 +147,7 @@ def test_evaluations_and_checkpoints_come_when_asked_and_at_the_end(ready, tmp_p
     assert [r.step for r in records if isinstance(r, CheckpointRecord)] == [3, 6, 9, 10]
     kept = [path.name for path in checkpoints(tmp_path / "checkpoints")]
     assert kept == ["step-000009", "step-000010"]
+    assert (tmp_path / "model.safetensors").is_file()
 
 
 def test_evaluating_more_often_changes_nothing_in_training(ready):
@@ -163,43 +155,6 @@ def test_evaluating_more_often_changes_nothing_in_training(ready):
     same = zip(steps_of(run(often)), steps_of(run(once)), strict=True)
     assert all(same_course(a, b) for a, b in same)
     assert first_difference(often.prepared.state_dict(), once.prepared.state_dict()) is None
-
-
-def test_the_task_is_evaluated_in_eval_mode_and_modules_keep_theirs(ready):
-    made = ready(steps=3)
-    model = made.task.model
-    model.norm.eval()  # frozen by its owner
-    seen = []
-    evaluate = made.task.evaluate
-    made.task.evaluate = lambda m: seen.append(m.training or m.drop.training) or evaluate(m)
-    run(made)
-    assert seen == [False]
-    assert [model.training, model.drop.training, model.norm.training] == [True, True, False]
-
-
-def test_the_average_of_the_weights_is_evaluated_beside_them(ready):
-    made = ready(steps=30, ema={"decay": 0.5})
-    last = run(made)[-1]
-    assert set(last.metrics) == {"error", "ema_error"}
-    assert last.metrics["error"] != last.metrics["ema_error"]
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-pure"])
-def test_the_exported_weights_give_the_evaluated_model(ready, tmp_path, policy):
-    made = ready(policy, steps=5)
-    run(made, folder=tmp_path)
-    fresh = ready(policy, seed=1).task.model if policy == "bf16-pure" else ready(seed=1).task.model
-    missing, unexpected = load_model(fresh, tmp_path / "model.safetensors")
-    assert not missing
-    assert not unexpected
-    assert first_difference(fresh.state_dict(), made.task.model.state_dict()) is None
-
-
-def test_the_exported_file_has_a_tied_weight_once(ready, tmp_path):
-    made = ready(steps=1)
-    run(made, folder=tmp_path)
-    names = set(load_file(tmp_path / "model.safetensors"))
-    assert names == set(made.task.model.state_dict()) - {"second.weight"}
 
 
 def test_without_a_folder_nothing_is_written(ready, tmp_path, monkeypatch):

@@ -120,9 +120,9 @@ class LrScheduleSection(Section):
     name: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="course of the learning rate after the warmup"
     )
-    warmup: int = Field(default=0, ge=0, description="steps over which lr rises from 0")
+    warmup: int = Field(default=0, ge=0, description="applied steps over which lr rises to its highest")
     final: float = Field(
-        default=0.0, ge=0, le=1, description="share of lr left at the last step (cosine, linear)"
+        default=0.0, ge=0, le=1, description="share of lr left once the run is over (cosine, linear)"
     )
 
     @model_validator(mode="after")
@@ -237,6 +237,9 @@ class CommonSettings(Section):
         description="auto, cpu, mps, cuda or cuda:N",
     )
     compile: bool = Field(default=False, description="run the model through torch.compile")
+    deterministic: bool = Field(
+        default=False, description="the same bits in every run on a GPU too, up to twice as slow"
+    )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="optimizer")
     lr_schedule: LrScheduleSection = Field(
         default_factory=LrScheduleSection, description="the course of the learning rate"
@@ -247,17 +250,6 @@ class CommonSettings(Section):
     )
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="saving")
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")
-
-    @model_validator(mode="after")
-    def _warms_up_in_time(self) -> Self:
-        """Refuse a run that ends before its learning rate has risen."""
-        if self.lr_schedule.warmup > self.steps:
-            text = (
-                f"{self.lr_schedule.warmup} steps of warmup do not fit into steps={self.steps}; "
-                "lower the warmup, or raise steps"
-            )
-            refuse_conflicts([(("lr_schedule.warmup", "steps"), text)])
-        return self
 
 
 class Recipe(CommonSettings):

@@ -82,6 +82,7 @@ def probe(device: str = "auto") -> Hardware:
                     f"device={device} was asked for, but torch finds no CUDA GPU here; "
                     "write device=cpu or device=auto"
                 )
+            _require_index(device)
             return _cuda(device)
         case "mps":
             if not torch.backends.mps.is_available():
@@ -101,6 +102,15 @@ def _kind(device: str) -> str:
         return torch.device(device).type
     except RuntimeError:
         return ""  # torch's own list of what it might mean helps nobody
+
+
+def _require_index(device: str) -> None:
+    index, count = torch.device(device).index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise UnsupportedError(
+            f"device={device} was asked for, but torch finds {count} CUDA GPU(s) here, numbered "
+            f"from 0; write device=cuda:{count - 1} or device=auto"
+        )
 
 
 def _best_device() -> str:

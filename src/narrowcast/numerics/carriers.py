@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.numerics import pages
 from narrowcast.numerics.formats import Format
 
 CHUNK = 131072
@@ -124,7 +125,7 @@ def in_pieces(x: Tensor, apply: Apply, *, scratch: torch.dtype, dtype: torch.dty
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     if not x.permute(order).is_contiguous():
         x, order = x.contiguous(), list(range(x.dim()))
-    out = torch.empty_like(x, dtype=dtype)
+    out = pages.empty_like(x, dtype=dtype)
     spare = torch.empty(CHUNK, dtype=scratch)
     sources = torch.split(x.permute(order).view(-1), CHUNK)
     results = torch.split(out.permute(order).view(-1), CHUNK)
@@ -141,7 +142,7 @@ def in_row_pieces(
         return apply(rows, scales)
     flat = rows.reshape(-1, rows.shape[-1])
     flat_scales = scales.expand(rows.shape).reshape(flat.shape)
-    out = torch.empty_like(flat)
+    out = pages.empty_like(flat, dtype=flat.dtype)
     count = max(1, CHUNK // rows.shape[-1])
     parts = (torch.split(each, count) for each in (flat, flat_scales, out))
     for source, scale, result in zip(*parts, strict=True):

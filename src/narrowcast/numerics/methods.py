@@ -49,7 +49,8 @@ def by_adding(
     """Round by adding 1.5 * 2**k and taking it away again; the scratch has the carrier's integers.
 
     With a `scale`, a power of two, `source * scale` is rounded and the result divided by it again,
-    at no cost: only the powers move between which the grid coarsens. What is scaled must fit.
+    at no cost: only the powers move between which the grid coarsens. What is scaled must fit, and a
+    zero loses its sign.
     """
     lowest = carrier.bits_of(target.smallest_normal / (scale or 1.0))
     highest = carrier.bits_of(target.largest_power / (scale or 1.0))
@@ -62,11 +63,33 @@ def by_adding(
         power = scratch.clamp_(lowest, highest).view(carrier.float_dtype)
         torch.add(source, power, alpha=factor, out=result)
         result.sub_(power, alpha=factor)
-        if scale is None:
-            _fit_range(result, power, target, carrier, limit=limit)
+        if scale is not None:
+            return
+        _fit_range(result, power, target, carrier, limit=limit)
         # A sum that cancels is +0, even where it was a negative number that vanished.
         torch.bitwise_and(source.view(carrier.int_dtype), carrier.sign_mask, out=scratch)
         result.view(carrier.int_dtype).bitwise_or_(scratch)
+
+    return apply
+
+
+def by_steps(target: Format, carrier: Carrier, *, limit: float | None) -> Apply:
+    """Round to a whole number of steps, each as long as the grid's at that power of two.
+
+    One pass less than `by_adding`, but it divides: exact as divisions go, which a compiler may
+    replace by an approximation. The scratch has the carrier's integers.
+    """
+    lowest = carrier.bits_of(target.smallest_normal)
+    highest = carrier.bits_of(target.largest_power)
+
+    def apply(source: Tensor, result: Tensor, scratch: Tensor) -> None:
+        torch.bitwise_and(source.view(carrier.int_dtype), carrier.exponent_mask, out=scratch)
+        power = scratch.clamp_(lowest, highest).view(carrier.float_dtype)
+        # What the products are added to; +0 would take the sign of a negative zero away.
+        nothing = source.new_full((), -0.0)
+        torch.addcdiv(nothing, source, power, value=1 / target.epsilon, out=result)
+        torch.addcmul(nothing, result.round_(), power, value=target.epsilon, out=result)
+        _fit_range(result, power, target, carrier, limit=limit)
 
     return apply
 

@@ -27,6 +27,7 @@ from narrowcast.numerics.methods import (
     by_casting,
     by_chance,
     by_random_bits,
+    by_steps,
 )
 
 
@@ -45,7 +46,8 @@ def round_to(x: Tensor, target: Format, *, saturate: bool = False) -> Tensor:
             return x.detach().to(target.dtype).to(x.dtype)
         method, scratch = by_casting(target, limit=limit), target.dtype
     elif carrier.exponent_bits > target.exponent_bits:
-        method, scratch = by_adding(target, carrier, limit=limit), carrier.int_dtype
+        rounding = by_adding if torch.compiler.is_compiling() else by_steps
+        method, scratch = rounding(target, carrier, limit=limit), carrier.int_dtype
     else:
         method, scratch = by_bits(target, carrier, limit=limit), carrier.float_dtype
     return in_pieces(x, method, scratch=scratch, dtype=x.dtype)
@@ -87,7 +89,8 @@ def cast(x: Tensor, target: Format, *, saturate: bool) -> Tensor:
     if target.has_infinity and not saturate:
         return x.detach().to(target.dtype)
     if not saturate:
-        method = by_adding(target, SINGLE, limit=None)
+        rounding = by_adding if torch.compiler.is_compiling() else by_steps
+        method = rounding(target, SINGLE, limit=None)
         return in_pieces(x, method, scratch=SINGLE.int_dtype, dtype=target.dtype)
 
     def clamp(source: Tensor, result: Tensor, _: Tensor) -> None:
@@ -146,10 +149,11 @@ def _block_scales(blocks: Tensor, target: BlockFormat) -> Tensor:
             # e8m0 holds the powers of two from -127 to 127, and no zero.
             scale = scale.clamp(2.0**-127, 2.0**127)
         case "e4m3":
-            # The tensor's own scale spreads its blocks' scales over all of e4m3.
-            reach = target.element.largest * E4M3.largest
+            # The tensor's own scale spreads its blocks' scales over all of e4m3. By a tensor of one
+            # value, as CUDA divides by a number inexactly: it multiplies by the reciprocal.
+            reach = amax.new_full((), target.element.largest * E4M3.largest)
             whole = amax.where(finite, 0.0).amax() / reach
             whole = whole.clamp(min=torch.finfo(blocks.dtype).tiny)
-            scale = round_to(amax / target.element.largest / whole, E4M3, saturate=True)
+            scale = round_to(amax / (whole * target.element.largest), E4M3, saturate=True)
             scale = scale.clamp(min=E4M3.smallest) * whole
     return scale.where(finite, math.nan)

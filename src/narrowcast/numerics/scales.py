@@ -37,7 +37,8 @@ def quantize(x: Tensor, target: Format, *, per: Per = "tensor", block: int = 128
     """Return what is left of `x` once scaled into `target`, rounded, and scaled back.
 
     Finite values stay finite. What is not finite stays so, as itself or as NaN: it is never hidden
-    behind the largest value. No gradient flows.
+    behind the largest value. A zero may lose its sign, which costs a pass to keep and changes no
+    sum. No gradient flows.
     """
     x, carrier = x.detach(), carrier_of(x)
     if holds_all_of(target, x.dtype) or x.numel() == 0:
@@ -45,7 +46,7 @@ def quantize(x: Tensor, target: Format, *, per: Per = "tensor", block: int = 128
     if per == "block":
         blocks = quantize(in_blocks(x, block), target, per="row")
         return blocks.flatten(-2)[..., : x.shape[-1]]
-    # On a CPU nothing is lost by looking at the scale, and four passes are won without it.
+    # On a CPU nothing is lost by looking at the scale, and six passes are won without it.
     if per == "tensor" and x.device.type == "cpu" and not torch.compiler.is_compiling():
         amax = float(_amax(x, per=per, block=block))
         scale = _absorbed_scale(amax, target, carrier=carrier, dtype=x.dtype)
@@ -92,7 +93,7 @@ def _scaled_round(x: Tensor, scale: Tensor, target: Format) -> Tensor:
     rounded = round_to(scaled, target, saturate=True).div_(scale)
     # The very largest numbers may round up to what their dtype cannot hold.
     top = (2 - target.epsilon) * 2.0 ** (math.frexp(torch.finfo(x.dtype).max)[1] - 1)
-    # Zero times what is not finite is NaN; else the sum changes nothing, not even the sign of zero.
+    # Zero times what is not finite is NaN; else the sum changes nothing.
     return rounded.clamp_(-top, top).add_(scaled, alpha=0.0).to(x.dtype)
 
 

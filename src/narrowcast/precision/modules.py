@@ -102,11 +102,11 @@ class OwnLossScale(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Scale gradients on their way in, and back on their way out."""
         factor = self.nc_scale.value
-        args, kwargs = _scale_gradients((args, kwargs), 1 / factor)
+        (args, kwargs), _ = _scale_gradients((args, kwargs), 1 / factor)
         output = super().forward(*args, **kwargs)
-        scaled = _scale_gradients(output, factor)
+        scaled, found = _scale_gradients(output, factor)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if trained and scaled is output:
+        if trained and not found:
             raise UnsupportedError(
                 f"a {type(self).__name__} with a loss scale of its own returned a "
                 f"{type(output).__name__} in which no tensor with gradients was found; let it "
@@ -167,26 +167,28 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with its tensors changed; the value itself where it holds none to change."""
-    match value:
-        case Tensor():
-            return change(value)
-        case tuple() | list():
-            items = [_changed(item, change) for item in value]
-            if all(new is old for new, old in zip(items, value, strict=True)):
-                return value
-            named = isinstance(value, tuple) and type(value) is not tuple
-            return type(value)(*items) if named else type(value)(items)
-        case dict():
-            fresh = {key: _changed(item, change) for key, item in value.items()}
-            if all(fresh[key] is value[key] for key in value):
-                return value
-            copied = copy.copy(value)
-            copied.update(fresh)
-            return copied
-        case _:
-            return value
+    """Return a value with its tensors changed, those inside tuples, lists and dicts included."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and type(value) not in (tuple, torch.Size):
+        return type(value)(*(_changed(item, change) for item in value))  # a named one
+    if isinstance(value, tuple | list):
+        return type(value)([_changed(item, change) for item in value])
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # keeps the class of a dict that is more than one
+        copied.update({key: _changed(item, change) for key, item in value.items()})
+        return copied
+    return value
 
 
-def _scale_gradients(value: Any, factor: Tensor) -> Any:
-    return _changed(value, lambda t: _scale_gradient(t, factor) if t.requires_grad else t)
+def _scale_gradients(value: Any, factor: Tensor) -> tuple[Any, int]:
+    """Return the value with its gradients scaled, and how many tensors in it have any."""
+    scaled: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        scaled.append(tensor)
+        return cast(Tensor, _scale_gradient(tensor, factor))
+
+    return _changed(value, change), len(scaled)

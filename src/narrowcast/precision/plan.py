@@ -69,8 +69,8 @@ class Plan:
 
     @property
     def emulated(self) -> bool:
-        """True where the functional products are emulated."""
-        return self.functional.how == "emulated"
+        """True where functional products are emulated, or their 16-bit weights widened first."""
+        return self.functional.how == "emulated" or widens(self.policy)
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
@@ -227,6 +227,11 @@ class _Choice:
                 )
             return "emulated", "emulated: no native product mixes these formats"
         return "native", f"native: {supports[0].reason}"
+
+
+def widens(policy: Policy) -> bool:
+    """Say whether weights are kept in fewer bits than they are multiplied in."""
+    return policy.params != "fp32" and policy.functional in ("fp32", "tf32")
 
 
 def is_uniform(policy: Policy) -> bool:

@@ -109,9 +109,10 @@ class Prepared:
     ) -> None:
         self.model, self.plan, self.optimizer, self.scheduler = model, chosen, optimizer, scheduler
         self._clip_norm, self._patience, self._meter_every = clip_norm, patience, meter_every
-        self._weights = [p for group in optimizer.param_groups for p in group["params"]]
-        names = {p: name for name, p in model.named_parameters()}
-        self._order = {name: i for i, name in enumerate(names.values())}
+        held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        names = {p: name for name, p in model.named_parameters() if p in held}
+        # In the model's order, which is from input to output and the one torch clips norms in.
+        self._weights = [*names, *(p for p in held if p not in names)]
         self._names = [names.get(p, f"weight {i}") for i, p in enumerate(self._weights)]
         # What can be refused is refused before anything is changed.
         parts = find_parts(model, scaled_parts)
@@ -154,6 +155,7 @@ class Prepared:
             getattr(optimizer, "_step_supports_amp_scaling", False)
         )
         self._stats = Stats()
+        self._bad_module = ""
         self._findings: list[Finding] = []
         self._in_flight: list[tuple[Flight, Outcome]] = []
         self._steps_begun = 0
@@ -199,6 +201,7 @@ class Prepared:
         if loss is not None:
             with torch.enable_grad():
                 self.backward(loss)
+        self._refuse_to_go_on()
         self._refuse_changed_groups()
         present = [i for i, p in enumerate(self._weights) if p.grad is not None]
         if not present:
@@ -229,7 +232,6 @@ class Prepared:
             flight, outcome = self._in_flight.pop(0)
             facts = flight.land()
             outcome._known = facts, self._count(outcome.step, facts)
-            self._give_up_if_hopeless(outcome.step, facts)
 
     def stats(self) -> Stats:
         """Return the counts of the run so far. Waits for the device."""
@@ -433,7 +435,7 @@ class Prepared:
             if self.scheduler is not None:
                 self.scheduler.step()
             return ""
-        module = self._module_of(facts)
+        module = self._bad_module = _module_of(facts)
         count = f"{len(facts.bad_parameters)} of {len(self._weights)} weights"
         why = f"gradients of {count} are not finite, nearest the loss {module}"
         if facts.next_scale != facts.loss_scale:
@@ -451,14 +453,15 @@ class Prepared:
             )
         return why
 
-    def _give_up_if_hopeless(self, step: int, facts: Facts) -> None:
+    def _refuse_to_go_on(self) -> None:
+        """Give up at the beginning of a step, so that the outcome of the last one is known."""
         if self._stats.overflows_at_floor < self._patience:
             return
-        module = self._module_of(facts)
+        module = self._bad_module
         raise DivergedError(
-            f"step {step}: {self._stats.overflows_at_floor} steps in a row had gradients that are "
-            f"not finite, with the loss scale at its smallest ({facts.loss_scale:g}); the weights "
-            f"are those of the last good step. Look at {module}: try "
+            f"step {self._stats.steps}: {self._stats.overflows_at_floor} steps in a row had "
+            "gradients that are not finite, with the loss scale at its smallest; the weights are "
+            f"those of the last good step. Look at {module}: try "
             f'precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'
         )
 
@@ -475,13 +478,6 @@ class Prepared:
                     f"the learning rate is {group['lr']}, which would make every weight so; "
                     "look at the learning-rate schedule"
                 )
-
-    def _module_of(self, facts: Facts) -> str:
-        """The module nearest the loss: models list theirs from input to output."""
-        if not facts.bad_parameters:
-            return "no single module (the sum of all gradients overflowed)"
-        last = max(facts.bad_parameters, key=lambda name: self._order.get(name, -1))
-        return last.rpartition(".")[0] or last
 
     def _full(self, weight: nn.Parameter) -> Tensor:
         index = self._master_index.get(weight)
@@ -530,6 +526,14 @@ def _outline(state: Any) -> Any:
             return None
         case _:
             return "plain data"
+
+
+def _module_of(facts: Facts) -> str:
+    """Return the bad module nearest the loss: weights are listed from input to output."""
+    if not facts.bad_parameters:
+        return "no single module (the sum of all gradients overflowed)"
+    last = facts.bad_parameters[-1]
+    return last.rpartition(".")[0] or last
 
 
 def _refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -27,6 +27,7 @@ from narrowcast.numerics import (
     round_to,
     scale_for,
 )
+from narrowcast.numerics.carriers import CHUNK
 from narrowcast.precision.policy import Policy
 
 Along = Literal["row", "column"]
@@ -149,7 +150,7 @@ class _LinearProduct(torch.autograd.Function):
         elif is_narrow(formats.forward.name):
             # An 8-bit product returns 16 bits, and the bias is added to those.
             output = torch.ops.aten.mm.default(x_narrow, transposed)
-            output = _rounded(output, formats.output).add_(rounded_bias)
+            output = _rounded_fresh(output, formats.output).add_(rounded_bias)
         else:
             output = torch.ops.aten.addmm.default(rounded_bias, x_narrow, transposed)
         if formats.one_rounding:
@@ -159,7 +160,7 @@ class _LinearProduct(torch.autograd.Function):
         ctx.formats, ctx.history = formats, history
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
         output = output.view(*x.shape[:-1], weight.shape[0])
-        return _in_carrier(output, formats.output, x.dtype)
+        return _in_carrier(output, formats.output, x.dtype, rounded=_rounded_fresh)
 
     @staticmethod
     @once_differentiable
@@ -182,7 +183,7 @@ class _LinearProduct(torch.autograd.Function):
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_input)
                 beside = _operand(weight, other, "column", formats.scaling, None)
-            grad_x = _rounded(torch.ops.aten.mm.default(narrow, beside), formats.output)
+            grad_x = _rounded_fresh(torch.ops.aten.mm.default(narrow, beside), formats.output)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             if formats.grad_weight != formats.grad_input:
@@ -193,7 +194,8 @@ class _LinearProduct(torch.autograd.Function):
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_weight)
                 beside = _operand(x, other, "column", formats.scaling, None)
-            grad_weight = _rounded(torch.ops.aten.mm.default(narrow.t(), beside), formats.output)
+            grad_weight = torch.ops.aten.mm.default(narrow.t(), beside)
+            grad_weight = _rounded_fresh(grad_weight, formats.output)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = _rounded(grad.sum(0), formats.output)
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -275,11 +277,30 @@ def _rounded(x: Tensor, target: Format) -> Tensor:
     return x if target is FP32 else round_to(x, target)
 
 
-def _in_carrier(x: Tensor, target: Format, carrier: torch.dtype) -> Tensor:
+def _rounded_fresh(x: Tensor, target: Format) -> Tensor:
+    """Round a tensor that nobody else holds: in place where that is faster, which is on a CPU."""
+    sixteen_bits = target.dtype in (torch.bfloat16, torch.float16)
+    eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not (sixteen_bits and eager_cpu and x.is_contiguous()):
+        return _rounded(x, target)
+    assert target.dtype is not None
+    for piece in x.view(-1).split(CHUNK):  # stays in the cache between the two casts
+        piece.copy_(piece.to(target.dtype))
+    return x
+
+
+def _in_carrier(
+    x: Tensor,
+    target: Format,
+    carrier: torch.dtype,
+    *,
+    rounded: Callable[[Tensor, Format], Tensor] = _rounded,
+) -> Tensor:
     """Round fp32 values; hand them on in the stream's dtype where it is the format's own."""
     if carrier == target.dtype and target is not FP32:
-        return x.to(carrier)
-    return _rounded(x, target)
+        # Compilers drop a cast whose result is widened again; what is rounded first stays rounded.
+        return (_rounded(x, target) if torch.compiler.is_compiling() else x).to(carrier)
+    return rounded(x, target)
 
 
 def _is_delayed(target: Format | BlockFormat) -> bool:

@@ -17,7 +17,7 @@ from narrowcast.precision.modules import (
     is_swapped,
     swap,
 )
-from narrowcast.precision.plan import ModulePlan, Plan, is_uniform
+from narrowcast.precision.plan import ModulePlan, Plan, is_uniform, widens
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.products import AmaxHistory, ProductFormats
 from narrowcast.precision.regions import Region
@@ -51,7 +51,7 @@ def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
                 if chosen.policy.functional != around.format_name:
                     region = Region(
                         chosen.policy.functional,
-                        around.emulated or chosen.how == "emulated",
+                        around.emulated or chosen.how == "emulated" or widens(chosen.policy),
                         device_type,
                     )
                     swap(module, InRegion, nc_region=region)

@@ -16,9 +16,9 @@ def deterministic_kernels(asked: bool) -> Iterator[None]:
     """Use only deterministic kernels inside the block, if `asked`.
 
     On a GPU the backward pass of attention adds up in whatever order its threads come, so two runs
-    of one recipe differ in their last bits, and so do a run and its resumption. A GPT of 124M
-    parameters on an H200 takes 1.2 to 1.4 times as long without that. A CPU needs none of it. An
-    operation that has no deterministic kernel raises `RuntimeError`.
+    of one recipe differ in their last bits, and so do a run and its resumption. Steps
+    take up to twice as long without that. A CPU needs none of it. An operation that has no
+    deterministic kernel raises `RuntimeError`.
     """
     if not asked:
         yield

@@ -10,16 +10,16 @@ from narrowcast.training.tree import flatten
 def export_weights(prepared: Prepared, path: Path) -> None:
     """Write the state of the model, every weight with all its digits, to `path`.
 
-    The names are those of the model's own `state_dict`. Of tied weights the file has the first and,
-    in its metadata, the name of the first for each of the others, as `safetensors.torch.load_model`
-    expects it.
+    The names are those of the model's own `state_dict`. Of tied weights the file has the first, as
+    `safetensors.torch.load_model` expects it. Equal weights give equal bytes.
     """
     first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            tied[name] = first[id(parameter)]
+    tied = {
+        name
+        for name, parameter in prepared.model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
     weights = prepared.full_weights()
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
     with written_beside(path, hint="the last checkpoint holds the same weights") as beside:
-        write_tensors(beside, tensors, metadata={"format": "pt", **tied})
+        write_tensors(beside, tensors, metadata={"format": "pt"})

@@ -39,10 +39,14 @@ def written_beside(path: Path, *, hint: str) -> Iterator[Path]:
     """Give a name beside `path` to write a file or folder at; put it at `path` once it is whole.
 
     What was at `path` is replaced. If writing fails, `path` is as it was, nothing is left beside
-    it, and a `CheckpointError` ends with `hint`.
+    it, and a `CheckpointError` ends with `hint`. Leftovers of a process that was killed while it
+    wrote `path` are removed.
     """
     beside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
+        for other in path.parent.iterdir() if path.parent.is_dir() else ():
+            if other.name.startswith(f"{path.name}.tmp-"):
+                remove(other)
         yield beside
         if beside.is_dir():
             sync_folder(beside)

@@ -53,7 +53,6 @@ def train(
     *,
     folder: Path | None = None,
     resume: dict[str, Any] | None = None,
-    deterministic: bool = False,
 ) -> Iterator[Record]:
     """Train for `recipe.steps` attempts and yield what happens, as it happens.
 
@@ -61,14 +60,14 @@ def train(
     `folder/checkpoints`, the final weights to `folder/model.safetensors`; without a folder nothing
     is saved. `resume` is the state of a checkpoint to go on from; one of another model, or of
     other data, is refused here, before anything is loaded. What follows is bit for bit what an
-    uninterrupted run would do; on a GPU only if the run is `deterministic`, which makes it slower.
+    uninterrupted run would do; on a GPU only if `recipe.deterministic`, which makes it slower.
 
     SIGINT or SIGTERM end the run after the step in progress, with a checkpoint and `Interrupted`.
     """
     course = _Course(prepared, task, recipe, folder=folder)
     if resume is not None:
         course.require_own(resume)
-    return course.run(resume, deterministic=deterministic)
+    return course.run(resume)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +113,9 @@ class _Course:
                 f"write steps={step} or more"
             )
 
-    def run(self, state: dict[str, Any] | None, *, deterministic: bool) -> Iterator[Record]:
+    def run(self, state: dict[str, Any] | None) -> Iterator[Record]:
         """Yield the records from `state`, or from the beginning, to the end."""
         recipe = self._recipe
-        self._since = time.perf_counter()
         seed_everything(recipe.seed)
         if state is not None:
             yield from self._restore(state)
@@ -130,7 +128,8 @@ class _Course:
             prefetch=recipe.data.prefetch,
             device=self._device,
         )
-        with stop_on_signals() as stop, data, deterministic_kernels(deterministic):
+        with stop_on_signals() as stop, data, deterministic_kernels(recipe.deterministic):
+            self._since = time.perf_counter()
             while True:
                 yield from self._between_steps(stop)
                 if self._step == recipe.steps:

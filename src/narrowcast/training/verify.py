@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from narrowcast.config.sections import Recipe
@@ -20,6 +21,7 @@ from narrowcast.errors import (
     RecipeError,
     UnsupportedError,
 )
+from narrowcast.hardware import probe
 from narrowcast.runs import Record, RunFolder, StepRecord, from_line, same_course, to_line
 from narrowcast.training.checkpoint import latest, load_checkpoint, step_of
 from narrowcast.training.identity import first_difference
@@ -59,9 +61,14 @@ def verify_resume(
 
     `words` are what `narrowcast train` was given: the recipe and its overrides. The two runs are
     left in `folder`, as `straight` and `resumed`, with the output of their processes beside them.
+    On a GPU both are `deterministic`, unless the words say otherwise.
     """
     every = max(recipe.steps // 5, 1)
     words = [word for word in words if not word.startswith("checkpoint.every=")]
+    on_gpu = torch.device(probe(recipe.device).device).type == "cuda"
+    if on_gpu and not any(word.startswith("deterministic=") for word in words):
+        # The fast kernels of a GPU differ from one run to the next, killed or not.
+        words.append("deterministic=true")
     train = [*command, "train", *words, f"checkpoint.every={every}", "--out"]
     straight, resumed = folder / "straight", folder / "resumed"
     folder.mkdir(parents=True, exist_ok=True)

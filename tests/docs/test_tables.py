@@ -1,0 +1,124 @@
+"""Tables of the documentation hold what the code holds."""
+
+import re
+from dataclasses import fields
+
+import pytest
+from torch import nn
+
+import narrowcast
+from narrowcast import errors, numerics
+from narrowcast.hardware import Hardware
+from narrowcast.numerics import FORMATS, BlockFormat, Format
+from narrowcast.precision.plan import plan
+from narrowcast.precision.policy import Policy
+from narrowcast.precision.presets import PRESETS
+from narrowcast.training.trainer import Interrupted
+from narrowcast.workloads import load_recipe
+
+NO_DEFAULT = ("workload", "steps", "batch_size", "name", "description")
+
+
+def test_every_feature_has_a_place_or_is_said_to_be_missing(docs):
+    rows = list(docs.table_rows(docs.DOCS / "features.md", header="| feature |"))
+    assert len(rows) > 250
+    for row in rows:
+        assert len(row) == 2, row
+        assert "not yet" in row[1] or "`" in row[1] or row[1].startswith("no:"), row
+
+
+def test_a_name_in_brackets_is_in_the_file_before_it(docs):
+    text = docs.prose(docs.DOCS / "features.md")
+    pairs = re.findall(r"`([\w/.-]+\.py)` \(`([\w.]+)`", text)
+    assert pairs
+    for path, name in pairs:
+        assert name.rpartition(".")[2] in docs.file_at(path).read_text(encoding="utf-8"), name
+
+
+def test_the_tables_of_settings_are_complete_and_give_the_defaults(docs, tmp_path):
+    bare = tmp_path / "bare.yaml"
+    bare.write_text("workload: lm\nsteps: 1\nbatch_size: 1\n", encoding="utf-8")
+    defaults = load_recipe(bare).resolved()
+    rows = [
+        row
+        for page in ("quickstart.md", "workloads/lm.md")
+        for row in docs.table_rows(docs.DOCS / page, header="| setting |")
+    ]
+    assert {name.strip("`") for name, *_ in rows} == set(defaults)
+    for name, default, _ in rows:
+        key = name.strip("`")
+        if key not in NO_DEFAULT:
+            given = load_recipe(bare, [f"{key}={default}"]).resolved()
+            assert given[key]["value"] == defaults[key]["value"], key
+
+
+@pytest.mark.parametrize(
+    ("where", "header"), [("README.md", "| policy | in"), ("docs/ideas/policy.md", "| preset |")]
+)
+def test_the_table_of_presets_is_that_of_the_code(docs, where, header):
+    rows = docs.table_rows(docs.ROOT / where, header=header)
+    shown = {name.strip("`"): rest for name, *rest in rows}
+    shown.pop("auto", None)
+    assert list(shown) == list(PRESETS)
+    for name, (roles, *scaled) in shown.items():
+        same_as = re.fullmatch(r"as `(.*)`", roles)
+        meant = str(PRESETS[same_as[1]]) if same_as else roles.strip("`")
+        assert meant == str(PRESETS[name])
+        assert scaled in ([], ["yes" if PRESETS[name].needs_loss_scale else "no"])
+
+
+def test_the_table_of_roles_names_every_role(docs):
+    rows = docs.table_rows(docs.DOCS / "ideas/policy.md", header="| role |")
+    roles = [field.name for field in fields(Policy) if field.name != "exceptions"]
+    assert [name.strip("`") for name, *_ in rows] == roles
+
+
+def test_the_table_of_formats_has_their_numbers(docs):
+    rows = docs.table_rows(docs.DOCS / "ideas/formats.md", header="| name | exponent")
+    shown = {name.strip("`"): rest for name, *rest in rows}
+    assert list(shown) == [name for name, known in FORMATS.items() if isinstance(known, Format)]
+    for name, (exponent, mantissa, *numbers, dtype) in shown.items():
+        known = FORMATS[name]
+        assert (int(exponent), int(mantissa)) == (known.exponent_bits, known.mantissa_bits)
+        exact = (known.largest, known.smallest_normal, known.smallest, known.epsilon)
+        # Three significant digits are shown.
+        assert [float(n) for n in numbers] == pytest.approx(exact, rel=5e-3)
+        assert dtype.strip("`") == ("none" if known.dtype is None else str(known.dtype))
+
+
+def test_the_table_of_block_formats_has_their_numbers(docs):
+    rows = list(docs.table_rows(docs.DOCS / "ideas/formats.md", header="| name | element"))
+    blocks = {name: known for name, known in FORMATS.items() if isinstance(known, BlockFormat)}
+    assert [name.strip("`") for name, *_ in rows] == list(blocks)
+    for name, element, block, _, bits in rows:
+        known = blocks[name.strip("`")]
+        assert (element.strip("`"), int(block)) == (known.element.name, known.block)
+        assert float(bits) == known.bits
+
+
+def test_the_bytes_a_weight_are_those_of_the_plan(docs):
+    machine = Hardware(device="cpu", name="any", memory_bytes=0)
+    rows = list(docs.table_rows(docs.DOCS / "ideas/master-weights.md", header="| policy | weight"))
+    assert rows
+    for policy, *shown in rows:
+        counted = plan(nn.Linear(16, 16, bias=False), policy.strip("`"), hardware=machine).bytes
+        each = [counted[role] // 256 for role in ("params", "grads", "master", "moments")]
+        assert [int(n) for n in shown] == [*each, sum(each)], policy
+
+
+def test_the_exit_codes_are_those_of_the_errors(docs):
+    named = {**vars(errors), "Interrupted": Interrupted}
+    rows = list(docs.table_rows(docs.DOCS / "ideas/checkpoints.md", header="| code |"))
+    pairs = [(int(code), name) for code, _, text in rows for name in docs.IN_CODE.findall(text)]
+    assert len(pairs) == 5
+    for code, name in pairs:
+        assert named[name].exit_code == code
+
+
+def test_the_reference_has_every_public_name(docs):
+    text = (docs.DOCS / "reference.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^(?:::: | +heading: )([\w.]+)$", text, re.MULTILINE))
+    public = {f"narrowcast.{name}" for name in narrowcast.__all__ if name != "__version__"}
+    # A format's own name (E4M3) needs no entry: the formats have a table.
+    public |= {f"narrowcast.numerics.{name}" for name in numerics.__all__ if not name.isupper()}
+    assert public - {"narrowcast.numerics.Per"} <= shown

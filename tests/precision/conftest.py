@@ -1,0 +1,96 @@
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from narrowcast.hardware import Hardware, Support
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul",
+    "convolution", "convolution_backward", "_convolution", "_trilinear", "linear_backward",
+    "_addmm_activation", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+)  # fmt: skip
+
+
+class RefuseNative16BitProducts(TorchDispatchMode):
+    """Fails where torch is about to multiply 16-bit matrices itself, which may kill a process."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS or any(part in name for part in ("dot_product", "mkldnn", "rnn")):
+            for leaf in tree_leaves((args, kwargs)):
+                narrow = isinstance(leaf, Tensor) and leaf.dtype in SIXTEEN_BITS
+                assert not narrow, f"a native 16-bit product: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def guarded() -> Iterator[None]:
+    """Run the test where no native 16-bit product may happen."""
+    with RefuseNative16BitProducts():
+        yield
+
+
+@pytest.fixture
+def cpu() -> Hardware:
+    """A CPU that emulates everything but fp32: a value, not this machine."""
+    return hardware_with({}, device="cpu", name="a plain CPU")
+
+
+@pytest.fixture
+def h200() -> Hardware:
+    """An NVIDIA H200, as data."""
+    native = Support(how="native", reason="compute capability 9.0")
+    names = ("tf32", "bf16", "fp16", "e4m3", "e5m2")
+    return dataclasses.replace(
+        hardware_with(dict.fromkeys(names, native), device="cuda:0", name="NVIDIA H200"),
+        capability=(9, 0),
+    )
+
+
+def hardware_with(products: dict[str, Support], *, device: str, name: str) -> Hardware:
+    emulated = {
+        each: Support(how="emulated", reason=f"this CPU has no {each} products")
+        for each in ("tf32", "bf16", "fp16", "e4m3", "e5m2", "mxfp8", "nvfp4")
+    }
+    fp32 = {"fp32": Support(how="native", reason="everything multiplies fp32")}
+    return Hardware(
+        device=device, name=name, memory_bytes=2**34, products={**emulated, **fp32, **products}
+    )
+
+
+class Calls(nn.Module):
+    """A module whose forward is the given function of itself and its input."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **modules: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+@pytest.fixture
+def calls() -> type[Calls]:
+    return Calls
+
+
+@pytest.fixture
+def mlp() -> Callable[[], nn.Module]:
+    """Two linear layers with a norm between them, the same each time."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
+
+    return build

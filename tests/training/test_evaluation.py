@@ -1,0 +1,55 @@
+import torch
+
+from narrowcast.training.evaluation import evaluate
+from narrowcast.training.identity import first_difference
+from narrowcast.training.randomness import capture_randomness
+from narrowcast.training.trainer import train
+
+
+def test_the_task_is_asked_in_eval_mode_and_every_module_keeps_its_own(ready):
+    made = ready()
+    model = made.task.model
+    model.norm.eval()  # frozen by its owner
+    seen = []
+    asked = made.task.evaluate
+    made.task.evaluate = lambda m: seen.append(m.training or m.drop.training) or asked(m)
+    evaluate(made.prepared, made.task)
+    assert seen == [False]
+    assert [model.training, model.drop.training, model.norm.training] == [True, True, False]
+
+
+def test_an_evaluation_changes_neither_weights_nor_random_numbers(ready):
+    made = ready(ema={"decay": 0.5}, steps=5)
+    list(train(made.prepared, made.task, made.recipe))
+    asked = made.task.evaluate
+    made.task.evaluate = lambda m: {"drawn": torch.rand(()).item(), **asked(m)}
+
+    def state():
+        weights = {name: t.clone() for name, t in made.prepared.full_weights().items()}
+        return weights, capture_randomness(torch.device("cpu"))
+
+    before = state()
+    evaluate(made.prepared, made.task)
+    assert first_difference(before, state()) is None
+
+
+def test_the_average_of_the_weights_is_judged_beside_them(ready):
+    made = ready(steps=30, ema={"decay": 0.5})
+    list(train(made.prepared, made.task, made.recipe))
+    metrics = evaluate(made.prepared, made.task)
+    assert list(metrics) == ["error", "ema_error"]
+    with made.prepared.averaged(), torch.no_grad():
+        expected = made.task.evaluate(made.task.model.eval())
+    assert metrics["ema_error"] == expected["error"] != metrics["error"]
+
+
+def test_without_an_average_only_the_weights_are_judged(ready):
+    made = ready()
+    assert list(evaluate(made.prepared, made.task)) == ["error"]
+
+
+def test_products_are_rounded_as_in_training(ready):
+    """In e4m3, with three bits after the point, the error must differ in a visible digit."""
+    wide, narrow = (ready(policy) for policy in ("fp32", "fp8-tensor"))
+    a, b = (evaluate(made.prepared, made.task)["error"] for made in (wide, narrow))
+    assert abs(a - b) > 2**-12 * a
