@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.numerics import BF16, E2M1, E4M3, E5M2, FP16, FP32, TF32, quantize, round_to
@@ -112,3 +113,10 @@ def test_the_largest_shared_value_is_the_largest_that_both_have(target, dtype):
 
 def largest_of(target):
     return torch.tensor([target.largest])
+
+
+def test_a_tensor_without_memory_keeps_its_shape():
+    with FakeTensorMode():
+        x = torch.empty(2000, 3000)
+        found = [round_to(x, E4M3), round_to(x, BF16), round_to(x.t(), TF32)]
+    assert [each.shape for each in found] == [x.shape, x.shape, x.t().shape]

@@ -120,9 +120,12 @@ class LrScheduleSection(Section):
     name: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="course of the learning rate after the warmup"
     )
-    warmup: int = Field(default=0, ge=0, description="applied steps over which lr rises to its highest")
+    warmup: int = Field(default=0, ge=0, description="steps over which lr rises to its highest")
     final: float = Field(
-        default=0.0, ge=0, le=1, description="share of lr left once the run is over (cosine, linear)"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of lr left when the run is over (cosine, linear)",
     )
 
     @model_validator(mode="after")

@@ -19,7 +19,9 @@ SMALLEST_BYTES = 4 * 2**20
 def empty_like(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return what `torch.empty_like` does, on large pages where that can help."""
     out = torch.empty_like(x, dtype=dtype)
-    if sys.platform == "linux" and out.device.type == "cpu" and out.nbytes >= SMALLEST_BYTES:
+    # A subclass may have no memory of its own, as torch's fake tensors.
+    plain = type(out) is Tensor and out.device.type == "cpu"
+    if sys.platform == "linux" and plain and out.nbytes >= SMALLEST_BYTES:
         first = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         # A hint: a system that does not follow it has lost nothing, so the answer is not looked at.
         ctypes.CDLL(None).madvise(

@@ -24,7 +24,15 @@ class Facts:
     at_floor: bool
     """No loss scale could have given way to an overflow in this step."""
     bad_parameters: tuple[str, ...]
-    """Names of those whose gradients were not finite."""
+    """Names of those whose gradients were not finite, from input to output."""
+
+    @property
+    def bad_module(self) -> str:
+        """The module among them that is nearest the loss."""
+        if not self.bad_parameters:
+            return "no single module (the sum of all gradients overflowed)"
+        last = self.bad_parameters[-1]
+        return last.rpartition(".")[0] or last
 
 
 class Flight:
@@ -33,14 +41,20 @@ class Flight:
     def __init__(
         self,
         *,
-        numbers: Sequence[Tensor],
+        finite: Tensor,
+        norm: Tensor,
+        scale: Tensor,
+        next_scale: Tensor,
+        lost: Tensor | None,
+        at_floor: Tensor,
         norms: Tensor,
         names: Sequence[str],
         lr: float,
-        metered: bool,
     ) -> None:
+        unmeasured = torch.zeros_like(norm)
+        numbers = [finite, norm, scale, next_scale, unmeasured if lost is None else lost, at_floor]
         packed = torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
-        self._names, self._lr, self._metered = names, lr, metered
+        self._names, self._lr, self._metered = names, lr, lost is not None
         self._event: torch.cuda.Event | None = None
         self._host = packed
         if packed.is_cuda:

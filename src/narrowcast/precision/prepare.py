@@ -8,46 +8,31 @@ learning-rate schedule move, so that it never moves on a skipped step.
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
+from narrowcast.precision.ledger import Ledger, Scheduler
 from narrowcast.precision.loss_scale import LossScale
-from narrowcast.precision.master import MasterWeights, multiply, recast
-from narrowcast.precision.meter import LostUpdates
-from narrowcast.precision.modules import restore
-from narrowcast.precision.outcome import Facts, Flight, Outcome
+from narrowcast.precision.outcome import Flight, Outcome
 from narrowcast.precision.parts import find_parts, part_of, scale_parts
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.regions import Region, tf32_products
-from narrowcast.precision.rewrite import rewrite
 from narrowcast.precision.scaling import Scales
 from narrowcast.precision.stats import Finding, Stats
+from narrowcast.precision.weights import TrainedWeights
 
 PATIENCE = 50
 """Steps in a row that may be skipped, at the smallest scale, before training is given up."""
 METER_EVERY = 10
 """Steps between two looks at lost updates: a look costs about one part in a hundred of a step."""
-
-
-class Scheduler(Protocol):
-    """What is asked of a learning-rate schedule: torch's have it."""
-
-    def step(self) -> None:
-        """Move on by one applied step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
 
 
 def prepare(
@@ -108,56 +93,35 @@ class Prepared:
         meter_every: int,
     ) -> None:
         self.model, self.plan, self.optimizer, self.scheduler = model, chosen, optimizer, scheduler
-        self._clip_norm, self._patience, self._meter_every = clip_norm, patience, meter_every
-        held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-        names = {p: name for name, p in model.named_parameters() if p in held}
-        # In the model's order, which is from input to output and the one torch clips norms in.
-        self._weights = [*names, *(p for p in held if p not in names)]
-        self._names = [names.get(p, f"weight {i}") for i, p in enumerate(self._weights)]
+        self._clip_norm, self._meter_every = clip_norm, meter_every
+        self._weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
         parts = find_parts(model, scaled_parts)
-        device = self._weights[0].device
         self._scales = Scales(
             loss_scale,
             parts=scaled_parts,
-            part_of=[part_of(name, scaled_parts) for name in self._names],
-            device=device,
+            part_of=[part_of(name, scaled_parts) for name in self._weights.names],
+            device=self._weights.device,
         )
         if self._scales.per_loss and chosen.policy.grads_format == "fp16":
             raise RecipeError(
                 "several loss scales are divided out before the gradients are added, and fp16 "
                 "gradients would vanish there; write grads=fp32 in the policy"
             )
-        for p in self._weights:
-            p.grad = None  # one from before has neither the dtype nor the scale of the rest
-        narrowed = rewrite(model, chosen)
-        self._narrowed = [p for p, _ in narrowed]
-        trained = set(self._weights)
-        self._masters = MasterWeights(
-            [p for p, _ in narrowed if p in trained],
-            [full for p, full in narrowed if p in trained],
-            chosen.policy.master,
-        )
-        del narrowed
-        self._master_index = {p: i for i, p in enumerate(self._masters.parameters)}
-        self._masters.adopt(optimizer)
+        self._weights.narrow(chosen)
         scale_parts(parts, self._scales.parts)
         self._buffers = BufferGuard(model)
         self._average = None
         if ema_decay is not None:
-            self._average = WeightAverage([self._full(p) for p in self._weights], ema_decay)
-        self._region = Region(
-            chosen.policy.functional, chosen.emulated, torch.device(chosen.hardware.device).type
-        )
-        # A fused CUDA optimizer reads `found_inf` itself; any other must be told by the host, which
-        # costs nothing on a CPU and one wait a step on a GPU.
-        self._decides_on_device = device.type == "cuda" and bool(
+            self._average = WeightAverage(self._full_weights(), ema_decay)
+        device_type = torch.device(chosen.hardware.device).type
+        self._region = Region(chosen.policy.functional, chosen.emulated, device_type)
+        # A fused CUDA optimizer skips by itself; any other must be told by the host, which costs
+        # nothing on a CPU and one wait a step on a GPU.
+        self._decides_on_device = self._weights.device.type == "cuda" and bool(
             getattr(optimizer, "_step_supports_amp_scaling", False)
         )
-        self._stats = Stats()
-        self._bad_module = ""
-        self._findings: list[Finding] = []
-        self._in_flight: list[tuple[Flight, Outcome]] = []
+        self._ledger = Ledger(scheduler, patience=patience, weights=len(self._weights.all))
         self._steps_begun = 0
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
@@ -180,15 +144,14 @@ class Prepared:
         if not self._scales.per_loss:
             self._run_backward(scaled, retain_graph=retain_graph)
             return
-        others = [p.grad for p in self._weights]
-        for p in self._weights:
-            p.grad = None
+        others = [p.grad for p in self._weights.all]
+        self._weights.forget_gradients()
         self._run_backward(scaled, retain_graph=retain_graph)
         with torch.no_grad():
-            fresh = [p.grad for p in self._weights if p.grad is not None]
+            fresh = [p.grad for p in self._weights.all if p.grad is not None]
             if fresh:
                 self._scales.take_unscaled(name, fresh)
-            for p, other in zip(self._weights, others, strict=True):
+            for p, other in zip(self._weights.all, others, strict=True):
                 if other is not None:
                     p.grad = other if p.grad is None else p.grad.add_(other)
 
@@ -201,48 +164,59 @@ class Prepared:
         if loss is not None:
             with torch.enable_grad():
                 self.backward(loss)
-        self._refuse_to_go_on()
+        self._ledger.refuse_to_go_on()
         self._refuse_changed_groups()
-        present = [i for i, p in enumerate(self._weights) if p.grad is not None]
+        present = self._weights.with_gradients()
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
-        gradients = [self._weights[i].grad for i in present]
         inverse = self._scales.inverse(present)
-        checked = check_gradients(gradients, inverse)
+        checked = check_gradients([self._weights.all[i].grad for i in present], inverse)
         self.settle()
         scale = self._scales.value
-        metered = self._meter_every > 0 and self._steps_begun % self._meter_every == 0
         lr = float(self.optimizer.param_groups[0]["lr"])
         lost = None
         if self._decides_on_device or bool(checked.finite):
-            factors = self._factors(present, checked, inverse)
-            lost = self._update(present, checked, factors, metered=metered)
+            lost = self._weights.update(
+                self._factors(present, checked, inverse),
+                finite=checked.finite if self._decides_on_device else None,
+                metered=self._meter_every > 0 and self._steps_begun % self._meter_every == 0,
+            )
         at_floor = self._scales.update(checked, present)
         self._buffers.after_step(checked.finite)
         if self._average is not None:
-            self._average.update([self._full(p) for p in self._weights], checked.finite)
-        for p in self._weights:
-            p.grad = None
+            self._average.update(self._full_weights(), checked.finite)
+        self._weights.forget_gradients()
         self._steps_begun += 1
-        return self._take_off(checked, present, scale=scale, at_floor=at_floor, lost=lost, lr=lr)
+        one, next_scale = torch.ones_like(checked.norm), self._scales.value
+        flight = Flight(
+            finite=checked.finite,
+            norm=checked.norm,
+            scale=one if scale is None else scale,
+            next_scale=one if next_scale is None else next_scale,
+            lost=lost,
+            at_floor=at_floor,
+            norms=checked.norms,
+            names=[self._weights.names[i] for i in present],
+            lr=lr,
+        )
+        outcome = self._ledger.enter(flight, step=self._steps_begun)
+        if self._weights.device.type == "cpu":
+            self.settle()
+        return outcome
 
     def settle(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
-        while self._in_flight:
-            flight, outcome = self._in_flight.pop(0)
-            facts = flight.land()
-            outcome._known = facts, self._count(outcome.step, facts)
+        self._ledger.settle()
 
     def stats(self) -> Stats:
         """Return the counts of the run so far. Waits for the device."""
         self.settle()
-        self._stats.bytes = self._bytes()
-        return self._stats
+        self._ledger.stats.bytes = self._weights.bytes()
+        return self._ledger.stats
 
     def findings(self) -> list[Finding]:
         """Return what was found since this was last asked."""
-        found, self._findings = self._findings, []
-        return found
+        return self._ledger.findings()
 
     @property
     def steps_seen(self) -> int:
@@ -253,7 +227,7 @@ class Prepared:
     def steps_applied(self) -> int:
         """Steps that moved the weights. Waits for the device."""
         self.settle()
-        return self._stats.applied
+        return self._ledger.stats.applied
 
     @property
     def has_average(self) -> bool:
@@ -264,31 +238,16 @@ class Prepared:
         """Let the model use the averaged weights inside the block; without an average, nothing."""
         if self._average is None:
             return contextlib.nullcontext()
-        return self._average.in_place_of(self._weights)
+        return self._average.in_place_of(self._weights.all)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name."""
-        weights = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            name: self._full(weights[name]) if name in weights else value
-            for name, value in self.model.state_dict().items()
-        }
+        return self._weights.full_by_name()
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
         self.settle()
-        full = [self._full(p).clone() for p in self._narrowed]
-        restore(self.model)
-        originals = dict(zip(self._masters.shells, self._masters.parameters, strict=True))
-        for parameter, value in zip(self._narrowed, full, strict=True):
-            parameter.grad = None
-            parameter.data = value
-        for group in self.optimizer.param_groups:
-            group["params"] = [originals.get(p, p) for p in group["params"]]
-        for shell, parameter in originals.items():
-            if shell in self.optimizer.state:
-                self.optimizer.state[parameter] = self.optimizer.state.pop(shell)
-        recast(self.optimizer, self._masters.parameters)
+        self._weights.widen()
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,39 +256,22 @@ class Prepared:
         return {
             "policy": str(self.plan.policy),
             "weights": self.model.state_dict(),
-            "master": self._masters.state_dict(),
+            "master": self._weights.masters.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scales": self._scales.state_dict(),
             "average": None if self._average is None else self._average.averages,
             "amax": {name: history.amax for name, history in self._histories()},
-            "stats": self._stats.state_dict(),
+            "stats": self._ledger.stats.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where a saved run stood."""
-        self.settle()
-        mine = self.state_dict()
-        if not mine.keys() <= state.keys():
-            raise CheckpointError(
-                f"the state lacks {', '.join(sorted(mine.keys() - state.keys()))}: it is not "
-                "that of a prepared model; give what its state_dict() returned"
-            )
-        if state["policy"] != mine["policy"]:
-            raise CheckpointError(
-                f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
-                f"has {str(self.plan.policy)!r}; write the policy of the checkpoint"
-            )
-        for part in ("weights", "average", "scheduler", "scales", "amax"):
-            if _outline(state[part]) != _outline(mine[part]):
-                raise CheckpointError(
-                    f"the checkpoint's {part} are of another run: another model, or other settings "
-                    "of prepare(); prepare this one as that was"
-                )
+        """Take up where a saved run stood; that of another run is refused and changes nothing."""
+        _refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
-        self._masters.load_state_dict(state["master"])
+        self._weights.masters.load_state_dict(state["master"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None and state["scheduler"] is not None:
+        if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self._scales.load_state_dict(state["scales"])
         if self._average is not None:
@@ -337,11 +279,9 @@ class Prepared:
                 average.copy_(saved)
         for name, history in self._histories():
             history.amax.copy_(state["amax"][name])
-        self._stats = Stats.from_state(state["stats"])
-        self._steps_begun = self._stats.steps
+        self._ledger.stats = Stats.from_state(state["stats"])
+        self._steps_begun = self._ledger.stats.steps
         self._buffers.reset()
-
-    # What follows is one step, in the order it happens.
 
     def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
         if self.plan.emulated:
@@ -366,108 +306,14 @@ class Prepared:
             factor = inverse if factor is None else factor * inverse
         if factor is None:
             return {}
-        weights = [self._weights[i] for i in present]
+        weights = [self._weights.all[i] for i in present]
         if factor.dim() == 0:
             return dict.fromkeys(weights, factor)
         return dict(zip(weights, factor.unbind(), strict=True))
 
-    def _update(
-        self,
-        present: list[int],
-        checked: Checked,
-        factors: dict[nn.Parameter, Tensor],
-        *,
-        metered: bool,
-    ) -> Tensor | None:
-        weights = [self._weights[i] for i in present]
-        meter = None
-        if metered:
-            stored = [self._stored(p) for p in weights]
-            meter = LostUpdates(stored, [p.grad for p in weights if p.grad is not None])
-        if factors:
-            # Gradients of 16 bits are widened first: in fp16 they would vanish without the scale.
-            multiply({p: f for p, f in factors.items() if not self._masters.widens(p)})
-        if self._decides_on_device:
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            self.optimizer.found_inf = (~checked.finite).float()  # type: ignore[attr-defined]
-        with torch.enable_grad():
-            self._masters.step(self.optimizer, factors)
-        if self._decides_on_device:
-            del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-        return None if meter is None else meter.share()
-
-    def _take_off(
-        self,
-        checked: Checked,
-        present: list[int],
-        *,
-        scale: Tensor | None,
-        at_floor: Tensor,
-        lost: Tensor | None,
-        lr: float,
-    ) -> Outcome:
-        one = torch.ones_like(checked.norm)
-        after = self._scales.value
-        numbers = [
-            checked.finite,
-            checked.norm,
-            one if scale is None else scale,
-            one if after is None else after,
-            one if lost is None else lost,
-            at_floor,
-        ]
-        flight = Flight(
-            numbers=numbers,
-            norms=checked.norms,
-            names=[self._names[i] for i in present],
-            lr=lr,
-            metered=lost is not None,
-        )
-        outcome = Outcome(step=self._steps_begun, settle=self.settle)
-        self._in_flight.append((flight, outcome))
-        if checked.norm.device.type == "cpu":
-            self.settle()
-        return outcome
-
-    def _count(self, step: int, facts: Facts) -> str:
-        self._stats.count(facts)
-        if facts.finite:
-            if self.scheduler is not None:
-                self.scheduler.step()
-            return ""
-        module = self._bad_module = _module_of(facts)
-        count = f"{len(facts.bad_parameters)} of {len(self._weights)} weights"
-        why = f"gradients of {count} are not finite, nearest the loss {module}"
-        if facts.next_scale != facts.loss_scale:
-            why += f"; loss scale {facts.loss_scale:g} → {facts.next_scale:g}"
-        if self._stats.overflows_at_floor == 1:
-            self._findings.append(
-                Finding(
-                    step=step,
-                    module=module,
-                    role="grad_weight",
-                    what="overflow at the smallest loss scale",
-                    why=f"{why}; the scale is {facts.loss_scale:g} and may not go lower",
-                    action=f"the step is skipped; after {self._patience} in a row training stops",
-                )
-            )
-        return why
-
-    def _refuse_to_go_on(self) -> None:
-        """Give up at the beginning of a step, so that the outcome of the last one is known."""
-        if self._stats.overflows_at_floor < self._patience:
-            return
-        module = self._bad_module
-        raise DivergedError(
-            f"step {self._stats.steps}: {self._stats.overflows_at_floor} steps in a row had "
-            "gradients that are not finite, with the loss scale at its smallest; the weights are "
-            f"those of the last good step. Look at {module}: try "
-            f'precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'
-        )
-
     def _refuse_changed_groups(self) -> None:
         groups = self.optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self._weights):
+        if sum(len(group["params"]) for group in groups) != len(self._weights.all):
             raise RecipeError(
                 "the optimizer's parameters changed after prepare(), and those added would be "
                 "neither unscaled nor guarded; release(), change them, and prepare() again"
@@ -479,16 +325,8 @@ class Prepared:
                     "look at the learning-rate schedule"
                 )
 
-    def _full(self, weight: nn.Parameter) -> Tensor:
-        index = self._master_index.get(weight)
-        if index is not None:
-            return self._masters.full(index)
-        kept = weight.detach()
-        return kept.float() if kept.dtype in (torch.bfloat16, torch.float16) else kept
-
-    def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
-        index = self._master_index.get(weight)
-        return (weight.detach(),) if index is None else self._masters.stored(index)
+    def _full_weights(self) -> list[Tensor]:
+        return [self._weights.full(p) for p in self._weights.all]
 
     def _histories(self) -> list[tuple[str, Any]]:
         return [
@@ -497,20 +335,24 @@ class Prepared:
             if module.__dict__.get("nc_history") is not None
         ]
 
-    def _bytes(self) -> dict[str, int]:
-        size: Callable[[Tensor], int] = lambda t: t.numel() * t.element_size()  # noqa: E731
-        moments = [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        return {
-            "params": sum(size(p) for p in self._weights),
-            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._weights),
-            "master": self._masters.bytes(),
-            "moments": sum(map(size, moments)),
-        }
+
+def _refuse_foreign_state(state: dict[str, Any], *, mine: dict[str, Any]) -> None:
+    if not mine.keys() <= state.keys():
+        raise CheckpointError(
+            f"the state lacks {', '.join(sorted(mine.keys() - state.keys()))}: it is not "
+            "that of a prepared model; give what its state_dict() returned"
+        )
+    if state["policy"] != mine["policy"]:
+        raise CheckpointError(
+            f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
+            f"has {mine['policy']!r}; write the policy of the checkpoint"
+        )
+    for part in ("weights", "average", "scheduler", "scales", "amax"):
+        if _outline(state[part]) != _outline(mine[part]):
+            raise CheckpointError(
+                f"the checkpoint's {part} are of another run: another model, or other settings "
+                "of prepare(); prepare this one as that was"
+            )
 
 
 def _outline(state: Any) -> Any:
@@ -526,14 +368,6 @@ def _outline(state: Any) -> Any:
             return None
         case _:
             return "plain data"
-
-
-def _module_of(facts: Facts) -> str:
-    """Return the bad module nearest the loss: weights are listed from input to output."""
-    if not facts.bad_parameters:
-        return "no single module (the sum of all gradients overflowed)"
-    last = facts.bad_parameters[-1]
-    return last.rpartition(".")[0] or last
 
 
 def _refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -28,6 +28,8 @@ class Stats:
     overflows_in_a_row: int = 0
     overflows_at_floor: int = 0
     """In a row, with the scale as small as it may be."""
+    bad_module: str = ""
+    """Where the last overflow was nearest the loss."""
     grad_norm: float = 0.0
     """Of the last step that was applied."""
     lost_updates: float | None = None
@@ -59,6 +61,7 @@ class Stats:
             self.grad_norm = facts.grad_norm
             return
         self.skipped += 1
+        self.bad_module = facts.bad_module
         self.overflows_in_a_row += 1
         if facts.at_floor:
             self.overflows_at_floor += 1
@@ -70,6 +73,7 @@ class Stats:
             "skipped": self.skipped,
             "overflows_in_a_row": self.overflows_in_a_row,
             "overflows_at_floor": self.overflows_at_floor,
+            "bad_module": self.bad_module,
             "grad_norm": self.grad_norm,
             "lost_updates": self.lost_updates,
             "scale_history": [list(pair) for pair in self.scale_history],

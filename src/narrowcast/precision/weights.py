@@ -1,0 +1,132 @@
+"""The weights a run trains: their names, their full values, and how one step updates them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.precision.master import MasterWeights, multiply, recast
+from narrowcast.precision.meter import LostUpdates
+from narrowcast.precision.modules import restore
+from narrowcast.precision.plan import Plan
+from narrowcast.precision.rewrite import rewrite
+
+
+class TrainedWeights:
+    """What the optimizer was given, in the model's order, and the master weights among it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        names = {p: name for name, p in model.named_parameters() if p in held}
+        # The model's order is from input to output, and the one torch takes a total norm in.
+        self.all = [*names, *(p for p in held if p not in names)]
+        self.names = [names.get(p, f"weight {i}") for i, p in enumerate(self.all)]
+        self.device = self.all[0].device
+        self._model, self._optimizer = model, optimizer
+        self._narrowed: list[nn.Parameter] = []
+        self.masters = MasterWeights([], [], "none")
+        self._master_index: dict[nn.Parameter, int] = {}
+
+    def narrow(self, chosen: Plan) -> None:
+        """Carry out a plan on the model, and let the optimizer hold the master weights."""
+        self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
+        narrowed = rewrite(self._model, chosen)
+        self._narrowed = [p for p, _ in narrowed]
+        trained = set(self.all)
+        self.masters = MasterWeights(
+            [p for p, _ in narrowed if p in trained],
+            [full for p, full in narrowed if p in trained],
+            chosen.policy.master,
+        )
+        self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
+        self.masters.adopt(self._optimizer)
+
+    def widen(self) -> None:
+        """Undo `narrow`: plain modules, fp32 weights with all digits, the optimizer on them."""
+        full = [self.full(p).clone() for p in self._narrowed]
+        restore(self._model)
+        originals = dict(zip(self.masters.shells, self.masters.parameters, strict=True))
+        for parameter, value in zip(self._narrowed, full, strict=True):
+            parameter.grad = None
+            parameter.data = value
+        for group in self._optimizer.param_groups:
+            group["params"] = [originals.get(p, p) for p in group["params"]]
+        for shell, parameter in originals.items():
+            if shell in self._optimizer.state:
+                self._optimizer.state[parameter] = self._optimizer.state.pop(shell)
+        recast(self._optimizer, self.masters.parameters)
+
+    def with_gradients(self) -> list[int]:
+        """Return the places of the weights that have a gradient now."""
+        return [i for i, p in enumerate(self.all) if p.grad is not None]
+
+    def forget_gradients(self) -> None:
+        """Let go of every gradient."""
+        for p in self.all:
+            p.grad = None
+
+    def full(self, weight: nn.Parameter) -> Tensor:
+        """Return a weight with every digit that is kept of it, in fp32 at least."""
+        index = self._master_index.get(weight)
+        if index is not None:
+            return self.masters.full(index)
+        kept = weight.detach()
+        return kept.float() if kept.dtype in (torch.bfloat16, torch.float16) else kept
+
+    def full_by_name(self) -> dict[str, Tensor]:
+        """Return the model's state, its weights with every digit that is kept of them."""
+        weights = dict(self._model.named_parameters(remove_duplicate=False))
+        return {
+            name: self.full(weights[name]) if name in weights else value
+            for name, value in self._model.state_dict().items()
+        }
+
+    def update(
+        self, factors: Mapping[nn.Parameter, Tensor], *, finite: Tensor | None, metered: bool
+    ) -> Tensor | None:
+        """Multiply the gradients by their factors and let the optimizer take its step.
+
+        With `finite` given, the optimizer itself skips where that is false, on the device. Returns
+        the share of lost updates if it is to be measured.
+        """
+        meter = None
+        if metered:
+            moving = [p for p in self.all if p.grad is not None]
+            gradients = [p.grad for p in moving if p.grad is not None]
+            meter = LostUpdates([self._stored(p) for p in moving], gradients)
+        if factors:
+            # Gradients of 16 bits are widened first: in fp16 they would vanish without the scale.
+            multiply({p: f for p, f in factors.items() if not self.masters.widens(p)})
+        # The attributes by which torch's GradScaler tells a fused optimizer to skip.
+        told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
+        if finite is not None:
+            vars(self._optimizer).update(told)
+        with torch.enable_grad():
+            self.masters.step(self._optimizer, factors)
+        if finite is not None:
+            for name in told:
+                delattr(self._optimizer, name)
+        return None if meter is None else meter.share()
+
+    def bytes(self) -> dict[str, int]:
+        """Return what is held now, by role; gradients as if they were there."""
+        moments = [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return {
+            "params": sum(map(_size, self.all)),
+            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self.all),
+            "master": self.masters.bytes(),
+            "moments": sum(map(_size, moments)),
+        }
+
+    def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
+        index = self._master_index.get(weight)
+        return (weight.detach(),) if index is None else self.masters.stored(index)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,494 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import narrowcast as nc
+from narrowcast.errors import DivergedError, RecipeError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("guarded")
+
+X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 16, (8,), generator=torch.Generator().manual_seed(1))
+POLICIES = ["fp32", "tf32", "bf16", "fp16", "fp8-tensor", "bf16-pure", "aggressive"]
+
+
+def loss_of(run, *, x=X, factor=1.0):
+    with run.compute():
+        return F.cross_entropy(run.model(x), Y[: len(x)]) * factor
+
+
+def prepared(model, *, lr=0.1, optimizer=torch.optim.SGD, policy="fp16", **settings):
+    return nc.prepare(model, optimizer(model.parameters(), lr=lr), policy=policy, **settings)
+
+
+def test_the_drop_in_of_the_design_works_as_written(mlp):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = [(X, Y)] * 8
+    losses = []
+
+    run = nc.prepare(model, optimizer, policy="fp16", clip_norm=1.0, scheduler=scheduler)
+    for x, y in loader:
+        with run.compute():
+            loss = F.cross_entropy(model(x), y)
+        outcome = run.step(loss)
+        losses.append((loss.item(), outcome.applied, outcome.why, outcome.loss_scale))
+
+    assert all(applied and not why for _, applied, why, _ in losses)
+    assert losses[-1][0] < losses[0][0]
+    assert losses[0][3] == 65536
+    assert scheduler.last_epoch == 8
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    lambda p: torch.optim.NAdam(p, lr=1e-2),
+    lambda p: torch.optim.Adamax(p, lr=1e-2),
+]
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16, params=bf16, master=split", "bf16-pure"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o([X])).__name__)
+def test_any_torch_optimizer_trains_with_clipping_and_accumulation(mlp, optimizer, policy):
+    model = mlp()
+    run = nc.prepare(model, optimizer(model.parameters()), policy=policy, clip_norm=1.0)
+    first = loss_of(run).item()
+    for _ in range(10):
+        for x, y in ((X[:4], Y[:4]), (X[4:], Y[4:])):
+            with run.compute():
+                loss = F.cross_entropy(model(x), y) / 2
+            run.backward(loss)
+        run.step()
+    assert run.stats().applied == 10
+    assert loss_of(run).item() < first + 1e-3 * (policy == "bf16-pure")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_nothing_moves_on_a_skipped_step(mlp, policy, fused):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    run = nc.prepare(model, optimizer, policy=policy, scheduler=scheduler, ema_decay=0.5)
+    run.step(loss_of(run))
+    before = copy.deepcopy(run.state_dict())
+    lr = optimizer.param_groups[0]["lr"]
+    outcome = run.step(loss_of(run, factor=math.inf))
+    assert not outcome.applied
+    after = run.state_dict()
+    for part in ("weights", "master", "optimizer", "scheduler", "average"):
+        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+    assert optimizer.param_groups[0]["lr"] == lr
+    assert (run.steps_seen, run.steps_applied) == (2, 1)
+    assert run.step(loss_of(run)).applied
+    assert scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_skip_says_which_module_and_what_the_scale_did(mlp, policy):
+    model = mlp()
+    run = prepared(model, policy=policy)
+    model[0].weight.register_hook(lambda g: g * math.nan)
+    outcome = run.step(loss_of(run))
+    assert "gradients of 1 of 6 weights are not finite, nearest the loss 0" in outcome.why
+    assert ("loss scale 65536 → 32768" in outcome.why) is (policy == "fp16")
+
+
+def test_the_module_nearest_the_loss_is_named_whatever_the_parameter_groups(mlp):
+    model = mlp()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.SGD([{"params": vectors}, {"params": matrices[::-1]}], lr=0.1)
+    run = nc.prepare(model, optimizer, policy="fp32")
+    assert run.step(loss_of(run, factor=math.nan)).why.endswith("nearest the loss 3")
+
+
+def test_training_is_given_up_with_the_module_to_look_at(mlp):
+    model = mlp()
+    run = prepared(model, loss_scale=nc.LossScale(initial=4.0), patience=5)
+    model[3].weight.register_hook(lambda g: g * math.inf)
+    for _ in range(2 + 5):
+        assert not run.step(loss_of(run)).applied
+    with pytest.raises(DivergedError, match=r"5 steps in a row.*Look at 3.*precision.overrides"):
+        run.step(loss_of(run))
+    assert DivergedError.exit_code == 4
+
+
+def test_the_floor_is_a_finding_told_once(mlp):
+    run = prepared(mlp(), loss_scale=nc.LossScale(initial=2.0))
+    found = []
+    for _ in range(6):
+        run.step(loss_of(run, factor=math.inf))
+        found.append(run.findings())
+    assert [len(each) for each in found] == [0, 1, 0, 0, 0, 0]
+    finding = found[1][0]
+    assert (finding.step, finding.module) == (2, "3")
+    assert "the scale is 1 and may not go lower" in finding.why
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16-pure"])
+def test_a_policy_without_a_scale_gives_up_too(mlp, policy):
+    run = prepared(mlp(), policy=policy, patience=3)
+    for _ in range(3):
+        run.step(loss_of(run, factor=math.nan))
+    with pytest.raises(DivergedError, match="3 steps in a row"):
+        run.step(loss_of(run, factor=math.nan))
+
+
+def test_a_static_scale_that_can_only_overflow_gives_up(mlp):
+    run = prepared(mlp(), loss_scale=nc.LossScale(dynamic=False), patience=3)
+    for _ in range(3):
+        run.step(loss_of(run, factor=math.nan))
+    with pytest.raises(DivergedError, match="3 steps in a row"):
+        run.step(loss_of(run))
+
+
+def test_overflows_that_are_not_in_a_row_never_give_up(mlp):
+    run = prepared(mlp(), policy="bf16", patience=2)
+    for i in range(12):
+        run.step(loss_of(run, factor=math.inf if i % 2 else 1.0))
+    assert run.stats().skipped == 6
+
+
+def test_statistics_are_those_of_the_run(mlp):
+    run = prepared(mlp(), loss_scale=nc.LossScale(initial=1024.0, growth_interval=2))
+    for factor in (1.0, 1.0, math.inf, 1.0):
+        run.step(loss_of(run, factor=factor))
+    stats = run.stats()
+    assert (stats.steps, stats.skipped, stats.applied) == (4, 1, 3)
+    assert stats.overflow_rate == 0.25
+    assert stats.scale_history == [(1, 1024.0), (3, 2048.0), (4, 1024.0)]
+    assert stats.grad_norm > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "grads", "master", "moments"),
+    [
+        ("fp32", 4, 4, 0, 8),
+        ("bf16-pure", 2, 2, 0, 4),
+        ("bf16, params=bf16, master=split", 2, 2, 2, 8),
+        ("bf16, params=bf16, master=fp32, grads=fp32", 2, 4, 4, 8),
+    ],
+)
+def test_measured_bytes_are_those_the_plan_foretold(policy, params, grads, master, moments):
+    model = nn.Linear(32, 16, bias=False)
+    run = prepared(model, optimizer=torch.optim.AdamW, policy=policy)
+    with run.compute():
+        loss = model(X).float().square().mean()
+    run.step(loss)
+    measured = run.stats().bytes
+    expected = {"params": params, "grads": grads, "master": master, "moments": moments}
+    counts = {"moments": 4}  # AdamW's step count is a number of four bytes
+    assert measured == {role: 512 * each + counts.get(role, 0) for role, each in expected.items()}
+    assert {k: v - counts.get(k, 0) for k, v in measured.items()} == run.plan.bytes
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16, params=bf16, master=split"])
+def test_accumulation_equals_the_whole_batch(mlp, policy):
+    runs = [prepared(mlp(), policy=policy) for _ in range(2)]
+    whole, parts = runs
+    for _ in range(3):
+        whole.step(loss_of(whole))
+        for i in range(4):
+            with parts.compute():
+                x, y = X[2 * i : 2 * i + 2], Y[2 * i : 2 * i + 2]
+                loss = F.cross_entropy(parts.model(x), y) / 4
+            parts.backward(loss)
+        parts.step()
+    eps = {"fp32": 2.0**-20, "fp16": 2.0**-10}.get(policy, 2.0**-8)
+    for name, value in whole.full_weights().items():
+        # Three steps of 0.1 times gradients below one, each with roundings in another order.
+        assert (value - parts.full_weights()[name]).abs().max() < 3 * 0.1 * 8 * eps
+
+
+def test_a_bad_micro_batch_spoils_its_own_step_only(mlp):
+    run = prepared(mlp(), policy="bf16")
+    run.backward(loss_of(run))
+    run.backward(loss_of(run, factor=math.nan))
+    run.backward(loss_of(run))
+    assert not run.step().applied
+    assert run.step(loss_of(run)).applied
+
+
+def test_clipping_is_torchs_and_the_norm_is_told_before_it(mlp):
+    run = prepared(mlp(), policy="fp16", clip_norm=0.01)
+    run.backward(loss_of(run))
+    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()]) / 65536
+    before = [p.detach().clone() for p in run.model.parameters()]
+    assert run.step().grad_norm == pytest.approx(float(norm), rel=2.0**-20)
+    moved = [a - b for a, b in zip(before, run.model.parameters(), strict=True)]
+    total = torch.linalg.vector_norm(torch.stack([m.norm() for m in moved]))
+    # Each of 1600 differences of weights is rounded at the weights' magnitude.
+    assert float(total) == pytest.approx(0.1 * 0.01, abs=1600**0.5 * 2.0**-24)
+
+
+def test_several_groups_keep_their_own_settings(mlp):
+    model = mlp()
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}], lr=0.1
+    )
+    run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
+    before = {k: v.clone() for k, v in run.full_weights().items()}
+    run.step(loss_of(run))
+    after = run.full_weights()
+    changed = {k for k in before if not torch.equal(before[k], after[k])}
+    assert changed == {"3.weight", "3.bias"}
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16-pure", "bf16, params=bf16, master=split"])
+def test_frozen_weights_stay_and_do_not_disturb(mlp, policy):
+    model = mlp()
+    model[0].requires_grad_(False)
+    run = prepared(model, policy=policy)
+    before = {k: v.clone() for k, v in run.full_weights().items()}
+    assert run.step(loss_of(run)).applied
+    after = run.full_weights()
+    assert all(torch.equal(before[k], after[k]) for k in ("0.weight", "0.bias"))
+    assert not torch.equal(before["3.weight"], after["3.weight"])
+
+
+def test_weights_the_optimizer_does_not_hold_are_left_alone(mlp):
+    model = mlp()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
+    before = model[0].weight.detach().clone()
+    run.step(loss_of(run))
+    assert torch.equal(model[0].weight, before)
+    assert run.full_weights()["0.weight"].dtype == torch.float32
+
+
+def test_weights_added_to_the_optimizer_later_are_refused_rather_than_left_unguarded(mlp):
+    model, extra = mlp(), nn.Linear(2, 2)
+    run = prepared(model)
+    run.optimizer.add_param_group({"params": list(extra.parameters())})
+    loss = loss_of(run) + extra.weight.sum()
+    with pytest.raises(RecipeError, match=r"parameters changed after prepare\(\)"):
+        run.step(loss)
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+def test_a_learning_rate_that_is_no_number_is_refused(mlp, lr):
+    run = prepared(mlp(), policy="fp32")
+    run.optimizer.param_groups[0]["lr"] = lr
+    before = run.model[0].weight.detach().clone()
+    with pytest.raises(RecipeError, match=f"the learning rate is {lr}"):
+        run.step(loss_of(run))
+    assert torch.equal(run.model[0].weight, before)
+
+
+def test_gradients_from_before_prepare_do_not_enter_the_first_step(mlp):
+    def first_step(with_leftovers):
+        model = mlp()
+        if with_leftovers:
+            F.cross_entropy(model(X), Y).mul(1e3).backward()
+        run = prepared(model)
+        run.step(loss_of(run))
+        return model[0].weight
+
+    assert torch.equal(first_step(with_leftovers=True), first_step(with_leftovers=False))
+
+
+@pytest.mark.parametrize("policy", ["bf16-pure", "bf16, params=bf16, master=kahan", "fp16"])
+def test_an_optimizer_may_bring_the_moments_it_has(mlp, policy):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run = nc.prepare(model, optimizer, policy=policy)
+    assert run.step(loss_of(run)).applied
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    assert steps == {2.0}
+
+
+RELEASED = ["fp32", "fp16", "fp8-delayed", "bf16-pure", "aggressive"] + [
+    f"bf16, params=bf16, master={m}" for m in ("fp32", "kahan", "stochastic")
+]
+
+
+@pytest.mark.parametrize("policy", RELEASED)
+@pytest.mark.parametrize("fused", [True, False])
+def test_release_gives_back_a_plain_model_and_optimizer_that_go_on(mlp, policy, fused):
+    model = mlp()
+    classes = [type(m) for m in model.modules()]
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    run = nc.prepare(model, optimizer, policy=policy)
+    run.step(loss_of(run))
+    full = {k: v.clone() for k, v in run.full_weights().items()}
+    run.release()
+    assert [type(m) for m in model.modules()] == classes
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(v, full[k]) for k, v in model.state_dict().items())
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is b for a, b in zip(held, parameters, strict=True))
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    assert {float(s["step"]) for s in optimizer.state.values()} == {2.0}
+
+
+def test_a_released_model_may_be_prepared_again(mlp):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = nc.prepare(model, optimizer, policy="aggressive")
+    run.step(loss_of(run))
+    run.release()
+    again = nc.prepare(model, optimizer, policy="fp16")
+    assert again.step(loss_of(again)).applied
+
+
+def test_release_gives_frozen_weights_back_in_fp32(mlp):
+    model = mlp()
+    model[0].requires_grad_(False)
+    run = nc.prepare(
+        model, torch.optim.SGD(model[3].parameters(), lr=0.1), policy="bf16, params=bf16"
+    )
+    run.release()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_the_keys_of_the_state_are_those_of_the_plain_model(mlp):
+    model = mlp()
+    keys = list(model.state_dict())
+    run = prepared(model, policy="fp8-delayed; 0: fp32", scaled_parts=())
+    assert list(model.state_dict()) == keys
+    assert list(run.full_weights()) == keys
+
+
+@pytest.mark.parametrize("policy", ["fp8-delayed", "aggressive", "fp16"])
+def test_a_copy_of_a_prepared_model_computes_the_same(mlp, policy):
+    run = prepared(mlp(), policy=policy)
+    run.step(loss_of(run))
+    copied = copy.deepcopy(run.model).eval()
+    with run.compute(), torch.no_grad():
+        assert torch.equal(copied(X), run.model(X))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp8-delayed", "bf16-pure"])
+def test_evaluation_inside_the_region_changes_nothing(mlp, policy):
+    def trained(evaluate):
+        run = prepared(mlp(), policy=policy)
+        for _ in range(3):
+            run.step(loss_of(run))
+            if evaluate:
+                run.model.eval()
+                with run.compute(), torch.no_grad():
+                    run.model(X * 100)
+                run.model.train()
+        return run.full_weights()
+
+    with_it, without = trained(evaluate=True), trained(evaluate=False)
+    assert all(torch.equal(v, without[k]) for k, v in with_it.items())
+
+
+def test_regions_may_be_nested(mlp):
+    run = prepared(mlp(), policy="bf16")
+    with run.compute():
+        once = run.model(X)
+        with run.compute():
+            twice = run.model(X)
+    assert torch.equal(once, twice)
+
+
+def test_a_weight_used_twice_has_both_gradients(mlp):
+    layer = nn.Linear(32, 32)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    plain = copy.deepcopy(model)
+    run = prepared(model, policy="fp16", loss_scale=nc.LossScale(initial=256.0))
+    with run.compute():
+        loss = model(X).square().mean()
+    run.backward(loss)
+    plain(X).square().mean().backward()
+    exact = plain[0].weight.grad
+    # A chain of six fp16 products: each within an eps of exact.
+    assert (layer.weight.grad / 256 - exact).norm() < 6 * 2.0**-10 * exact.norm()
+
+
+def test_a_loss_that_is_no_number_is_refused(mlp):
+    run = prepared(mlp())
+    with run.compute():
+        output = run.model(X)
+    with pytest.raises(RecipeError, match=r"a loss of shape \(8, 16\); give it one number"):
+        run.backward(output)
+
+
+def test_a_loss_without_gradients_is_refused(mlp):
+    run = prepared(mlp())
+    with torch.no_grad():
+        loss = loss_of(run)
+    with pytest.raises(RecipeError, match="a loss without gradients"):
+        run.step(loss)
+
+
+def test_a_step_without_gradients_is_refused(mlp):
+    with pytest.raises(RecipeError, match="found no gradients; call backward"):
+        prepared(mlp()).step()
+
+
+def test_a_loss_of_one_element_need_not_be_a_scalar(mlp):
+    run = prepared(mlp())
+    assert run.step(loss_of(run).reshape(1)).applied
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(mlp):
+    model = mlp()
+    with pytest.raises(UnsupportedError, match="LBFGS evaluates the loss inside its step"):
+        nc.prepare(model, torch.optim.LBFGS(model.parameters()), policy="fp32")
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=True))
+    with pytest.raises(UnsupportedError, match="0 has sparse gradients.*write sparse=False"):
+        nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+
+
+def test_a_model_without_weights_is_refused(mlp):
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(RecipeError, match="the model has no parameters"):
+        nc.prepare(nn.Tanh(), optimizer, policy="fp32")
+
+
+def test_a_plan_made_before_is_carried_out(mlp, cpu):
+    model = mlp()
+    choices = nc.plan(model, "bf16", hardware=cpu, overrides={"3": "fp32"})
+    run = prepared(model, policy=choices)
+    assert run.plan is choices
+    assert run.step(loss_of(run)).applied
+
+
+def test_a_huge_first_scale_backs_off_until_it_trains(mlp):
+    """FIELD: `initial=1e30` recovers."""
+    run = prepared(mlp(), loss_scale=nc.LossScale(initial=1e30, largest=1e30))
+    for _ in range(100):
+        outcome = run.step(loss_of(run))
+        if outcome.applied:
+            break
+    assert outcome.applied
+    assert 1 < outcome.loss_scale < 2.0**24
+
+
+def test_gradients_that_fp16_flushes_are_rescued_by_the_scale():
+    def moved(initial):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+        scale = nc.LossScale(initial=initial, smallest=1.0)
+        run = prepared(model, policy="fp16", loss_scale=scale)
+        before = model[0].weight.detach().clone()
+        with run.compute():
+            loss = model(X[:, :16]).sum() * 2.0**-26
+        assert run.step(loss).applied
+        return not torch.equal(model[0].weight, before)
+
+    torch.manual_seed(0)
+    assert moved(2.0**16)
+    assert not moved(1.0)
