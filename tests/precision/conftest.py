@@ -94,3 +94,19 @@ def mlp() -> Callable[[], nn.Module]:
         return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
 
     return build
+
+
+def states_equal(a: Any, b: Any) -> bool:
+    """Compare nested states bit for bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(states_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(states_equal, a, b))
+    return bool(a == b)
+
+
+@pytest.fixture
+def same_state() -> Callable[[Any, Any], bool]:
+    return states_equal

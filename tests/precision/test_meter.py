@@ -29,7 +29,9 @@ def test_the_share_is_an_exact_count_on_a_small_model():
     )
 
 
-@pytest.mark.parametrize(("master", "share"), [("none", 1.0), ("split", 0.0), ("fp32", 0.0), ("kahan", 0.0)])
+@pytest.mark.parametrize(
+    ("master", "share"), [("none", 1.0), ("split", 0.0), ("fp32", 0.0), ("kahan", 0.0)]
+)
 def test_a_master_keeps_what_the_working_weight_loses(master, share):
     policy = f"fp32, params=bf16, master={master}"
     assert share_lost([1.0] * 4, [2.0**-12] * 4, policy) == share

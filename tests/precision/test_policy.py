@@ -174,8 +174,18 @@ def test_a_loss_scale_is_needed_exactly_where_gradients_meet_fp16(text, needed):
 
 
 def test_the_issue_names_presets_and_all_of_them_exist():
-    names = (
-        "fp32 tf32 bf16 fp16 bf16-pure fp8-tensor fp8-row fp8-delayed conservative default "
-        "aggressive auto"
-    ).split()
+    names = [
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+        "bf16-pure",
+        "fp8-tensor",
+        "fp8-row",
+        "fp8-delayed",
+        "conservative",
+        "default",
+        "aggressive",
+        "auto",
+    ]
     assert all(re.match(r"compute=|forward=", str(policy_from(name))) for name in names)

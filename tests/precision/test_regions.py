@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import narrowcast as nc
 from narrowcast.numerics import BF16, FP16, FP32, TF32
 from narrowcast.precision.regions import EmulatedProducts, Region, tf32_products
 
@@ -211,3 +212,39 @@ def test_a_transformer_layer_takes_no_fast_path_around_the_region(training):
     assert not torch.equal(rounded, plain)
     # Six products whose results keep eight digits, through two norms.
     assert (rounded - plain).norm() < 6 * 2.0**-8 * plain.norm()
+
+
+def test_reductions_are_rounded_only_where_the_policy_says_so():
+    scores = torch.randn(4, 50) * 3
+    wide = torch.softmax(scores, -1)
+    for reduce, expected in [
+        ("fp32", wide),
+        ("bf16", torch.softmax(scores.bfloat16().float(), -1).bfloat16().float()),
+    ]:
+        with Region("bf16", True, "cpu", reduce)():
+            assert torch.equal(torch.softmax(scores, -1), expected)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, tokens):
+        q, k, v = self.qkv(self.embed(tokens)).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-pure", "fp8-tensor", "aggressive"])
+def test_a_model_is_in_its_policy_outside_compute_too(policy):
+    torch.manual_seed(0)
+    model = Attending()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = nc.prepare(model, optimizer, policy=policy, emulate=True)
+    tokens = torch.randint(0, 16, (2, 8))
+    with run.compute():
+        inside = model(tokens)
+    assert torch.equal(model(tokens), inside)
+    plain = run.release()(tokens)
+    assert not torch.equal(plain, inside)

@@ -285,9 +285,7 @@ def test_each_module_computes_in_the_format_its_plan_says(policy, on_grid, cpu):
 
 def test_a_weight_that_two_modules_share_takes_the_wider_format(cpu):
     model = tied()
-    choices = plan(
-        model, "bf16, params=bf16, master=split; 2: params=fp32", hardware=cpu
-    )
+    choices = plan(model, "bf16, params=bf16, master=split; 2: params=fp32", hardware=cpu)
     rewrite(model, choices)
     assert model[0].weight is model[2].weight
     assert model[0].weight.dtype == torch.float32

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
 from pydantic_core import PydanticCustomError
 
-LARGEST_SCALE = 2.0**127
-"""The largest power of two in fp32, the format the loss scale is kept in."""
+LARGEST_SCALE = 2.0**126
+"""The largest power of two whose inverse fp32 holds too, the format the scale is kept in."""
 SMALLEST_SCALE = 2.0**-24
 """The smallest positive value of fp16: a scale below it would flush a gradient of 1."""
 

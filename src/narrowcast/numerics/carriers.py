@@ -16,7 +16,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.numerics import pages
 from narrowcast.numerics.formats import Format
 
-CHUNK = 131072
+CHUNK = 262144
 """Elements of a piece: half a megabyte of fp32, so that a piece, its result and its scratch fit a
 second-level cache. Measured: a quarter of that pays for calls, much more pays for memory."""
 

@@ -76,6 +76,11 @@ class BufferGuard:
             buffer.copy_(kept)
             self._seen[i] = buffer, buffer._version
 
+    def restore(self) -> None:
+        """Give back what the forward passes since the last step took."""
+        if self._homes:
+            self.after_step(torch.zeros((), dtype=torch.bool, device=self._good[0].device))
+
     def reset(self) -> None:
         """Trust the buffers as they are now (after loading a checkpoint)."""
         for i in self._indices:

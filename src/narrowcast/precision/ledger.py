@@ -26,8 +26,11 @@ class Scheduler(Protocol):
 class Ledger:
     """Steps in flight, steps counted, and what was found."""
 
-    def __init__(self, scheduler: Scheduler | None, *, patience: int, weights: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler | None, *, patience: int, weights: int, scaled: bool
+    ) -> None:
         self.stats = Stats()
+        self._scaled = scaled
         self._scheduler, self._patience, self._weights = scheduler, patience, weights
         self._in_flight: list[tuple[Flight, Outcome]] = []
         self._findings: list[Finding] = []
@@ -60,8 +63,8 @@ class Ledger:
             return
         raise DivergedError(
             f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had gradients that are "
-            "not finite, with the loss scale at its smallest; the weights are those of the last "
-            f"good step. Look at {stats.bad_module}: try "
+            f"not finite{', with the loss scale at its smallest' if self._scaled else ''}; the "
+            f"weights are those of the last good step. Look at {stats.bad_module}: try "
             f'precision.overrides={{"{stats.bad_module}": fp32}}, a lower optimizer.lr, or the data'
         )
 
@@ -77,13 +80,14 @@ class Ledger:
         if facts.next_scale != facts.loss_scale:
             why += f"; loss scale {facts.loss_scale:g} → {facts.next_scale:g}"
         if self.stats.overflows_at_floor == 1:
+            floor = f"; the scale is {facts.loss_scale:g} and may not go lower"
             self._findings.append(
                 Finding(
                     step=step,
                     module=facts.bad_module,
                     role="grad_weight",
-                    what="overflow at the smallest loss scale",
-                    why=f"{why}; the scale is {facts.loss_scale:g} and may not go lower",
+                    what="overflow at the smallest loss scale" if self._scaled else "overflow",
+                    why=why + (floor if self._scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
                 )
             )

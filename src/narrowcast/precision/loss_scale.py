@@ -23,12 +23,17 @@ class LossScale:
     """How the scale begins and moves."""
 
     initial: float = 2.0**16
+    """The scale of the first step, rounded down to a power of two, as are the bounds."""
     growth: float = 2.0
+    """The factor after `growth_interval` calm steps."""
     backoff: float = 0.5
+    """The factor after an overflow."""
     growth_interval: int = 2000
     """Calm steps before the scale grows."""
     smallest: float = 1.0
+    """Overflows that go on here are told, and after some time training is given up."""
     largest: float = 2.0**18
+    """The scale grows no further."""
     hysteresis: int = 1
     """Overflows in a row before the scale backs off."""
     dynamic: bool = True

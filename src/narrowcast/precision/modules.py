@@ -47,7 +47,13 @@ class InRegion(nn.Module):
         """Run the module inside its own region."""
         if self.nc_region.format_name == "fp32" and not self.nc_region.emulated:
             args, kwargs = _cast_floats((args, kwargs), torch.float32)
-        with self.nc_region.inside_another():
+        # The region replaces the one around it, which may be a native one.
+        with torch.autocast(self.nc_region.device_type, enabled=False):
+            return self._nc_inside(*args, **kwargs)
+
+    def _nc_inside(self, *args: Any, **kwargs: Any) -> Any:
+        # On its own, because torch.compile cannot trace one context inside another in one function.
+        with self.nc_region():
             return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -175,8 +181,11 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)([_changed(item, change) for item in value])
     if isinstance(value, dict):
-        copied = copy.copy(value)  # keeps the class of a dict that is more than one
-        copied.update({key: _changed(item, change) for key, item in value.items()})
+        fresh = {key: _changed(item, change) for key, item in value.items()}
+        if type(value) is dict:
+            return fresh
+        copied = copy.copy(value)  # a dict that is more than one stays so
+        copied.update(fresh)
         return copied
     return value
 

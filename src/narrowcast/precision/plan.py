@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -18,6 +19,7 @@ from narrowcast.numerics import FORMATS, BlockFormat
 from narrowcast.precision.kinds import Kind, kind_of, products_of
 from narrowcast.precision.policy import NARROW, PRODUCTS, Policy, suggestion
 from narrowcast.precision.presets import policy_from
+from narrowcast.precision.regions import Region
 
 How = Literal["native", "emulated", "unchanged"]
 
@@ -61,16 +63,26 @@ class Plan:
     """What a whole model gets; carried out by `prepare`."""
 
     policy: Policy
+    """As asked for, exceptions included."""
     hardware: Hardware
+    """What it was made for."""
     modules: tuple[ModulePlan, ...]
+    """Those that hold weights, multiply, or are an exception, in the model's order."""
     functional: Support
     """How products run that no module makes."""
     bytes: Mapping[str, int] = field(default_factory=dict)
+    """What weights, gradients, master weights and moments will take, by role."""
 
     @property
     def emulated(self) -> bool:
         """True where functional products are emulated, or their 16-bit weights widened first."""
         return self.functional.how == "emulated" or widens(self.policy)
+
+    @property
+    def region(self) -> Region:
+        """The region of the whole model."""
+        device_type = torch.device(self.hardware.device).type
+        return Region(self.policy.functional, self.emulated, device_type, self.policy.reduce)
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""

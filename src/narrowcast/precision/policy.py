@@ -45,8 +45,8 @@ class Policy:
     """Format in which the working weights are kept."""
     grads: str = ""
     """Format in which gradients of weights are kept; empty: as `params`."""
-    master: Master = "none"
-    """How the digits that `params` cannot hold are kept."""
+    master: Master | Literal[""] = ""
+    """How the digits that `params` cannot hold are kept; empty: fp32 where there are any."""
     moments: str = ""
     """Format of the optimizer's moments; empty: fp32, or as `params` where there is no master."""
     reduce: str = "fp32"
@@ -55,6 +55,9 @@ class Policy:
     """Pairs of a module glob and the roles it changes, in their text form; the last match wins."""
 
     def __post_init__(self) -> None:
+        if not self.master:
+            # Sixteen-bit weights without a master lose small updates: never by omission.
+            object.__setattr__(self, "master", "none" if self.params == "fp32" else "fp32")
         stripped = tuple((glob.strip(), text.strip()) for glob, text in self.exceptions)
         object.__setattr__(self, "exceptions", stripped)
         problems = list(_problems(self))
@@ -194,9 +197,8 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
     if where.startswith("exception") and changes.get("params") == "fp32":
         # These belong to 16-bit weights, which the module does not have then.
         changes |= {"master": "none", "grads": "", "moments": ""}
-    if changes.get("params", "fp32") != "fp32" and policy.params == "fp32":
-        # Sixteen-bit weights without a master lose small updates: never by omission.
-        changes.setdefault("master", "fp32")
+    if changes.get("params", policy.params) != policy.params:
+        changes.setdefault("master", "")
     return replace(policy, **changes)  # type: ignore[arg-type]  # checked by __post_init__
 
 

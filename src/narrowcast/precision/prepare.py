@@ -7,6 +7,7 @@ learning-rate schedule move, so that it never moves on a skipped step.
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
@@ -24,7 +25,7 @@ from narrowcast.precision.outcome import Flight, Outcome
 from narrowcast.precision.parts import find_parts, part_of, scale_parts
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.precision.policy import Policy
-from narrowcast.precision.regions import Region, tf32_products
+from narrowcast.precision.regions import tf32_products
 from narrowcast.precision.scaling import Scales
 from narrowcast.precision.stats import Finding, Stats
 from narrowcast.precision.weights import TrainedWeights
@@ -47,18 +48,20 @@ def prepare(
     ema_decay: float | None = None,
     patience: int = PATIENCE,
     meter_every: int = METER_EVERY,
+    emulate: bool | None = None,
 ) -> "Prepared":
     """Make a model train in a policy's formats, with any torch optimizer.
 
     The model and the optimizer are changed in place. `loss_scale` is a scale's settings, or several
     by the name of the loss; left out, a policy that needs one gets the default. `scaled_parts` are
     globs of modules that have a further scale of their own. `meter_every=0` turns off the
-    lost-update meter.
+    lost-update meter. `emulate` is as for `plan`, unless a plan is given.
     """
     _refuse_what_cannot_be(model, optimizer)
     chosen = policy
     if not isinstance(chosen, Plan):
-        chosen = plan(model, chosen, hardware=probe(str(next(model.parameters()).device)))
+        hardware = probe(str(next(model.parameters()).device))
+        chosen = plan(model, chosen, hardware=hardware, emulate=emulate)
     if loss_scale is None and chosen.policy.needs_loss_scale:
         loss_scale = LossScale()
     return Prepared(
@@ -114,14 +117,18 @@ class Prepared:
         self._average = None
         if ema_decay is not None:
             self._average = WeightAverage(self._full_weights(), ema_decay)
-        device_type = torch.device(chosen.hardware.device).type
-        self._region = Region(chosen.policy.functional, chosen.emulated, device_type)
+        self._region = chosen.region
         # A fused CUDA optimizer skips by itself; any other must be told by the host, which costs
         # nothing on a CPU and one wait a step on a GPU.
         self._decides_on_device = self._weights.device.type == "cuda" and bool(
             getattr(optimizer, "_step_supports_amp_scaling", False)
         )
-        self._ledger = Ledger(scheduler, patience=patience, weights=len(self._weights.all))
+        self._ledger = Ledger(
+            scheduler,
+            patience=patience,
+            weights=len(self._weights.all),
+            scaled=self._scales.value is not None,
+        )
         self._steps_begun = 0
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
@@ -164,7 +171,11 @@ class Prepared:
         if loss is not None:
             with torch.enable_grad():
                 self.backward(loss)
-        self._ledger.refuse_to_go_on()
+        try:
+            self._ledger.refuse_to_go_on()
+        except DivergedError:
+            self._buffers.restore()
+            raise
         self._refuse_changed_groups()
         present = self._weights.with_gradients()
         if not present:
@@ -270,7 +281,8 @@ class Prepared:
         _refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
         self._weights.masters.load_state_dict(state["master"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # torch keeps the tensors it is given, and another run may be using them.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self._scales.load_state_dict(state["scales"])

@@ -77,11 +77,20 @@ class Region:
     format_name: str
     emulated: bool
     device_type: str
+    reduce: str = "fp32"
+    """The format of sums, softmax and losses."""
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
         """Enter the region: hold it over a forward pass and its loss."""
-        target = format_named(self.format_name)
-        assert isinstance(target, Format)
+        if self.reduce == "fp32":
+            return self._products()
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._products())
+        stack.enter_context(RoundedReductions(_format(self.reduce)))
+        return stack
+
+    def _products(self) -> contextlib.AbstractContextManager[Any]:
+        target = _format(self.format_name)
         if self.emulated:
             return EmulatedProducts(target)
         if target.dtype in (torch.bfloat16, torch.float16):
@@ -90,22 +99,32 @@ class Region:
             return tf32_products()
         return contextlib.nullcontext()
 
-    def inside_another(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter the region within one of another format, which it replaces."""
-        if not self.emulated and self.format_name in ("bf16", "fp16"):
-            return self()
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.autocast(self.device_type, enabled=False))
-        stack.enter_context(self())
-        return stack
 
-
-class EmulatedProducts(TorchFunctionMode):
-    """Round the operands and results of every functional product to one format."""
+class RoundedReductions(TorchFunctionMode):
+    """Round what goes into and comes out of reductions, which still add in fp32."""
 
     def __init__(self, target: Format) -> None:
         super().__init__()
         self._target = target
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Round around reductions, pass on everything else."""
+        if func in _REDUCTIONS:
+            return rounded_call(func, args, kwargs or {}, self._target)
+        return func(*args, **(kwargs or {}))
+
+
+class EmulatedProducts(TorchFunctionMode):
+    """Round the operands and results of every functional product to one format.
+
+    With `widen=False` reductions stay as they are: what an optimizer expects of its own.
+    """
+
+    def __init__(self, target: Format, *, widen: bool = True) -> None:
+        super().__init__()
+        self._target, self._widen = target, widen
         self._formats = ProductFormats.of(
             Policy(forward=target.name, grad_input=target.name, grad_weight=target.name)
         )
@@ -126,12 +145,18 @@ class EmulatedProducts(TorchFunctionMode):
             return _prelu(*args, **kwargs)
         if func in _PRODUCTS and self._target is not FP32:
             return rounded_call(func, args, kwargs, self._target)
-        if func in _PRODUCTS or func in _REDUCTIONS:
+        if func in _PRODUCTS or (self._widen and func in _REDUCTIONS):
             args = tuple(_widened(a) for a in args)
             kwargs = {k: _widened(a) for k, a in kwargs.items()}
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _format(name: str) -> Format:
+    known = format_named(name)
+    assert isinstance(known, Format)
+    return known
 
 
 def _linear(

@@ -28,7 +28,7 @@ def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     if is_swapped(model):
         raise RecipeError("this model is prepared already; call release() on that first")
     device_type = torch.device(plan.hardware.device).type
-    regions = {"": Region(plan.policy.functional, plan.emulated, device_type)}
+    regions = {"": plan.region}
     for chosen in plan.modules:
         module = model.get_submodule(chosen.name)
         around = _region_around(chosen.name, regions)
@@ -53,12 +53,18 @@ def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
                         chosen.policy.functional,
                         around.emulated or chosen.how == "emulated" or widens(chosen.policy),
                         device_type,
+                        chosen.policy.reduce,
                     )
                     swap(module, InRegion, nc_region=region)
                     regions[chosen.name] = region
                 if chosen.kind == "recurrent" and chosen.policy.params != "fp32":
                     swap(module, MatchingInput)
-    return _narrow_weights(model, plan)
+    narrowed = _narrow_weights(model, plan)
+    whole = regions[""]
+    if whole != Region("fp32", False, device_type):
+        # Called outside `compute()`, to evaluate or to sample, the model is in its policy too.
+        swap(model, InRegion, nc_region=whole)
+    return narrowed
 
 
 def _region_around(name: str, regions: Mapping[str, Region]) -> Region:

@@ -1,14 +1,18 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
+import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from narrowcast.numerics import BF16
 from narrowcast.precision.master import MasterWeights, multiply, recast
 from narrowcast.precision.meter import LostUpdates
 from narrowcast.precision.modules import restore
 from narrowcast.precision.plan import Plan
+from narrowcast.precision.regions import EmulatedProducts
 from narrowcast.precision.rewrite import rewrite
 
 
@@ -25,6 +29,7 @@ class TrainedWeights:
         self._model, self._optimizer = model, optimizer
         self._narrowed: list[nn.Parameter] = []
         self.masters = MasterWeights([], [], "none")
+        self._emulated = False
         self._master_index: dict[nn.Parameter, int] = {}
 
     def narrow(self, chosen: Plan) -> None:
@@ -36,10 +41,11 @@ class TrainedWeights:
         self.masters = MasterWeights(
             [p for p, _ in narrowed if p in trained],
             [full for p, full in narrowed if p in trained],
-            chosen.policy.master,
+            chosen.policy.master or "none",
         )
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self._optimizer)
+        self._emulated = chosen.emulated and chosen.policy.master == "none"
 
     def widen(self) -> None:
         """Undo `narrow`: plain modules, fp32 weights with all digits, the optimizer on them."""
@@ -101,7 +107,7 @@ class TrainedWeights:
         told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
         if finite is not None:
             vars(self._optimizer).update(told)
-        with torch.enable_grad():
+        with torch.enable_grad(), self._optimizer_products():
             self.masters.step(self._optimizer, factors)
         if finite is not None:
             for name in told:
@@ -122,6 +128,12 @@ class TrainedWeights:
             "master": self.masters.bytes(),
             "moments": sum(map(_size, moments)),
         }
+
+    def _optimizer_products(self) -> contextlib.AbstractContextManager[Any]:
+        """An optimizer that multiplies (Adafactor) must not do so natively in bf16 either."""
+        if self._emulated and self._narrowed:
+            return EmulatedProducts(BF16, widen=False)
+        return contextlib.nullcontext()
 
     def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
         index = self._master_index.get(weight)

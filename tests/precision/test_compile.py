@@ -1,0 +1,89 @@
+"""A prepared model under `torch.compile`: the same numbers, in one graph."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.numerics import BF16, FP16
+from narrowcast.precision.regions import EmulatedProducts
+
+# torch's own tracer makes an instance of every autograd function it meets, and warns of it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+]
+IDS = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, ids):
+        x = self.norm(self.embed(ids))
+        x = self.up(F.scaled_dot_product_attention(x, x, x, is_causal=True))
+        return x @ self.embed.weight.t()
+
+
+def trained(policy, *, backend=None, steps=2, **settings):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if policy == "fp16":
+        settings = {"loss_scale": nc.LossScale(initial=256.0), **settings}
+    run = nc.prepare(model, optimizer, policy=policy, clip_norm=1.0, **settings)
+    call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    outputs = []
+    for _ in range(steps):
+        with run.compute():
+            output = call(IDS)
+            loss = F.cross_entropy(output.flatten(0, 1), IDS.flatten())
+        assert run.step(loss).applied
+        outputs.append(output.detach().float())
+    return outputs, run.full_weights()
+
+
+POLICIES = [
+    "fp32", "bf16", "fp16", "fp8-tensor", "fp8-delayed", "bf16, params=bf16, master=split",
+    "bf16; up: fp32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_traced_model_is_one_graph_with_the_numbers_of_the_eager_one(policy):
+    outputs, weights = trained(policy)
+    compiled_outputs, compiled_weights = trained(policy, backend="aot_eager")
+    assert all(map(torch.equal, outputs, compiled_outputs))
+    assert all(torch.equal(compiled_weights[name], value) for name, value in weights.items())
+
+
+def test_a_part_with_its_own_scale_is_traced_too():
+    _, weights = trained("fp16", scaled_parts=["up"])
+    _, compiled = trained("fp16", backend="aot_eager", scaled_parts=["up"])
+    assert all(torch.equal(compiled[name], value) for name, value in weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("target", [BF16, FP16], ids=lambda f: f.name)
+def test_compiled_products_are_still_rounded(target):
+    """A compiler may drop a cast there and back: then nothing would be emulated any more."""
+
+    def product(a, b):
+        return (a * 1.5) @ b + 0.25
+
+    torch._dynamo.reset()
+    a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    with EmulatedProducts(target):
+        eager = product(a, b)
+        compiled = torch.compile(product, fullgraph=True)(a, b)
+    # Sums of 64 terms in another order; a rounding is dropped if it differs by more.
+    assert (compiled - eager).norm() < 64 * 2.0**-24 * eager.norm()

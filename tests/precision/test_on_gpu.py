@@ -1,0 +1,96 @@
+"""What only a GPU can show: that emulated and hardware products agree, and that no step waits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, needs_gpu]
+
+ROWS, IN, OUT = 300, 512, 768
+# The relative error of a sum of K products in fp32 is below K · 2⁻²⁴ of the sum of magnitudes.
+FP32_SUM = 768 * 2.0**-24
+# Hopper aligns 8-bit products to the largest of a group and keeps 14 bits of each.
+FP8_SUM = 2.0**-13
+
+
+def products(policy, *, emulate):
+    """The output and three gradients of one linear layer."""
+    torch.manual_seed(0)
+    layer = nn.Linear(IN, OUT).cuda()
+    model = nn.Sequential(layer)
+    x = torch.randn(ROWS, IN, device="cuda", requires_grad=True)
+    weights = torch.randn(ROWS, OUT, device="cuda")
+    choices = nc.plan(model, policy, hardware=nc.probe(), emulate=emulate)
+    hows = {"emulated"} if emulate else {"native"}
+    assert {m.how for m in choices.modules} == hows
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy=choices)
+    with run.compute():
+        y = model(x)
+    run.backward((y.float() * weights).sum())
+    scale = run.stats().scale_history[0][1] if run.stats().scale_history else 65536.0
+    scale = scale if choices.policy.needs_loss_scale else 1.0
+    magnitudes = (
+        x.detach().abs() @ layer.weight.detach().abs().t() + 1,
+        weights.abs() @ layer.weight.detach().abs(),
+        weights.abs().t() @ x.detach().abs(),
+        weights.abs().sum(0),
+    )
+    found = (y.float(), x.grad / scale, layer.weight.grad / scale, layer.bias.grad / scale)
+    return [t.detach().float() for t in found], magnitudes
+
+
+@pytest.mark.parametrize(
+    ("policy", "spacing", "summing"),
+    [
+        ("tf32", 0.0, FP32_SUM),
+        ("bf16", 2.0**-7, FP32_SUM),
+        ("fp16", 2.0**-10, FP32_SUM),
+        ("fp8-tensor", 2.0**-7, FP8_SUM),
+        ("fp8-row", 2.0**-7, FP8_SUM),
+        ("fp8-delayed", 2.0**-7, FP8_SUM),
+    ],
+)
+def test_emulated_and_hardware_products_agree(policy, spacing, summing):
+    native, magnitudes = products(policy, emulate=None)
+    emulated, _ = products(policy, emulate=True)
+    for a, b, size in zip(native, emulated, magnitudes, strict=True):
+        # Sums may differ by their rounding, and so land on neighbouring results.
+        assert ((a - b).abs() <= spacing * b.abs() + summing * size).all()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["fp32", "bf16", "fp16", "fp8-tensor", "bf16-pure", "bf16, params=bf16, master=split"],
+)
+def test_a_step_never_waits_for_the_device_and_a_skip_moves_nothing(policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 16)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    run = nc.prepare(
+        model, optimizer, policy=policy, clip_norm=1.0, scheduler=scheduler, ema_decay=0.9
+    )
+    x, y = torch.randn(32, 64, device="cuda"), torch.randint(0, 16, (32,), device="cuda")
+    bad = torch.tensor(float("inf"), device="cuda")
+
+    def step(factor=None):
+        with run.compute():
+            loss = F.cross_entropy(model(x), y)
+        return run.step(loss if factor is None else loss * factor)
+
+    step()
+    run.settle()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outcomes = [step(), step(bad), step()]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [o.applied for o in outcomes] == [True, False, True]
+    assert [o.lr for o in outcomes] == [1e-2 * 0.5, 1e-2 * 0.25, 1e-2 * 0.25]
+    assert all(p.isfinite().all() for p in model.parameters())
+    steps = {int(state["step"]) for state in optimizer.state.values()}
+    assert steps == {3}
