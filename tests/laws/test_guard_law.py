@@ -165,6 +165,11 @@ def test_torch_itself_lets_one_bad_batch_ruin_every_weight():
     assert all(p.isnan().all() for p in model.parameters())
 
 
+def bad_steps(run, count):
+    for _ in range(count):
+        step_with(run, "input", math.nan)
+
+
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp8-delayed", "aggressive"])
 def test_weights_are_those_of_the_last_good_step_when_training_is_given_up(policy):
     run = prepared(policy, OPTIMIZERS["adamw"])
@@ -172,6 +177,5 @@ def test_weights_are_those_of_the_last_good_step_when_training_is_given_up(polic
         step_with(run, None, 0.0)
     good = {k: v.clone() for k, v in run.full_weights().items()}
     with pytest.raises(DivergedError, match="the weights are those of the last good step"):
-        for _ in range(100):
-            step_with(run, "input", math.nan)
+        bad_steps(run, 100)
     assert all(torch.equal(v, good[k]) for k, v in run.full_weights().items())

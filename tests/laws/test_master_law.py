@@ -79,7 +79,7 @@ def test_no_update_that_fp32_keeps_is_lost():
 
 
 def test_a_split_model_trains_like_one_with_an_fp32_copy_beside_it():
-    """The same weights in four bytes as in six, through bf16 products, clipping and accumulation."""
+    """The same weights in four bytes as in six, through products, clipping and accumulation."""
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
     x = torch.randn(8, 32)

@@ -67,24 +67,6 @@ def hardware_with(products: dict[str, Support], *, device: str, name: str) -> Ha
     )
 
 
-class Calls(nn.Module):
-    """A module whose forward is the given function of itself and its input."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **modules: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
-
-
-@pytest.fixture
-def calls() -> type[Calls]:
-    return Calls
-
-
 @pytest.fixture
 def mlp() -> Callable[[], nn.Module]:
     """Two linear layers with a norm between them, the same each time."""

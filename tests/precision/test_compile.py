@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.numerics import BF16, FP16
+from narrowcast.numerics import BF16, FP16, TF32
 from narrowcast.precision.regions import EmulatedProducts
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
@@ -51,10 +51,7 @@ def trained(policy, *, backend=None, steps=2, **settings):
     return outputs, run.full_weights()
 
 
-POLICIES = [
-    "fp32", "bf16", "fp16", "fp8-tensor", "fp8-delayed", "bf16, params=bf16, master=split",
-    "bf16; up: fp32",
-]  # fmt: skip
+POLICIES = ["fp32", "bf16", "fp8-delayed", "bf16, params=bf16, master=split", "bf16; up: fp32"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -73,17 +70,22 @@ def test_a_part_with_its_own_scale_is_traced_too():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("target", [BF16, FP16], ids=lambda f: f.name)
-def test_compiled_products_are_still_rounded(target):
-    """A compiler may drop a cast there and back: then nothing would be emulated any more."""
+@pytest.mark.parametrize("target", [BF16, FP16, TF32], ids=lambda f: f.name)
+def test_compiled_products_are_rounded_once_and_not_less(target):
+    """A compiler may drop a cast there and back, and its code calls products of its own."""
 
-    def product(a, b):
-        return (a * 1.5) @ b + 0.25
+    def products(a, b):
+        x = (a * 1.5) @ b + 0.25
+        x = F.scaled_dot_product_attention(x[None], b[None], b[None])
+        return F.conv1d(x, b[:, :, None])[0] + 0.25
 
     torch._dynamo.reset()
     a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     with EmulatedProducts(target):
-        eager = product(a, b)
-        compiled = torch.compile(product, fullgraph=True)(a, b)
-    # Sums of 64 terms in another order; a rounding is dropped if it differs by more.
-    assert (compiled - eager).norm() < 64 * 2.0**-24 * eager.norm()
+        eager = products(a, b)
+        compiled = torch.compile(products, fullgraph=True)(a, b)
+    plain = products(a, b)
+    effect = (eager - plain).norm()
+    # Sums in another order make a few results round the other way; a rounding too few or too many
+    # would show in all of them.
+    assert (compiled - eager).norm() < 0.1 * effect

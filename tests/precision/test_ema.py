@@ -41,13 +41,17 @@ def test_the_average_equals_torchs_over_the_applied_steps_alone(bad):
             torch.testing.assert_close(mine, theirs, rtol=12 * 2.0**-24, atol=12 * 2.0**-24)
 
 
+def fail_unless_averaged(model, before):
+    assert not torch.equal(model.weight.float(), before["weight"])
+    raise ValueError("on purpose")
+
+
 @pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split", "bf16-pure"])
 def test_the_weights_are_back_when_the_block_ends_even_by_an_error(policy):
     model, run, _ = trained(policy)
     before = {k: v.clone() for k, v in run.full_weights().items()}
     with pytest.raises(ValueError, match="on purpose"), run.averaged():
-        assert not torch.equal(model.weight.float(), before["weight"])
-        raise ValueError("on purpose")
+        fail_unless_averaged(model, before)
     assert all(torch.equal(v, before[k]) for k, v in run.full_weights().items())
 
 

@@ -194,5 +194,5 @@ def test_a_checkpoint_of_another_kind_is_refused():
     values = torch.ones(3)
     _, kept = masters(values, "split")
     _, other = masters(values, "kahan")
-    with pytest.raises(CheckpointError, match="keeps kahan master weights.*write master=kahan"):
+    with pytest.raises(CheckpointError, match=r"keeps kahan master weights.*write master=kahan"):
         kept.load_state_dict(other.state_dict())

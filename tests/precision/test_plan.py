@@ -82,8 +82,8 @@ def test_eight_bit_products_are_for_linear_layers_and_the_plan_says_so(cpu):
 
 def test_a_linear_layer_with_a_forward_of_its_own_is_not_said_to_run_in_fp8(cpu):
     class Doubled(nn.Linear):
-        def forward(self, input):
-            return F.linear(input, self.weight * 2, self.bias)
+        def forward(self, x):
+            return F.linear(x, self.weight * 2, self.bias)
 
     chosen = plan(Doubled(32, 32), "fp8-tensor", hardware=cpu).modules[0]
     assert chosen.policy.forward == "bf16"
@@ -129,7 +129,7 @@ def test_what_no_device_here_can_run_is_refused_and_not_called_native(cpu):
     products = {**cpu.products, "bf16": Support(how="impossible", reason="the driver forbids it")}
     hardware = type(cpu)(device="cpu", name="x", memory_bytes=1, products=products)
     with pytest.raises(
-        UnsupportedError, match="the driver forbids it; write precision.policy=fp32"
+        UnsupportedError, match=r"the driver forbids it; write precision\.policy=fp32"
     ):
         plan(Model(), "bf16", hardware=hardware)
 

@@ -449,8 +449,60 @@ def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(mlp):
 
 def test_sparse_gradients_are_refused():
     model = nn.Sequential(nn.Embedding(4, 4, sparse=True))
-    with pytest.raises(UnsupportedError, match="0 has sparse gradients.*write sparse=False"):
+    with pytest.raises(UnsupportedError, match=r"0 has sparse gradients.*write sparse=False"):
         nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_that_are_not_fp32_are_refused_with_what_to_call(mlp, dtype):
+    model = mlp().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"0.weight is torch.*call model.float\(\) before"):
+        nc.prepare(model, optimizer, policy="fp32")
+
+
+def test_frozen_weights_may_come_in_sixteen_bits(mlp):
+    model = mlp()
+    model[0].to(torch.bfloat16).requires_grad_(False)
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    run = nc.prepare(model, optimizer, policy="bf16")
+    assert run.step(loss_of(run)).applied
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is not supported:DeprecationWarning")
+def test_a_scripted_module_is_refused(mlp):
+    model = torch.jit.script(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="the model is a scripted module"):
+        nc.prepare(model, optimizer, policy="bf16")
+
+
+def test_a_model_called_outside_the_region_is_in_its_policy_too(mlp):
+    run = prepared(mlp(), policy="bf16-pure")
+    with run.compute(), torch.no_grad():
+        inside = run.model(X)
+    with torch.no_grad():
+        assert torch.equal(run.model(X), inside)
+
+
+def test_a_model_compiled_before_is_prepared_like_any_other(mlp):
+    plain, compiled = mlp(), mlp()
+    compiled.compile(backend="eager")
+    runs = [
+        prepared(model, policy="bf16, params=bf16, master=split") for model in (plain, compiled)
+    ]
+    for run in runs:
+        run.step(loss_of(run))
+    assert torch.equal(plain[0].weight, compiled[0].weight)
+
+
+@pytest.mark.usefixtures("guarded")
+def test_a_region_inside_torchs_own_autocast_is_not_narrowed_natively(mlp):
+    run = prepared(mlp(), policy="bf16")
+    with torch.autocast("cpu", dtype=torch.bfloat16), run.compute():
+        result = run.model(X)
+    assert result.isfinite().all()
 
 
 def test_a_model_without_weights_is_refused(mlp):

@@ -94,7 +94,7 @@ OUTPUTS = {
 
 
 def assert_is_product(actual, left, right, output, bias=0.0):
-    """Within the error of fp32 sums of the rounded operands, rounded once to the output's format."""
+    """Within the error of fp32 sums of the rounded operands, rounded to the output's format."""
     exact = left @ right + bias
     terms = np.abs(left) @ np.abs(right) + np.abs(bias)
     sums = (left.shape[-1] + 2) * 2.0**-24 * terms

@@ -1,4 +1,4 @@
-"""Every kind of module under every kind of policy: it trains, and never by a native 16-bit product."""
+"""Every kind of module under every kind of policy trains, and without native 16-bit products."""
 
 import copy
 
@@ -31,8 +31,8 @@ class OwnNorm(nn.Module):
 
 
 class Doubled(nn.Linear):
-    def forward(self, input):
-        return F.linear(input, self.weight * 2, self.bias)
+    def forward(self, x):
+        return F.linear(x, self.weight * 2, self.bias)
 
 
 class Calls(nn.Module):

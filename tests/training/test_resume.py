@@ -91,6 +91,7 @@ def language_model(policy="bf16", *, device="cpu", **settings):
     if device == "cuda":  # where attention's usual kernels differ from run to run
         words = ["model.layers=4", "model.width=512", "data.length=1024", "batch_size=8"]
     words += [f"precision.policy={policy}", "lr_schedule.warmup=2"]
+    words += [f"deterministic={str(settings['deterministic']).lower()}"]
     recipe = load_recipe("quickstart", [*words, f"steps={settings['steps']}"]).recipe
     recipe = recipe.model_copy(update={"checkpoint": CheckpointSection(**settings["checkpoint"])})
     task = build_task(recipe, device=torch.device(device))

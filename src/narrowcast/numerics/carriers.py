@@ -17,8 +17,8 @@ from narrowcast.numerics import pages
 from narrowcast.numerics.formats import Format
 
 CHUNK = 262144
-"""Elements of a piece: half a megabyte of fp32, so that a piece, its result and its scratch fit a
-second-level cache. Measured: a quarter of that pays for calls, much more pays for memory."""
+"""Elements of a piece: a megabyte of fp32, so that what each of two threads has of a piece, its
+result and its scratch fits a second-level cache. Half as many pay for calls, more for memory."""
 
 Apply = Callable[[Tensor, Tensor, Tensor], None]
 """Fills a result from a source, with a scratch to spoil; the three have one shape, none overlap."""

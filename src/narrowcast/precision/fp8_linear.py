@@ -27,9 +27,16 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
         """Multiply in this layer's formats; returns the output format's dtype."""
-        result: Tensor = _fp8_product(
-            input, self.weight, self.bias, self.nc_formats, self.nc_history
-        )
+        formats, history = self.nc_formats, self.nc_history
+        scales: tuple[Tensor, Tensor] | None = None
+        if history is not None:
+            # Here, not inside the product: only here is it known whether this is training.
+            assert isinstance(formats.forward, Format)
+            scales = (
+                history.scale(input, formats.forward, "input").view(1, 1),
+                history.scale(self.weight, formats.forward, "weight").view(1, 1),
+            )
+        result: Tensor = _fp8_product(input, self.weight, self.bias, formats, scales, history)
         return result
 
     def extra_repr(self) -> str:
@@ -49,23 +56,26 @@ class _Fp8Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         formats: ProductFormats,
+        scales: tuple[Tensor, Tensor] | None,
         history: AmaxHistory | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (rows, in)
         padded = _padded(rows)
-        x_scale = _scale(padded, formats, formats.forward, "row", history, "input")
-        weight_scale = _scale(weight, formats, formats.forward, "row", history, "weight")
+        x_scale, weight_scale = scales or (
+            _scale(padded, formats, formats.forward, "row"),
+            _scale(weight, formats, formats.forward, "row"),
+        )
         x_narrow = _narrow(padded, formats.forward, x_scale)
         weight_narrow = _narrow(weight, formats.forward, weight_scale)
         output = _product(x_narrow, x_scale, weight_narrow.t(), weight_scale.t(), formats.output)
         output = output[: rows.shape[0]]
         if bias is not None:
             output = output + bias.to(output.dtype)
-        if formats.scaling == "row":
-            # Scales run the other way in the backward products: they need the wide operands.
-            ctx.save_for_backward(padded, weight)
-        else:
+        if formats.one_rounding:
             ctx.save_for_backward(x_narrow, weight_narrow, x_scale, weight_scale)
+        else:
+            # Scales run the other way in a backward product, or it is wider.
+            ctx.save_for_backward(padded, weight)
         ctx.formats, ctx.history, ctx.has_bias = formats, history, bias is not None
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         return output.view(*x.shape[:-1], weight.shape[0])
@@ -91,15 +101,15 @@ class _Fp8Product(torch.autograd.Function):
             left = narrow.t().contiguous()
             grad_weight = _product(left, scale.t(), _columns(right), right_scale, formats.output)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0, dtype=torch.float32)
-        return grad_x, grad_weight, grad_bias, None, None
+            grad_bias = grad.sum(0, dtype=torch.float32).to(formats.output.dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 _fp8_product: Any = _Fp8Product.apply
 
 
 def _saved(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    if ctx.formats.scaling == "row":
+    if not ctx.formats.one_rounding:
         return (*ctx.saved_tensors, None, None)
     x, weight, x_scale, weight_scale = ctx.saved_tensors
     return x, weight, x_scale, weight_scale
@@ -114,7 +124,10 @@ def _gradient(
 ) -> tuple[Tensor, Tensor]:
     if not is_narrow(target.name):
         return grad.to(BF16.dtype), torch.ones((1, 1), device=grad.device)
-    scale = _scale(grad, formats, target, along, history, "grad_output")
+    if history is None:
+        scale = _scale(grad, formats, target, along)
+    else:
+        scale = history.scale(grad, target, "grad_output").view(1, 1)
     return _narrow(grad, target, scale), scale
 
 
@@ -122,28 +135,16 @@ def _beside(
     wide_or_narrow: Tensor, scale: Tensor | None, formats: ProductFormats, target: Any
 ) -> tuple[Tensor, Tensor]:
     """Return the operand beside the gradient, and its scale, for a product in `target`."""
-    if not is_narrow(target.name):
-        wide = wide_or_narrow.to(BF16.dtype)
-        if scale is not None:
-            wide = wide / scale.to(BF16.dtype)  # a power of two: exact
-        return wide, torch.ones((1, 1), device=wide.device)
     if scale is not None:
         return wide_or_narrow, scale
-    along_columns = scale_for(wide_or_narrow, formats.forward, per="column")  # type: ignore[arg-type]
-    return _narrow(wide_or_narrow, formats.forward, along_columns), along_columns
+    if not is_narrow(target.name):
+        return wide_or_narrow.to(BF16.dtype), torch.ones((1, 1), device=wide_or_narrow.device)
+    scale = _scale(wide_or_narrow, formats, formats.forward, "column")
+    return _narrow(wide_or_narrow, formats.forward, scale), scale
 
 
-def _scale(
-    x: Tensor,
-    formats: ProductFormats,
-    target: Any,
-    along: Along,
-    history: AmaxHistory | None,
-    role: str,
-) -> Tensor:
+def _scale(x: Tensor, formats: ProductFormats, target: Any, along: Along) -> Tensor:
     """Return scales as a matrix that broadcasts against `x`: (1, 1), (rows, 1) or (1, columns)."""
-    if history is not None:
-        return history.scale(x, target, role).view(1, 1)
     if formats.scaling == "row":
         return scale_for(x, target, per=along)
     return scale_for(x, target, per="tensor").view(1, 1)

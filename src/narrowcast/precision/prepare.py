@@ -8,14 +8,13 @@ learning-rate schedule move, so that it never moves on a skipped step.
 
 import contextlib
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
+from narrowcast.errors import DivergedError, RecipeError
 from narrowcast.hardware import probe
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
@@ -25,6 +24,11 @@ from narrowcast.precision.outcome import Flight, Outcome
 from narrowcast.precision.parts import find_parts, part_of, scale_parts
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.precision.policy import Policy
+from narrowcast.precision.refusals import (
+    refuse_changed_groups,
+    refuse_foreign_state,
+    refuse_what_cannot_be,
+)
 from narrowcast.precision.regions import tf32_products
 from narrowcast.precision.scaling import Scales
 from narrowcast.precision.stats import Finding, Stats
@@ -57,7 +61,7 @@ def prepare(
     globs of modules that have a further scale of their own. `meter_every=0` turns off the
     lost-update meter. `emulate` is as for `plan`, unless a plan is given.
     """
-    _refuse_what_cannot_be(model, optimizer)
+    refuse_what_cannot_be(model, optimizer)
     chosen = policy
     if not isinstance(chosen, Plan):
         hardware = probe(str(next(model.parameters()).device))
@@ -176,7 +180,7 @@ class Prepared:
         except DivergedError:
             self._buffers.restore()
             raise
-        self._refuse_changed_groups()
+        refuse_changed_groups(self.optimizer, weights=len(self._weights.all))
         present = self._weights.with_gradients()
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
@@ -278,7 +282,7 @@ class Prepared:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood; that of another run is refused and changes nothing."""
-        _refuse_foreign_state(state, mine=self.state_dict())
+        refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
         self._weights.masters.load_state_dict(state["master"])
         # torch keeps the tensors it is given, and another run may be using them.
@@ -323,20 +327,6 @@ class Prepared:
             return dict.fromkeys(weights, factor)
         return dict(zip(weights, factor.unbind(), strict=True))
 
-    def _refuse_changed_groups(self) -> None:
-        groups = self.optimizer.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self._weights.all):
-            raise RecipeError(
-                "the optimizer's parameters changed after prepare(), and those added would be "
-                "neither unscaled nor guarded; release(), change them, and prepare() again"
-            )
-        for group in groups:
-            if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
-                raise RecipeError(
-                    f"the learning rate is {group['lr']}, which would make every weight so; "
-                    "look at the learning-rate schedule"
-                )
-
     def _full_weights(self) -> list[Tensor]:
         return [self._weights.full(p) for p in self._weights.all]
 
@@ -346,54 +336,3 @@ class Prepared:
             for name, module in self.model.named_modules()
             if module.__dict__.get("nc_history") is not None
         ]
-
-
-def _refuse_foreign_state(state: dict[str, Any], *, mine: dict[str, Any]) -> None:
-    if not mine.keys() <= state.keys():
-        raise CheckpointError(
-            f"the state lacks {', '.join(sorted(mine.keys() - state.keys()))}: it is not "
-            "that of a prepared model; give what its state_dict() returned"
-        )
-    if state["policy"] != mine["policy"]:
-        raise CheckpointError(
-            f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
-            f"has {mine['policy']!r}; write the policy of the checkpoint"
-        )
-    for part in ("weights", "average", "scheduler", "scales", "amax"):
-        if _outline(state[part]) != _outline(mine[part]):
-            raise CheckpointError(
-                f"the checkpoint's {part} are of another run: another model, or other settings "
-                "of prepare(); prepare this one as that was"
-            )
-
-
-def _outline(state: Any) -> Any:
-    """Return what must agree between a saved state and the one that takes it: keys and shapes."""
-    match state:
-        case Mapping():
-            return {key: _outline(value) for key, value in state.items()}
-        case list() if state and isinstance(state[0], Tensor):
-            return [_outline(value) for value in state]
-        case Tensor():
-            return state.shape
-        case None:
-            return None
-        case _:
-            return "plain data"
-
-
-def _refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the loss inside its step, where no gradient can be guarded; "
-            "use AdamW, SGD or another optimizer whose step takes no closure"
-        )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False):
-            raise UnsupportedError(
-                f"{name} has sparse gradients, whose norm is not taken; write sparse=False"
-            )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
-    if next(model.parameters(), None) is None:
-        raise RecipeError("the model has no parameters; there is nothing to prepare")

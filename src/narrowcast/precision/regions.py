@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.numerics import FP32, Format, format_named
@@ -134,6 +135,8 @@ class EmulatedProducts(TorchFunctionMode):
     ) -> Any:
         """Emulate products, widen the arguments of reductions, pass on everything else."""
         kwargs = kwargs or {}
+        if _is_compiled(args, kwargs):
+            return func(*args, **kwargs)
         if func is F.linear:
             return _linear(*args, formats=self._formats, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -157,6 +160,20 @@ def _format(name: str) -> Format:
     known = format_named(name)
     assert isinstance(known, Format)
     return known
+
+
+def _is_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether compiled code makes this call: its products were rounded when it was traced.
+
+    The compiler runs torch's own Python, and so does what it writes, with products into `out`.
+    As under torch's autocast, what a user multiplies into `out` keeps its format as well.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    if kwargs.get("out") is not None:
+        narrow = (torch.bfloat16, torch.float16)
+        return not any(isinstance(a, Tensor) and a.dtype in narrow for a in args)
+    return TracingContext.try_get() is not None
 
 
 def _linear(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
 from narrowcast.numerics import Format, format_named
 from narrowcast.precision.fp8_linear import Fp8Linear
 from narrowcast.precision.modules import (
@@ -14,7 +13,6 @@ from narrowcast.precision.modules import (
     NarrowLinear,
     NarrowNorm,
     WideNorm,
-    is_swapped,
     swap,
 )
 from narrowcast.precision.plan import ModulePlan, Plan, is_uniform, widens
@@ -25,8 +23,6 @@ from narrowcast.precision.regions import Region
 
 def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value."""
-    if is_swapped(model):
-        raise RecipeError("this model is prepared already; call release() on that first")
     device_type = torch.device(plan.hardware.device).type
     regions = {"": plan.region}
     for chosen in plan.modules:

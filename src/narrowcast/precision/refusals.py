@@ -1,0 +1,93 @@
+"""What `prepare`, a step and a resume refuse, each with what to do instead."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.precision.modules import is_swapped
+
+
+def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model or an optimizer that cannot be prepared."""
+    if is_swapped(model):
+        raise RecipeError("this model is prepared already; call release() on that first")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the loss inside its step, where no gradient can be guarded; "
+            "use AdamW, SGD or another optimizer whose step takes no closure"
+        )
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.dtype != torch.float32:
+            raise UnsupportedError(
+                f"{name} is {weight.dtype}; weights are taken in fp32 and kept as the policy's "
+                "`params` says, so call model.float() before prepare()"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{name or 'the model'} is a scripted module, which cannot be rewritten; prepare "
+                "the plain one, and use torch.compile"
+            )
+        if getattr(module, "sparse", False):
+            raise UnsupportedError(
+                f"{name} has sparse gradients, whose norm is not taken; write sparse=False"
+            )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
+    if next(model.parameters(), None) is None:
+        raise RecipeError("the model has no parameters; there is nothing to prepare")
+
+
+def refuse_changed_groups(optimizer: torch.optim.Optimizer, *, weights: int) -> None:
+    """Refuse a step whose optimizer was given other weights since, or no finite learning rate."""
+    groups = optimizer.param_groups
+    if sum(len(group["params"]) for group in groups) != weights:
+        raise RecipeError(
+            "the optimizer's parameters changed after prepare(), and those added would be "
+            "neither unscaled nor guarded; release(), change them, and prepare() again"
+        )
+    for group in groups:
+        if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
+            raise RecipeError(
+                f"the learning rate is {group['lr']}, which would make every weight so; "
+                "look at the learning-rate schedule"
+            )
+
+
+def refuse_foreign_state(state: dict[str, Any], *, mine: dict[str, Any]) -> None:
+    """Refuse a saved state that is not of a run prepared as this one is."""
+    if not mine.keys() <= state.keys():
+        raise CheckpointError(
+            f"the state lacks {', '.join(sorted(mine.keys() - state.keys()))}: it is not "
+            "that of a prepared model; give what its state_dict() returned"
+        )
+    if state["policy"] != mine["policy"]:
+        raise CheckpointError(
+            f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
+            f"has {mine['policy']!r}; write the policy of the checkpoint"
+        )
+    for part in ("weights", "average", "scheduler", "scales", "amax"):
+        if _outline(state[part]) != _outline(mine[part]):
+            raise CheckpointError(
+                f"the checkpoint's {part} are of another run: another model, or other settings "
+                "of prepare(); prepare this one as that was"
+            )
+
+
+def _outline(state: Any) -> Any:
+    """Return what must agree between a saved state and the one that takes it: keys and shapes."""
+    match state:
+        case Mapping():
+            return {key: _outline(value) for key, value in state.items()}
+        case list() if state and isinstance(state[0], Tensor):
+            return [_outline(value) for value in state]
+        case Tensor():
+            return state.shape
+        case None:
+            return None
+        case _:
+            return "plain data"
