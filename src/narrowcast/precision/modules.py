@@ -45,6 +45,8 @@ class InRegion(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module inside its own region."""
+        if not torch.compiler.is_compiling() and self.nc_region.is_entered:
+            return super().forward(*args, **kwargs)  # twice would only cost time
         if self.nc_region.format_name == "fp32" and not self.nc_region.emulated:
             args, kwargs = _cast_floats((args, kwargs), torch.float32)
         # The region replaces the one around it, which may be a native one.

@@ -6,9 +6,10 @@ add them in fp32. A tensor keeps its dtype on the way: fp32 values lie on the fo
 model runs unchanged, and no native 16-bit product is ever asked of a CPU that lacks it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from narrowcast.numerics import (
 )
 from narrowcast.numerics.carriers import CHUNK
 from narrowcast.precision.policy import Policy
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 Along = Literal["row", "column"]
 """Which way an operand is summed in a product, and so which way its scales run."""
@@ -126,8 +129,22 @@ def linear_product(
     return result
 
 
+def _unseen(method: _Method) -> _Method:
+    """Let what a method calls pass by function modes, each of which would look at every call."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(*args)
+        with torch._C.DisableTorchFunction():
+            return method(*args)
+
+    return cast(_Method, run)
+
+
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
+    @_unseen
     def forward(
         ctx: Any,
         x: Tensor,
@@ -165,8 +182,16 @@ class _LinearProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        formats: ProductFormats = ctx.formats
+        # Activation checkpointing runs the forward pass again for these, in its region.
         x, weight = ctx.saved_tensors
+        return _LinearProduct.gradients(ctx, grad_output, x, weight)
+
+    @staticmethod
+    @_unseen
+    def gradients(
+        ctx: Any, grad_output: Tensor, x: Tensor, weight: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        formats: ProductFormats = ctx.formats
         grad = grad_output.reshape(-1, grad_output.shape[-1]).float()  # (rows, out)
         # What comes back has the format of what went out.
         grad = _rounded(grad, formats.output)
@@ -224,11 +249,13 @@ class _RoundOperand(torch.autograd.Function):
     """Round on the way in; on the way back round the gradient this operand receives."""
 
     @staticmethod
+    @_unseen
     def forward(ctx: Any, x: Tensor, target: Format) -> Tensor:
         ctx.target, ctx.dtype = target, x.dtype
         return _rounded(x.float(), target)
 
     @staticmethod
+    @_unseen
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _rounded(grad, _returned(ctx.target)).to(ctx.dtype), None
 
@@ -237,11 +264,13 @@ class _RoundResult(torch.autograd.Function):
     """Round on the way out; on the way back round the gradient that enters the product."""
 
     @staticmethod
+    @_unseen
     def forward(ctx: Any, x: Tensor, target: Format, carrier: torch.dtype) -> Tensor:
         ctx.target = target
         return _in_carrier(x, _returned(target), carrier)
 
     @staticmethod
+    @_unseen
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _rounded(grad.float(), ctx.target), None, None
 

@@ -90,6 +90,17 @@ class Region:
         stack.enter_context(RoundedReductions(_format(self.reduce)))
         return stack
 
+    @property
+    def is_entered(self) -> bool:
+        """True where the innermost region around the caller is this one, emulated."""
+        mode = torch.overrides._get_current_function_mode()
+        return (
+            self.emulated
+            and self.reduce == "fp32"
+            and isinstance(mode, EmulatedProducts)
+            and mode.is_of(_format(self.format_name))
+        )
+
     def _products(self) -> contextlib.AbstractContextManager[Any]:
         target = _format(self.format_name)
         if self.emulated:
@@ -129,6 +140,10 @@ class EmulatedProducts(TorchFunctionMode):
         self._formats = ProductFormats.of(
             Policy(forward=target.name, grad_input=target.name, grad_weight=target.name)
         )
+
+    def is_of(self, target: Format) -> bool:
+        """Say whether this is a model's region of a format."""
+        return self._target is target and self._widen
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
