@@ -44,7 +44,7 @@ unit: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu"
 
 docs: install-dev
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: install-dev
 	$(BIN)/python benchmarks/engine.py

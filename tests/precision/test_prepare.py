@@ -544,3 +544,20 @@ def test_gradients_that_fp16_flushes_are_rescued_by_the_scale():
     torch.manual_seed(0)
     assert moved(2.0**16)
     assert not moved(1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_norm": 0.0}, "a norm above 0"),
+        ({"clip_norm": math.nan}, "a norm above 0"),
+        ({"clip_norm": -1.0}, "a norm above 0"),
+        ({"ema_decay": 1.0}, "from 0 to below 1"),
+        ({"patience": 0}, "write 1 or more"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(mlp, settings, message):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RecipeError, match=message):
+        nc.prepare(model, optimizer, policy="fp32", **settings)

@@ -27,6 +27,7 @@ from narrowcast.precision.policy import Policy
 from narrowcast.precision.refusals import (
     refuse_changed_groups,
     refuse_foreign_state,
+    refuse_senseless,
     refuse_what_cannot_be,
 )
 from narrowcast.precision.regions import tf32_products
@@ -62,6 +63,7 @@ def prepare(
     lost-update meter. `emulate` is as for `plan`, unless a plan is given.
     """
     refuse_what_cannot_be(model, optimizer)
+    refuse_senseless(clip_norm=clip_norm, ema_decay=ema_decay, patience=patience)
     chosen = policy
     if not isinstance(chosen, Plan):
         hardware = probe(str(next(model.parameters()).device))

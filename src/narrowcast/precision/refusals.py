@@ -42,6 +42,22 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         raise RecipeError("the model has no parameters; there is nothing to prepare")
 
 
+def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patience: int) -> None:
+    """Refuse settings of `prepare` that mean nothing."""
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise RecipeError(
+            f"clip_norm={clip_norm:g}: gradients are clipped to a norm above 0; "
+            "write such a number, or None for no clipping"
+        )
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise RecipeError(
+            f"ema_decay={ema_decay:g}: the average keeps a share of itself from 0 to below 1; "
+            "write 0.999, or None for no average"
+        )
+    if patience < 1:
+        raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
+
+
 def refuse_changed_groups(optimizer: torch.optim.Optimizer, *, weights: int) -> None:
     """Refuse a step whose optimizer was given other weights since, or no finite learning rate."""
     groups = optimizer.param_groups
