@@ -66,7 +66,7 @@ def test_the_reason_says_what_was_decided_and_why(cpu, policy, name, reason):
     assert rows(plan(Model(), policy, hardware=cpu))[name].reason.startswith(reason)
 
 
-def test_the_issues_own_example_of_a_reason_is_given(h200):
+def test_a_shape_that_is_no_multiple_of_sixteen_is_kept_in_bf16_and_says_so(h200):
     with torch.device("meta"):
         head = nn.Linear(768, 50257)
     chosen = plan(head, "fp8-tensor", hardware=h200).modules[0]
