@@ -9,7 +9,7 @@ import pytest
 from narrowcast.cli.entry import exit_code_of
 from narrowcast.cli.entry import narrowcast as group
 from narrowcast.config.shipped import recipe_files
-from narrowcast.workloads import load_recipe
+from narrowcast.workloads import WORKLOADS, load_recipe
 
 
 def test_the_python_of_a_page_runs_and_prints_what_is_shown(docs, runnable, tmp_path, monkeypatch):
@@ -36,7 +36,7 @@ def test_a_recipe_that_is_shown_is_a_recipe(docs, page, tmp_path):
     for language, body, _ in docs.blocks(page):
         if language == "yaml":
             (tmp_path / "shown.yaml").write_text(body, encoding="utf-8")
-            load_recipe(tmp_path / "shown.yaml")
+            assert load_recipe(tmp_path / "shown.yaml").recipe.workload in WORKLOADS
 
 
 def test_every_command_that_is_shown_can_be_typed(docs, page):

@@ -170,13 +170,19 @@ def test_dropout_drops_as_much_as_torchs_and_only_in_training():
     assert not (whole == 0).any()
 
 
-def test_static_keys_are_refused_rather_than_ignored():
+@pytest.mark.parametrize("add_zero_attn", [False, True])
+@pytest.mark.parametrize("given", [("static_k",), ("static_v",), ("static_k", "static_v")])
+def test_static_keys_and_values_take_the_place_of_projected_ones_as_in_torch(given, add_zero_attn):
     x = make(0, TARGET, BATCH, WIDTH)
-    with pytest.raises(NotImplementedError, match="static_k and static_v are not emulated"):
-        multi_head_attention(
-            x, x, x, WIDTH, HEADS, make(1, 3 * WIDTH, WIDTH), None, None, None, False, 0.0,
-            make(2, WIDTH, WIDTH), None, static_k=x,
-        )  # fmt: skip
+    statics = {name: make(i, BATCH * HEADS, SOURCE, WIDTH // HEADS) for i, name in enumerate(given)}
+    arguments = (
+        x, x, x, WIDTH, HEADS, make(1, 3 * WIDTH, WIDTH), make(3, 3 * WIDTH), None, None,
+        add_zero_attn, 0.0, make(2, WIDTH, WIDTH), make(4, WIDTH),
+    )  # fmt: skip
+    expected = F.multi_head_attention_forward(*arguments, **statics)
+    found = multi_head_attention(*arguments, **statics)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
 
 
 @pytest.mark.usefixtures("guarded")

@@ -8,9 +8,9 @@ from torch import nn
 
 from narrowcast.precision.fp8_linear import Fp8Linear
 from narrowcast.precision.modules import NarrowLinear, swap
+from narrowcast.precision.operands import AmaxHistory, ProductFormats
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.presets import PRESETS
-from narrowcast.precision.products import AmaxHistory, ProductFormats
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POLICIES = {

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from narrowcast.numerics import BF16, FP16, FP32, TF32
+from narrowcast.precision.operands import AmaxHistory, ProductFormats
 from narrowcast.precision.policy import Policy
-from narrowcast.precision.products import AmaxHistory, ProductFormats, linear_product, rounded_call
+from narrowcast.precision.products import linear_product, rounded_call
 
 ROWS, IN, OUT = 32, 64, 32
 pytestmark = pytest.mark.usefixtures("guarded")

@@ -15,6 +15,7 @@ from narrowcast.numerics.formats import (
     BlockFormat,
     Format,
     format_named,
+    plain_format,
 )
 from narrowcast.numerics.losses import CastLoss, cast_counts, cast_loss
 from narrowcast.numerics.rounding import cast, round_blocks, round_stochastic, round_to
@@ -39,6 +40,7 @@ __all__ = [
     "cast_counts",
     "cast_loss",
     "format_named",
+    "plain_format",
     "quantize",
     "round_blocks",
     "round_stochastic",

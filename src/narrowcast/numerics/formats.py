@@ -181,3 +181,10 @@ def format_named(name: str) -> Format | BlockFormat:
     close = difflib.get_close_matches(name.lower(), FORMATS, n=1)
     hint = f"did you mean {close[0]}" if close else f"write one of {', '.join(FORMATS)}"
     raise RecipeError(f"{name}: no such format; {hint}")
+
+
+def plain_format(name: str) -> Format:
+    """Return a format of single values by its name; a block format is our own mistake."""
+    known = format_named(name)
+    assert isinstance(known, Format), f"{name} is a block format"
+    return known

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from narrowcast.errors import UnsupportedError
 from narrowcast.numerics.carriers import (
     SINGLE,
+    Apply,
+    Carrier,
     carrier_of,
     goes_in_pieces,
     holds_all_of,
@@ -46,8 +48,7 @@ def round_to(x: Tensor, target: Format, *, saturate: bool = False) -> Tensor:
             return x.detach().to(target.dtype).to(x.dtype)
         method, scratch = by_casting(target, limit=limit), target.dtype
     elif carrier.exponent_bits > target.exponent_bits:
-        rounding = by_adding if torch.compiler.is_compiling() else by_steps
-        method, scratch = rounding(target, carrier, limit=limit), carrier.int_dtype
+        method, scratch = _by_arithmetic(target, carrier, limit=limit), carrier.int_dtype
     else:
         method, scratch = by_bits(target, carrier, limit=limit), carrier.float_dtype
     return in_pieces(x, method, scratch=scratch, dtype=x.dtype)
@@ -89,8 +90,7 @@ def cast(x: Tensor, target: Format, *, saturate: bool) -> Tensor:
     if target.has_infinity and not saturate:
         return x.detach().to(target.dtype)
     if not saturate:
-        rounding = by_adding if torch.compiler.is_compiling() else by_steps
-        method = rounding(target, SINGLE, limit=None)
+        method = _by_arithmetic(target, SINGLE, limit=None)
         return in_pieces(x, method, scratch=SINGLE.int_dtype, dtype=target.dtype)
 
     def clamp(source: Tensor, result: Tensor, _: Tensor) -> None:
@@ -124,6 +124,12 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 
 def _limit(x: Tensor, target: Format, *, saturate: bool) -> float | None:
     return largest_shared(target, x.dtype) if saturate or target.always_saturates else None
+
+
+def _by_arithmetic(target: Format, carrier: Carrier, *, limit: float | None) -> Apply:
+    """Return the faster of two exact methods; a compiler may make the one that divides inexact."""
+    method = by_adding if torch.compiler.is_compiling() else by_steps
+    return method(target, carrier, limit=limit)
 
 
 def _casts_faster(x: Tensor, target: Format) -> bool:

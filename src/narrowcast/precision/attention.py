@@ -40,10 +40,6 @@ def multi_head_attention(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what `F.multi_head_attention_forward` returns for the same arguments."""
-    if static_k is not None or static_v is not None:
-        raise NotImplementedError(
-            "static_k and static_v are not emulated; project inside the module"
-        )
     batched = query.dim() == 3
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -64,10 +60,12 @@ def multi_head_attention(
         k = torch.cat([k, bias_k.expand(1, k.shape[1], -1).to(k.dtype)])
         v = torch.cat([v, bias_v.expand(1, v.shape[1], -1).to(v.dtype)])
         added += 1
-    if add_zero_attn:
-        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-        added += 1
     q, k, v = (_split_heads(x, num_heads) for x in (q, k, v))  # (batch, heads, length, width/heads)
+    k = k if static_k is None else static_k.unflatten(0, (-1, num_heads))
+    v = v if static_v is None else static_v.unflatten(0, (-1, num_heads))
+    if add_zero_attn:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        added += 1
     # Masks count the keys that were given; those added above are always seen.
     needs_causal = is_causal and attn_mask is None
     if needs_causal:

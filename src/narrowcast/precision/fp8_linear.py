@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowcast.numerics import BF16, Format, cast, scale_for
-from narrowcast.precision.products import Along, AmaxHistory, ProductFormats, is_narrow
+from narrowcast.precision.operands import Along, AmaxHistory, ProductFormats, is_narrow
 
 # cuBLAS asks it of every dimension, the summed one included.
 _MULTIPLE = 16

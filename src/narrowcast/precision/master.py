@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError
-from narrowcast.numerics import FP16, Format, format_named, round_stochastic, round_to
+from narrowcast.numerics import BF16, FP16, FP32, Format, round_stochastic, round_to
 from narrowcast.precision.policy import Master
 
 BUCKET = 2**25
@@ -245,14 +245,8 @@ def _nearest(full: Tensor, target: Format) -> Tensor:
 
 
 def _storage_format(parameters: Sequence[nn.Parameter]) -> Format:
-    for name in ("bf16", "fp16"):
-        known = format_named(name)
-        assert isinstance(known, Format)
-        if parameters and parameters[0].dtype == known.dtype:
-            return known
-    known = format_named("fp32")
-    assert isinstance(known, Format)
-    return known
+    dtype = parameters[0].dtype if parameters else FP32.dtype
+    return next(known for known in (BF16, FP16, FP32) if known.dtype == dtype)
 
 
 def recast(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.precision.products import AmaxHistory, ProductFormats, linear_product
+from narrowcast.precision.operands import AmaxHistory, ProductFormats
+from narrowcast.precision.products import linear_product
 from narrowcast.precision.regions import Region
 
 

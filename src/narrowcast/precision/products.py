@@ -8,103 +8,24 @@ model runs unchanged, and no native 16-bit product is ever asked of a CPU that l
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowcast.numerics import (
-    BF16,
-    FP16,
-    FP32,
-    TF32,
-    BlockFormat,
-    Format,
-    format_named,
-    quantize,
-    round_blocks,
-    round_to,
-    scale_for,
-)
+from narrowcast.numerics import FP32, TF32, Format
 from narrowcast.numerics.carriers import CHUNK
-from narrowcast.precision.policy import Policy
+from narrowcast.precision.operands import (
+    AmaxHistory,
+    ProductFormats,
+    is_delayed,
+    is_narrow,
+    operand,
+    rounded,
+)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-Along = Literal["row", "column"]
-"""Which way an operand is summed in a product, and so which way its scales run."""
-
-
-@dataclass(frozen=True)
-class ProductFormats:
-    """The formats of one module's three products and of what they return."""
-
-    forward: Format | BlockFormat
-    grad_input: Format | BlockFormat
-    grad_weight: Format | BlockFormat
-    output: Format
-    scaling: str
-
-    @classmethod
-    def of(cls, policy: Policy) -> "ProductFormats":
-        """Return the formats a policy without exceptions asks for."""
-        output = format_named(policy.output_format)
-        assert isinstance(output, Format)
-        return cls(
-            forward=format_named(policy.forward),
-            grad_input=format_named(policy.grad_input),
-            grad_weight=format_named(policy.grad_weight),
-            output=output,
-            scaling=policy.scaling,
-        )
-
-    @property
-    def one_rounding(self) -> bool:
-        """True where each tensor is rounded once for all products it takes part in."""
-        backward = {self.grad_input.name, self.grad_weight.name}
-        narrow = {name for name in backward if is_narrow(name)}
-        # Beside an 8-bit gradient the other operand keeps its rounding only if that has 8 bits too.
-        beside = is_narrow(self.forward.name) and len(backward) == 1 and narrow == backward
-        same = backward == {self.forward.name} or beside
-        blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
-        return same and not blocks and self.scaling != "row"
-
-    def other_operand(self, product: Format | BlockFormat) -> Format | BlockFormat:
-        """Return the format of the operand beside the gradient in a backward product.
-
-        Beside an 8-bit gradient the input or weight keeps its own 8-bit format (e5m2 · e4m3); in a
-        wider product both operands have that format.
-        """
-        narrow = is_narrow(product.name) and is_narrow(self.forward.name)
-        return self.forward if narrow else product
-
-
-class AmaxHistory:
-    """The largest magnitudes of a module's operands over the last calls, for delayed scaling."""
-
-    ROLES = ("input", "weight", "grad_output")
-    LENGTH = 16
-
-    def __init__(self, device: torch.device) -> None:
-        self.amax = torch.zeros(len(self.ROLES), self.LENGTH, device=device)
-
-    def scale(self, x: Tensor, target: Format, role: str) -> Tensor:
-        """Return the scale that past values of this role ask for, and remember this one's amax.
-
-        The first call has no past and takes its own amax.
-        """
-        if x.numel() == 0:
-            return scale_for(x, target)
-        row = self.amax[self.ROLES.index(role)]
-        amax = x.detach().abs().amax().float()
-        past = row.max()
-        scale = scale_for(torch.where(past > 0, past, amax), target)
-        if torch.is_grad_enabled() or role == "grad_output":
-            finite = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
-            row.copy_(torch.cat([finite[None], row[:-1]]))
-        return scale
 
 
 def linear_product(
@@ -117,7 +38,7 @@ def linear_product(
 ) -> Tensor:
     """Return input · weightᵀ + bias, with each of the three products in its own format."""
     scales: tuple[Tensor, Tensor] | None = None
-    if history is not None and _is_delayed(formats.forward):
+    if history is not None and is_delayed(formats.forward):
         assert isinstance(formats.forward, Format)
         scales = (
             history.scale(x, formats.forward, "input"),
@@ -157,11 +78,11 @@ class _LinearProduct(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1]).float()  # (rows, in)
         wide_weight = weight.float()  # (out, in)
         x_scale, weight_scale = scales if scales is not None else (None, None)
-        x_narrow = _operand(rows, formats.forward, "row", formats.scaling, x_scale)
-        weight_narrow = _operand(wide_weight, formats.forward, "row", formats.scaling, weight_scale)
+        x_narrow = operand(rows, formats.forward, "row", formats.scaling, x_scale)
+        weight_narrow = operand(wide_weight, formats.forward, "row", formats.scaling, weight_scale)
         # The aten overloads are below the function mode that would round these operands again.
         transposed = weight_narrow.t()
-        rounded_bias = None if bias is None else _rounded(bias.float(), formats.output)
+        rounded_bias = None if bias is None else rounded(bias.float(), formats.output)
         if rounded_bias is None:
             output = torch.ops.aten.mm.default(x_narrow, transposed)
         elif is_narrow(formats.forward.name):
@@ -177,7 +98,7 @@ class _LinearProduct(torch.autograd.Function):
         ctx.formats, ctx.history = formats, history
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
         output = output.view(*x.shape[:-1], weight.shape[0])
-        return _in_carrier(output, formats.output, x.dtype, rounded=_rounded_fresh)
+        return _in_carrier(output, formats.output, x.dtype, rounding=_rounded_fresh)
 
     @staticmethod
     @once_differentiable
@@ -194,35 +115,35 @@ class _LinearProduct(torch.autograd.Function):
         formats: ProductFormats = ctx.formats
         grad = grad_output.reshape(-1, grad_output.shape[-1]).float()  # (rows, out)
         # What comes back has the format of what went out.
-        grad = _rounded(grad, formats.output)
+        grad = rounded(grad, formats.output)
         grad_x = grad_weight = grad_bias = None
         scale = None
-        if ctx.history is not None and _is_delayed(formats.grad_input):
+        if ctx.history is not None and is_delayed(formats.grad_input):
             scale = ctx.history.scale(grad, formats.grad_input, "grad_output")
         narrow = None
         if ctx.needs_input_grad[0]:
             narrow = grad
             if formats.grad_input is not formats.output:
-                narrow = _operand(grad, formats.grad_input, "row", formats.scaling, scale)
+                narrow = operand(grad, formats.grad_input, "row", formats.scaling, scale)
             beside = weight
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_input)
-                beside = _operand(weight, other, "column", formats.scaling, None)
+                beside = operand(weight, other, "column", formats.scaling, None)
             grad_x = _rounded_fresh(torch.ops.aten.mm.default(narrow, beside), formats.output)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             if formats.grad_weight != formats.grad_input:
                 scale = None  # the history is for the other product's format
             if narrow is None or not formats.one_rounding:
-                narrow = _operand(grad, formats.grad_weight, "column", formats.scaling, scale)
+                narrow = operand(grad, formats.grad_weight, "column", formats.scaling, scale)
             beside = x
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_weight)
-                beside = _operand(x, other, "column", formats.scaling, None)
+                beside = operand(x, other, "column", formats.scaling, None)
             grad_weight = torch.ops.aten.mm.default(narrow.t(), beside)
             grad_weight = _rounded_fresh(grad_weight, formats.output)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = _rounded(grad.sum(0), formats.output)
+            grad_bias = rounded(grad.sum(0), formats.output)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -252,12 +173,12 @@ class _RoundOperand(torch.autograd.Function):
     @_unseen
     def forward(ctx: Any, x: Tensor, target: Format) -> Tensor:
         ctx.target, ctx.dtype = target, x.dtype
-        return _rounded(x.float(), target)
+        return rounded(x.float(), target)
 
     @staticmethod
     @_unseen
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _rounded(grad, _returned(ctx.target)).to(ctx.dtype), None
+        return rounded(grad, _returned(ctx.target)).to(ctx.dtype), None
 
 
 class _RoundResult(torch.autograd.Function):
@@ -272,7 +193,7 @@ class _RoundResult(torch.autograd.Function):
     @staticmethod
     @_unseen
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _rounded(grad.float(), ctx.target), None, None
+        return rounded(grad.float(), ctx.target), None, None
 
 
 # `apply` has no types in torch.
@@ -286,32 +207,12 @@ def _returned(target: Format) -> Format:
     return FP32 if target is TF32 else target
 
 
-def _operand(
-    x: Tensor, target: Format | BlockFormat, along: Along, scaling: str, scale: Tensor | None
-) -> Tensor:
-    if isinstance(target, BlockFormat):
-        # Blocks run along the dimension that is summed.
-        return round_blocks(x, target) if along == "row" else round_blocks(x.t(), target).t()
-    if not is_narrow(target.name):
-        return _rounded(x, target)
-    if scale is not None:
-        # Beyond what the past foretold a value saturates; what is not finite stays so (· 0 is NaN).
-        scaled = x * scale
-        return round_to(scaled, target, saturate=True).add_(scaled, alpha=0.0).div_(scale)
-    per: Literal["row", "column", "tensor"] = along if scaling == "row" else "tensor"
-    return quantize(x, target, per=per)
-
-
-def _rounded(x: Tensor, target: Format) -> Tensor:
-    return x if target is FP32 else round_to(x, target)
-
-
 def _rounded_fresh(x: Tensor, target: Format) -> Tensor:
     """Round a tensor that nobody else holds: in place where that is faster, which is on a CPU."""
     sixteen_bits = target.dtype in (torch.bfloat16, torch.float16)
     eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
     if not (sixteen_bits and eager_cpu and x.is_contiguous()):
-        return _rounded(x, target)
+        return rounded(x, target)
     assert target.dtype is not None
     for piece in x.view(-1).split(CHUNK):  # stays in the cache between the two casts
         piece.copy_(piece.to(target.dtype))
@@ -323,23 +224,13 @@ def _in_carrier(
     target: Format,
     carrier: torch.dtype,
     *,
-    rounded: Callable[[Tensor, Format], Tensor] = _rounded,
+    rounding: Callable[[Tensor, Format], Tensor] = rounded,
 ) -> Tensor:
     """Round fp32 values; hand them on in the stream's dtype where it is the format's own."""
     if carrier == target.dtype and target is not FP32:
         # Compilers drop a cast whose result is widened again; what is rounded first stays rounded.
-        return (_rounded(x, target) if torch.compiler.is_compiling() else x).to(carrier)
-    return rounded(x, target)
-
-
-def _is_delayed(target: Format | BlockFormat) -> bool:
-    """Say whether a scale from the past is of use: a block has its own, 16 bits need none."""
-    return isinstance(target, Format) and is_narrow(target.name)
-
-
-def is_narrow(name: str) -> bool:
-    """Say whether operands of this format need scales."""
-    return name not in (FP32.name, TF32.name, BF16.name, FP16.name)
+        return (rounded(x, target) if torch.compiler.is_compiling() else x).to(carrier)
+    return rounding(x, target)
 
 
 def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:

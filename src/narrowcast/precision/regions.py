@@ -17,10 +17,11 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.overrides import TorchFunctionMode
 
-from narrowcast.numerics import FP32, Format, format_named
+from narrowcast.numerics import FP32, Format, plain_format
 from narrowcast.precision.attention import multi_head_attention
+from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.policy import Policy
-from narrowcast.precision.products import ProductFormats, linear_product, rounded_call
+from narrowcast.precision.products import linear_product, rounded_call
 
 # The functions torch's autocast runs in 16 bits, as a function mode sees them: each is a product
 # of its floating-point arguments.
@@ -87,7 +88,7 @@ class Region:
             return self._products()
         stack = contextlib.ExitStack()
         stack.enter_context(self._products())
-        stack.enter_context(RoundedReductions(_format(self.reduce)))
+        stack.enter_context(RoundedReductions(plain_format(self.reduce)))
         return stack
 
     @property
@@ -98,11 +99,11 @@ class Region:
             self.emulated
             and self.reduce == "fp32"
             and isinstance(mode, EmulatedProducts)
-            and mode.is_of(_format(self.format_name))
+            and mode.is_of(plain_format(self.format_name))
         )
 
     def _products(self) -> contextlib.AbstractContextManager[Any]:
-        target = _format(self.format_name)
+        target = plain_format(self.format_name)
         if self.emulated:
             return EmulatedProducts(target)
         if target.dtype in (torch.bfloat16, torch.float16):
@@ -169,12 +170,6 @@ class EmulatedProducts(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _format(name: str) -> Format:
-    known = format_named(name)
-    assert isinstance(known, Format)
-    return known
 
 
 def _is_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from narrowcast.numerics import Format, format_named
+from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8_linear import Fp8Linear
 from narrowcast.precision.modules import (
     InRegion,
@@ -15,9 +15,9 @@ from narrowcast.precision.modules import (
     WideNorm,
     swap,
 )
+from narrowcast.precision.operands import AmaxHistory, ProductFormats
 from narrowcast.precision.plan import ModulePlan, Plan, is_uniform, widens
 from narrowcast.precision.policy import Policy
-from narrowcast.precision.products import AmaxHistory, ProductFormats
 from narrowcast.precision.regions import Region
 
 
@@ -115,7 +115,6 @@ def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Te
 
 
 def _dtype(name: str) -> torch.dtype:
-    known = format_named(name)
-    assert isinstance(known, Format)
-    assert known.dtype is not None
-    return known.dtype
+    dtype = plain_format(name).dtype
+    assert dtype is not None
+    return dtype

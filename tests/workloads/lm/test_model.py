@@ -205,7 +205,7 @@ def loss_and_gradients(model, run):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def compare_compiled(model, *, backend):
+def assert_compiled_equals_eager(model, *, backend):
     eager = loss_and_gradients(model, model)
     compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=backend))
     for expected, result in zip(eager, compiled, strict=True):
@@ -216,7 +216,7 @@ def compare_compiled(model, *, backend):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_traced_as_one_graph_it_computes_the_same_loss_and_gradients(kind):
-    compare_compiled(gpt(kind), backend="aot_eager")
+    assert_compiled_equals_eager(gpt(kind), backend="aot_eager")
 
 
 # torch 2.13's inductor imports a module of its own that torch itself calls deprecated.
@@ -225,4 +225,4 @@ def test_traced_as_one_graph_it_computes_the_same_loss_and_gradients(kind):
 def test_compiled_it_computes_the_same_loss_and_gradients():
     settings = LmModel(layers=1, width=32, heads=2, kv_heads=1, mlp="swiglu")
     model = build_gpt(settings, vocab=VOCAB, length=LENGTH, seed=0, device=CPU)
-    compare_compiled(model, backend="inductor")
+    assert_compiled_equals_eager(model, backend="inductor")

@@ -1,0 +1,126 @@
+"""The formats of a module's products, and how an operand is brought into one of them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowcast.numerics import (
+    BF16,
+    FP16,
+    FP32,
+    TF32,
+    BlockFormat,
+    Format,
+    format_named,
+    plain_format,
+    quantize,
+    round_blocks,
+    round_to,
+    scale_for,
+)
+from narrowcast.precision.policy import Policy
+
+Along = Literal["row", "column"]
+"""Which way an operand is summed in a product, and so which way its scales run."""
+
+
+@dataclass(frozen=True)
+class ProductFormats:
+    """The formats of one module's three products and of what they return."""
+
+    forward: Format | BlockFormat
+    grad_input: Format | BlockFormat
+    grad_weight: Format | BlockFormat
+    output: Format
+    scaling: str
+
+    @classmethod
+    def of(cls, policy: Policy) -> "ProductFormats":
+        """Return the formats a policy without exceptions asks for."""
+        return cls(
+            forward=format_named(policy.forward),
+            grad_input=format_named(policy.grad_input),
+            grad_weight=format_named(policy.grad_weight),
+            output=plain_format(policy.output_format),
+            scaling=policy.scaling,
+        )
+
+    @property
+    def one_rounding(self) -> bool:
+        """True where each tensor is rounded once for all products it takes part in."""
+        backward = {self.grad_input.name, self.grad_weight.name}
+        narrow = {name for name in backward if is_narrow(name)}
+        # Beside an 8-bit gradient the other operand keeps its rounding only if that has 8 bits too.
+        beside = is_narrow(self.forward.name) and len(backward) == 1 and narrow == backward
+        same = backward == {self.forward.name} or beside
+        blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
+        return same and not blocks and self.scaling != "row"
+
+    def other_operand(self, product: Format | BlockFormat) -> Format | BlockFormat:
+        """Return the format of the operand beside the gradient in a backward product.
+
+        Beside an 8-bit gradient the input or weight keeps its own 8-bit format (e5m2 · e4m3); in a
+        wider product both operands have that format.
+        """
+        narrow = is_narrow(product.name) and is_narrow(self.forward.name)
+        return self.forward if narrow else product
+
+
+class AmaxHistory:
+    """The largest magnitudes of a module's operands over the last calls, for delayed scaling."""
+
+    ROLES = ("input", "weight", "grad_output")
+    LENGTH = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self.amax = torch.zeros(len(self.ROLES), self.LENGTH, device=device)
+
+    def scale(self, x: Tensor, target: Format, role: str) -> Tensor:
+        """Return the scale that past values of this role ask for, and remember this one's amax.
+
+        The first call has no past and takes its own amax.
+        """
+        if x.numel() == 0:
+            return scale_for(x, target)
+        row = self.amax[self.ROLES.index(role)]
+        amax = x.detach().abs().amax().float()
+        past = row.max()
+        scale = scale_for(torch.where(past > 0, past, amax), target)
+        if torch.is_grad_enabled() or role == "grad_output":
+            finite = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
+            row.copy_(torch.cat([finite[None], row[:-1]]))
+        return scale
+
+
+def operand(
+    x: Tensor, target: Format | BlockFormat, along: Along, scaling: str, scale: Tensor | None
+) -> Tensor:
+    """Round a matrix to a format, scaled as that needs; a `scale` from the past goes before."""
+    if isinstance(target, BlockFormat):
+        # Blocks run along the dimension that is summed.
+        return round_blocks(x, target) if along == "row" else round_blocks(x.t(), target).t()
+    if not is_narrow(target.name):
+        return rounded(x, target)
+    if scale is not None:
+        # Beyond what the past foretold a value saturates; what is not finite stays so (· 0 is NaN).
+        scaled = x * scale
+        return round_to(scaled, target, saturate=True).add_(scaled, alpha=0.0).div_(scale)
+    per: Literal["row", "column", "tensor"] = along if scaling == "row" else "tensor"
+    return quantize(x, target, per=per)
+
+
+def rounded(x: Tensor, target: Format) -> Tensor:
+    """Round to a format that needs no scale; fp32 is left alone."""
+    return x if target is FP32 else round_to(x, target)
+
+
+def is_delayed(target: Format | BlockFormat) -> bool:
+    """Say whether a scale from the past is of use: a block has its own, 16 bits need none."""
+    return isinstance(target, Format) and is_narrow(target.name)
+
+
+def is_narrow(name: str) -> bool:
+    """Say whether operands of this format need scales."""
+    return name not in (FP32.name, TF32.name, BF16.name, FP16.name)
