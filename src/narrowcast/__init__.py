@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowcast.hardware import Hardware, probe
+    from narrowcast.precision.linear_loss import linear_cross_entropy
     from narrowcast.precision.loss_scale import LossScale
     from narrowcast.precision.outcome import Outcome
     from narrowcast.precision.plan import Plan, plan
@@ -26,6 +27,7 @@ _HOMES = {
     "Plan": ("narrowcast.precision.plan", "Plan"),
     "Policy": ("narrowcast.precision.policy", "Policy"),
     "Prepared": ("narrowcast.precision.prepare", "Prepared"),
+    "linear_cross_entropy": ("narrowcast.precision.linear_loss", "linear_cross_entropy"),
     "plan": ("narrowcast.precision.plan", "plan"),
     "policy": ("narrowcast.precision.presets", "policy_from"),
     "prepare": ("narrowcast.precision.prepare", "prepare"),
@@ -41,6 +43,7 @@ __all__ = [
     "Policy",
     "Prepared",
     "__version__",
+    "linear_cross_entropy",
     "plan",
     "policy",
     "prepare",

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from narrowcast.precision.amax import AmaxHistories
 from narrowcast.precision.fp8_linear import Fp8Linear
+from narrowcast.precision.fp8_rows import Fp8RowLinear
 from narrowcast.precision.modules import NarrowLinear, swap
-from narrowcast.precision.operands import AmaxHistory, ProductFormats
+from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.presets import PRESETS
 
@@ -45,10 +47,13 @@ def pair(policy, device):
     torch.manual_seed(0)
     plain = nn.Linear(64, 32).to(device)
     layers = []
-    for mixin in (Fp8Linear, NarrowLinear):
+    formats = ProductFormats.of(policy)
+    for mixin in (Fp8RowLinear if policy.scaling == "row" else Fp8Linear, NarrowLinear):
         layer = copy.deepcopy(plain)
-        history = AmaxHistory(torch.device(device)) if policy.scaling == "delayed" else None
-        swap(layer, mixin, nc_formats=ProductFormats.of(policy), nc_history=history)
+        history = None
+        if policy.scaling == "delayed":
+            history = AmaxHistories([formats], torch.device(device)).of(0)
+        swap(layer, mixin, nc_formats=formats, nc_history=history)
         layers.append(layer)
     return layers
 
@@ -81,8 +86,12 @@ def test_native_and_emulated_products_agree_forward_and_backward(device, policy,
         for a, b in zip(*results, strict=True):
             assert a.shape == b.shape
             assert_close(a, b)
-    if native.nc_history is not None:
+        if native.nc_history is None:
+            continue
+        for layer in (native, emulated):
+            layer.nc_history.whole.advance(torch.tensor(True, device=device))
         assert torch.equal(native.nc_history.amax, emulated.nc_history.amax)
+        assert torch.equal(native.nc_history.whole.inverse, emulated.nc_history.whole.inverse)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -102,4 +111,5 @@ def test_evaluation_leaves_the_native_history_alone(device):
     native, _ = pair(policy, device)
     with torch.no_grad():
         native(torch.randn(16, 64, device=device))
-    assert not native.nc_history.amax.any()
+    native.nc_history.whole.advance(torch.tensor(True, device=device))
+    assert not native.nc_history.amax[0].any()

@@ -101,7 +101,7 @@ REFUSALS = [
     ("forward=e4m3", "needs a scale; write scaling=tensor"),
     ("accumulate=bf16", "accumulate is one of fp32"),
     ("params=bf16, grads=fp16", "write grads=fp32"),
-    ("params=bf16, moments=bf16", "write moments=fp32"),
+    ("params=bf16, master=none, moments=fp32", "write moments=bf16 or int8"),
 ]
 
 

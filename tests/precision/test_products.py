@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from narrowcast.numerics import BF16, FP16, FP32, TF32
-from narrowcast.precision.operands import AmaxHistory, ProductFormats
+from narrowcast.precision.amax import AmaxHistories
+from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.products import linear_product, rounded_call
 
@@ -196,7 +197,7 @@ def test_any_number_of_leading_dimensions_gives_the_same_rows(shape, policy):
 
 def test_an_empty_batch_passes_through_delayed_scaling():
     policy = Policy(forward="e4m3", grad_input="e5m2", grad_weight="e5m2", scaling="delayed")
-    history = AmaxHistory(torch.device("cpu"))
+    history = remembering(policy)
     x = torch.zeros(0, IN, requires_grad=True)
     result = linear_product(
         x, make(1, OUT, IN), None, formats=ProductFormats.of(policy), history=history
@@ -284,6 +285,16 @@ def test_scales_by_row_confine_what_is_not_finite_to_its_row():
 DELAYED = Policy(forward="e4m3", grad_input="e5m2", grad_weight="e5m2", scaling="delayed")
 
 
+def remembering(policy=None):
+    """The memory of one layer."""
+    formats = ProductFormats.of(policy or DELAYED)
+    return AmaxHistories([formats], torch.device("cpu")).of(0)
+
+
+def applied(history):
+    history.whole.advance(torch.tensor(True))
+
+
 def delayed_product(x, history, policy=DELAYED):
     return linear_product(
         x, make(1, OUT, IN), None, formats=ProductFormats.of(policy), history=history
@@ -292,26 +303,28 @@ def delayed_product(x, history, policy=DELAYED):
 
 def test_the_first_delayed_product_scales_by_its_own_values():
     x = make(0, ROWS, IN)
-    history = AmaxHistory(torch.device("cpu"))
+    history = remembering()
     now = linear_product(
         x, make(1, OUT, IN), None, formats=ProductFormats.of(POLICIES["fp8-tensor"])
     )
     assert torch.equal(delayed_product(x, history), now)
 
 
-def test_delayed_scales_come_from_the_largest_of_the_last_sixteen_calls():
-    history = AmaxHistory(torch.device("cpu"))
+def test_delayed_scales_come_from_the_largest_of_the_last_sixteen_steps():
+    history = remembering()
     amaxes = [2.0**-i for i in range(20)]
     for i, amax in enumerate(amaxes):
         delayed_product(torch.full((1, IN), amax), history)
+        applied(history)
         seen = amaxes[max(0, i - 15) : i + 1]
         assert history.amax[0].max() == max(seen)
         assert history.amax[0, 0] == amax
 
 
 def test_values_beyond_what_the_past_foretold_saturate_under_delayed_scaling():
-    history = AmaxHistory(torch.device("cpu"))
+    history = remembering()
     delayed_product(torch.ones(1, IN), history)
+    applied(history)
     weight = torch.zeros(OUT, IN)
     weight[0, 0] = 1.0
     sudden = linear_product(
@@ -325,18 +338,42 @@ def test_values_beyond_what_the_past_foretold_saturate_under_delayed_scaling():
 
 
 def test_evaluation_leaves_the_history_alone():
-    history = AmaxHistory(torch.device("cpu"))
+    history = remembering()
     with torch.no_grad():
         delayed_product(make(0, ROWS, IN), history)
-    assert not history.amax.any()
+    applied(history)
+    assert not history.amax[0].any()
 
 
 def test_a_bad_batch_is_not_remembered_in_the_history():
-    history = AmaxHistory(torch.device("cpu"))
+    history = remembering()
     delayed_product(torch.ones(1, IN), history)
+    applied(history)
     delayed_product(torch.full((1, IN), float("inf")), history)
+    applied(history)
     assert history.amax.isfinite().all()
     assert history.amax[0].max() == 1
+
+
+def test_a_skipped_step_leaves_no_trace_in_the_history():
+    history = remembering()
+    delayed_product(torch.ones(1, IN), history)
+    applied(history)
+    before = {key: value.clone() for key, value in history.whole.state_dict().items()}
+    delayed_product(torch.full((1, IN), 1e6), history)
+    history.whole.advance(torch.tensor(False))
+    assert all(torch.equal(before[key], now) for key, now in history.whole.state_dict().items())
+
+
+def test_all_micro_batches_of_a_step_have_one_scale():
+    history = remembering()
+    delayed_product(torch.ones(1, IN), history)
+    first = history.inverse("input").clone()
+    delayed_product(torch.full((1, IN), 1e-3), history)
+    delayed_product(torch.full((1, IN), 1e3), history)
+    assert torch.equal(history.inverse("input"), first)
+    applied(history)
+    assert history.amax[0, 0] == 1e3
 
 
 @pytest.mark.parametrize("grad_weight", ["e4m3", "bf16", "e5m2"])
@@ -346,10 +383,11 @@ def test_delayed_scales_fit_the_format_of_each_product(forward, grad_input, grad
     policy = Policy(
         forward=forward, grad_input=grad_input, grad_weight=grad_weight, scaling="delayed"
     )
-    history = AmaxHistory(torch.device("cpu"))
+    history = remembering(policy)
     x, weight = make(0, ROWS, IN).requires_grad_(), make(1, OUT, IN).requires_grad_()
     grad = make(2, ROWS, OUT)
     for _ in range(2):
+        applied(history)
         x.grad = weight.grad = None
         formats = ProductFormats.of(policy)
         linear_product(x, weight, None, formats=formats, history=history).backward(grad)

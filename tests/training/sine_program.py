@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import torch
-from conftest import EMULATING, SineTask, sine_recipe
 
+from conftest import EMULATING, SineTask, sine_recipe
 from narrowcast.precision.plan import plan
 from narrowcast.runs import RunFolder
 from narrowcast.training.resume import latest_state, rewind_to

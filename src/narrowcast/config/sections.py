@@ -240,6 +240,10 @@ class CommonSettings(Section):
         description="auto, cpu, mps, cuda or cuda:N",
     )
     compile: bool = Field(default=False, description="run the model through torch.compile")
+    cuda_graph: bool | None = Field(
+        default=None,
+        description="replay each step as a CUDA graph; none: up to a billion parameters",
+    )
     deterministic: bool = Field(
         default=False, description="the same bits in every run on a GPU too, up to twice as slow"
     )

@@ -1,22 +1,24 @@
-"""Linear layers whose products run on fp8 tensor cores.
+"""Linear layers whose products run on fp8 tensor cores, with one scale a matrix.
 
-Each operand is scaled by a power of two, cast, and laid out as the product wants it: the left one
-row by row, the right one column by column. A batch whose rows are not a multiple of 16 is padded
-with zeros, which add nothing to any product.
+The weight is kept in fp8 as well, in both layouts, and made anew only when it changes: once a step,
+whatever the number of micro-batches. An input is read once to be quantised for the output and,
+transposed, for the gradient of the weight; only the latter is kept for the backward pass. The
+gradient of the output is read once for both backward products.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowcast.numerics import BF16, Format, cast, scale_for
-from narrowcast.precision.operands import Along, AmaxHistory, ProductFormats, is_narrow
+from narrowcast.kernels.fp8 import Quantized, quantize, quantize_into
+from narrowcast.numerics import BF16, BlockFormat, Format
+from narrowcast.precision.amax import AmaxHistory
+from narrowcast.precision.operands import ProductFormats, is_narrow
 
-# cuBLAS asks it of every dimension, the summed one included.
-_MULTIPLE = 16
+Scale = tuple[Tensor | None, Tensor | None]
+"""The inverse scale to use and where to note the largest magnitude; none: of the matrix itself."""
 
 
 class Fp8Linear(nn.Linear):
@@ -24,20 +26,50 @@ class Fp8Linear(nn.Linear):
 
     nc_formats: ProductFormats
     nc_history: AmaxHistory | None
+    nc_weight: Quantized | None = None
+    """The weight in fp8."""
+    nc_weight_is_of: tuple[int, int, int] | None = None
+    """Which weight, which version of it, and the scales of which step it was made from."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
         """Multiply in this layer's formats; returns the output format's dtype."""
-        formats, history = self.nc_formats, self.nc_history
-        scales: tuple[Tensor, Tensor] | None = None
-        if history is not None:
-            # Here, not inside the product: only here is it known whether this is training.
-            assert isinstance(formats.forward, Format)
-            scales = (
-                history.scale(input, formats.forward, "input").view(1, 1),
-                history.scale(self.weight, formats.forward, "weight").view(1, 1),
-            )
-        result: Tensor = _fp8_product(input, self.weight, self.bias, formats, scales, history)
-        return result
+        if not torch.compiler.is_compiling():
+            self.nc_refresh()
+        rows = input.reshape(-1, input.shape[-1])
+        output = fp8_product(rows, self, *self.nc_scales())
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def nc_scales(self) -> tuple[Scale, Scale]:
+        """Return the scales of the input and of the gradient of the output."""
+        history = self.nc_history
+        if history is None:
+            return (None, None), (None, None)
+        return tuple(  # type: ignore[return-value]  # two of them
+            (history.inverse(role), history.seen(role)) for role in ("input", "grad_output")
+        )
+
+    @torch.no_grad()
+    def nc_refresh(self) -> None:
+        """Make the weight in fp8 anew if it has changed.
+
+        In eager mode every call asks; before a compiled forward pass `compute()` does.
+        """
+        weight = self.weight.detach()
+        # A weight that never moves has its scale once and for all.
+        history = self.nc_history if self.weight.requires_grad else None
+        now = (weight.data_ptr(), self.weight._version, 0 if history is None else history.moves)
+        if now == self.nc_weight_is_of:
+            return
+        inverse = None if history is None else history.inverse("weight")
+        seen = None if history is None else history.seen("weight")
+        if self.nc_weight is None or self.nc_weight_is_of is None:
+            both = is_narrow(self.nc_formats.grad_input.name)
+            target = dtype_of(self.nc_formats.forward)
+            self.nc_weight = quantize(weight, target, inverse=inverse, seen=seen, columns=both)
+        else:
+            # In the same memory: a captured step reads from there.
+            quantize_into(self.nc_weight, weight, seen=seen, by_itself=history is None)
+        self.nc_weight_is_of = now
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""
@@ -48,6 +80,16 @@ class Fp8Linear(nn.Linear):
         )
 
 
+def fp8_product(rows: Tensor, layer: Fp8Linear, x_scale: Scale, grad_scale: Scale) -> Tensor:
+    """Return a matrix times the layer's weight, with its gradients in the layer's formats."""
+    made = layer.nc_weight
+    assert made is not None, "the weight was never quantised; call the model inside compute()"
+    result: Tensor = _apply(
+        rows, layer.weight, layer.bias, *made, *x_scale, *grad_scale, layer.nc_formats
+    )
+    return result
+
+
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -55,129 +97,107 @@ class _Fp8Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        weight_rows: Tensor,
+        weight_columns: Tensor,
+        weight_inverse: Tensor,
+        x_inverse: Tensor | None,
+        x_seen: Tensor | None,
+        grad_inverse: Tensor | None,
+        grad_seen: Tensor | None,
         formats: ProductFormats,
-        scales: tuple[Tensor, Tensor] | None,
-        history: AmaxHistory | None,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])  # (rows, in)
-        padded = _padded(rows)
-        x_scale, weight_scale = scales or (
-            _scale(padded, formats, formats.forward, "row"),
-            _scale(weight, formats, formats.forward, "row"),
+        narrow_x = is_narrow(formats.grad_weight.name)
+        found = quantize(
+            x, dtype_of(formats.forward), inverse=x_inverse, seen=x_seen, columns=narrow_x
         )
-        x_narrow = _narrow(padded, formats.forward, x_scale)
-        weight_narrow = _narrow(weight, formats.forward, weight_scale)
-        output = _product(x_narrow, x_scale, weight_narrow.t(), weight_scale.t(), formats.output)
-        output = output[: rows.shape[0]]
+        output = product(
+            found.rows,
+            weight_rows,
+            (found.inverse, weight_inverse),
+            dtype=dtype_of(formats.output),
+            fast=formats.fast,
+        )[: x.shape[0]]
         if bias is not None:
             output = output + bias.to(output.dtype)
-        if formats.one_rounding:
-            ctx.save_for_backward(x_narrow, weight_narrow, x_scale, weight_scale)
-        else:
-            # Scales run the other way in a backward product, or it is wider.
-            ctx.save_for_backward(padded, weight)
-        ctx.formats, ctx.history, ctx.has_bias = formats, history, bias is not None
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        return output.view(*x.shape[:-1], weight.shape[0])
+        narrow_weight = is_narrow(formats.grad_input.name)
+        ctx.save_for_backward(
+            found.columns if narrow_x else x,
+            found.inverse,
+            weight_columns if narrow_weight else weight,
+            weight_inverse,
+            grad_inverse,
+            grad_seen,
+        )
+        ctx.formats, ctx.bias_dtype = formats, None if bias is None else bias.dtype
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         formats: ProductFormats = ctx.formats
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
-        rows, grad = grad.shape[0], _padded(grad)
-        x, weight, x_scale, weight_scale = _saved(ctx)
+        x, x_inverse, weight, weight_inverse, inverse, seen = ctx.saved_tensors
+        to_input, to_weight = formats.grad_input, formats.grad_weight
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        both = to_input == to_weight and is_narrow(to_input.name)
         grad_x = grad_weight = grad_bias = None
-        # One history serves both backward products: it is the same tensor.
-        narrow, scale = _gradient(grad, formats, formats.grad_input, "row", ctx.history)
-        if ctx.needs_input_grad[0]:
-            right, right_scale = _beside(weight, weight_scale, formats, formats.grad_input)
-            grad_x = _product(narrow, scale, _columns(right), right_scale, formats.output)
-            grad_x = grad_x[:rows].view(ctx.x_shape).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            if formats.scaling == "row" or formats.grad_weight != formats.grad_input:
-                narrow, scale = _gradient(grad, formats, formats.grad_weight, "column", None)
-            right, right_scale = _beside(x, x_scale, formats, formats.grad_weight)
-            left = narrow.t().contiguous()
-            grad_weight = _product(left, scale.t(), _columns(right), right_scale, formats.output)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0, dtype=torch.float32).to(formats.output.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        found = None
+        if is_narrow(to_input.name):
+            found = quantize(
+                grad,
+                dtype_of(to_input),
+                inverse=inverse,
+                seen=seen,
+                rows=needs_x,
+                columns=both and needs_weight,
+            )
+        if needs_x:
+            if found is None:
+                grad_x = grad.to(BF16.dtype) @ weight.to(BF16.dtype)
+            else:
+                scales = (found.inverse, weight_inverse)
+                grad_x = product(found.rows, weight, scales, dtype=dtype_of(formats.output))
+            grad_x = grad_x[: grad.shape[0]].to(ctx.x_dtype)
+        if needs_weight and not is_narrow(to_weight.name):
+            grad_weight = grad.to(BF16.dtype).t() @ x.to(BF16.dtype)
+        elif needs_weight:
+            if not both or found is None:
+                # The scale from the past is for the other product's format.
+                found = quantize(grad, dtype_of(to_weight), rows=False)
+            scales = (found.inverse, x_inverse)
+            grad_weight = product(found.columns, x, scales, dtype=ctx.weight_dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, *[None] * 8
 
 
-_fp8_product: Any = _Fp8Product.apply
+_apply: Any = _Fp8Product.apply
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    if not ctx.formats.one_rounding:
-        return (*ctx.saved_tensors, None, None)
-    x, weight, x_scale, weight_scale = ctx.saved_tensors
-    return x, weight, x_scale, weight_scale
-
-
-def _gradient(
-    grad: Tensor,
-    formats: ProductFormats,
-    target: Any,
-    along: Along,
-    history: AmaxHistory | None,
-) -> tuple[Tensor, Tensor]:
-    if not is_narrow(target.name):
-        return grad.to(BF16.dtype), torch.ones((1, 1), device=grad.device)
-    if history is None:
-        scale = _scale(grad, formats, target, along)
-    else:
-        scale = history.scale(grad, target, "grad_output").view(1, 1)
-    return _narrow(grad, target, scale), scale
-
-
-def _beside(
-    wide_or_narrow: Tensor, scale: Tensor | None, formats: ProductFormats, target: Any
-) -> tuple[Tensor, Tensor]:
-    """Return the operand beside the gradient, and its scale, for a product in `target`."""
-    if scale is not None:
-        return wide_or_narrow, scale
-    if not is_narrow(target.name):
-        return wide_or_narrow.to(BF16.dtype), torch.ones((1, 1), device=wide_or_narrow.device)
-    scale = _scale(wide_or_narrow, formats, formats.forward, "column")
-    return _narrow(wide_or_narrow, formats.forward, scale), scale
-
-
-def _scale(x: Tensor, formats: ProductFormats, target: Any, along: Along) -> Tensor:
-    """Return scales as a matrix that broadcasts against `x`: (1, 1), (rows, 1) or (1, columns)."""
-    if formats.scaling == "row":
-        return scale_for(x, target, per=along)
-    return scale_for(x, target, per="tensor").view(1, 1)
-
-
-def _narrow(x: Tensor, target: Any, scale: Tensor) -> Tensor:
-    """Scale and cast. What is not finite becomes NaN rather than the largest value."""
-    assert isinstance(target, Format)
-    scaled = x.float() * scale
-    return cast(scaled.clamp(-target.largest, target.largest) + scaled * 0, target, saturate=False)
-
-
-def _product(
-    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, output: Format
+def product(
+    left: Tensor,
+    right: Tensor,
+    inverses: tuple[Tensor, Tensor],
+    *,
+    dtype: torch.dtype,
+    fast: bool = False,
 ) -> Tensor:
-    if left.dtype in (torch.bfloat16, torch.float16):
-        return left @ right
+    """Return left · rightᵀ, both laid out along the dimension that is summed.
+
+    `fast` sums keep 14 bits on Hopper; without it, partial sums are added up in fp32.
+    """
     return torch._scaled_mm(
         left,
-        right,
-        # The product divides by what the operands were multiplied with.
-        scale_a=left_scale.float().reciprocal().contiguous(),
-        scale_b=right_scale.float().reciprocal().contiguous(),
-        out_dtype=output.dtype,
-        use_fast_accum=False,  # Hopper's fast sums keep 14 bits, and fp32 was asked for
+        right.t(),
+        scale_a=inverses[0],
+        scale_b=inverses[1],
+        out_dtype=BF16.dtype if dtype not in (torch.float32, torch.float16) else dtype,
+        use_fast_accum=fast,
     )
 
 
-def _columns(x: Tensor) -> Tensor:
-    """Lay a matrix out column by column, as the right operand must be."""
-    return x.t().contiguous().t()
-
-
-def _padded(rows: Tensor) -> Tensor:
-    missing = -rows.shape[0] % _MULTIPLE
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+def dtype_of(target: Format | BlockFormat) -> torch.dtype:
+    """Return the dtype of a format that has one."""
+    assert isinstance(target, Format)
+    assert target.dtype is not None
+    return target.dtype

@@ -6,7 +6,7 @@ its second moment. From the same norms come the clipping factor and, after a ski
 parameters whose gradients were bad.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,19 @@ class Checked:
     finite: Tensor
 
 
-def check_gradients(gradients: Sequence[Tensor], inverse_scales: Tensor | None) -> Checked:
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the fp32 norm of each gradient."""
+    return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+
+
+def check_gradients(
+    gradients: Sequence[Tensor],
+    inverse_scales: Tensor | None,
+    *,
+    take_norms: Callable[[Sequence[Tensor]], Tensor] = norms_of,
+) -> Checked:
     """Take the norms of all gradients; `inverse_scales` is one factor for each, or one for all."""
-    norms = torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+    norms = take_norms(gradients)
     true_norms = norms if inverse_scales is None else norms * inverse_scales
     norm = torch.linalg.vector_norm(true_norms)
     # Of a single number torch takes the magnitude, whose square may still overflow.

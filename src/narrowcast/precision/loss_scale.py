@@ -98,22 +98,26 @@ class RunningScale:
         if not self.settings.dynamic:
             return
         s = self.settings
-        self._strikes = torch.where(finite, 0, self._strikes + 1)
-        self._calm = torch.where(finite, self._calm + 1, 0)
+        # In place: a captured step reads and writes the same memory whenever it is replayed.
+        self._strikes.copy_(torch.where(finite, 0, self._strikes + 1))
+        calm = torch.where(finite, self._calm + 1, 0)
         back_off = self._strikes >= s.hysteresis
-        grow = self._calm >= s.growth_interval
+        grow = calm >= s.growth_interval
         moved = torch.where(back_off, self.value * s.backoff, self.value)
         moved = torch.where(grow, moved * s.growth, moved)
-        self.value = moved.clamp(s.smallest, s.largest)
-        self._calm = torch.where(grow, 0, self._calm)
+        self.value.copy_(moved.clamp(s.smallest, s.largest))
+        self._calm.copy_(torch.where(grow, 0, calm))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its memory."""
-        return {"value": self.value, "calm": self._calm, "strikes": self._strikes}
+        return {
+            "value": self.value.clone(),
+            "calm": self._calm.clone(),
+            "strikes": self._strikes.clone(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved scale stood."""
-        device = self.value.device
-        self.value = state["value"].to(device, torch.float32)
-        self._calm = state["calm"].to(device, torch.int32)
-        self._strikes = state["strikes"].to(device, torch.int32)
+        self.value.copy_(state["value"])
+        self._calm.copy_(state["calm"])
+        self._strikes.copy_(state["strikes"])

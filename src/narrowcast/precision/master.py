@@ -12,6 +12,7 @@ The optimizer itself is torch's, whichever it is: it sees fp32 parameters, which
 before its step until just after it (for `fp32`, always).
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,9 @@ class MasterWeights:
             case "fp32":
                 return self.shells[i].detach()
             case "split":
-                return join(parameter, self._beside[i])
+                # torch cannot look at the bits of a sharded tensor, but at those of its shards.
+                joined = join(local_part(parameter), local_part(self._beside[i]))
+                return placed_like(joined, parameter)
             case "kahan":
                 return parameter.float() + self._beside[i].float()
             case _:
@@ -102,6 +105,12 @@ class MasterWeights:
             return (self.shells[i].detach(),)
         beside = (self._beside[i],) if self._beside else ()
         return (self.parameters[i].detach(), *beside)
+
+    def beside(self, i: int) -> Tensor | None:
+        """Return what is kept beside working weight `i`; nothing for some kinds."""
+        if self.kind == "fp32":
+            return self.shells[i].detach()
+        return self._beside[i] if self._beside else None
 
     def widens(self, parameter: nn.Parameter) -> bool:
         """Say whether the optimizer sees an fp32 weight and gradient in place of this one's."""
@@ -208,27 +217,29 @@ class MasterWeights:
     def _begin(self, i: int, full: Tensor) -> None:
         match self.kind:
             case "fp32":
-                self.shells[i].data = full.clone()
+                self.shells[i] = nn.Parameter(full.clone())
             case "split":
                 self._beside.append(torch.empty_like(full, dtype=torch.int16))
             case "kahan":
                 self._beside.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
         if self.kind == "stochastic":
             # A first value is given, not an update: the nearest one is the right one.
-            self.parameters[i].detach().copy_(_nearest(full, self._target))
+            local_part(self.parameters[i]).copy_(_nearest(local_part(full), self._target))
         else:
             self._store(i, full)
 
     def _store(self, i: int, full: Tensor) -> None:
-        weight = self.parameters[i].detach()
+        # Element by element, so that each device can see to its own shard.
+        weight, full = local_part(self.parameters[i]), local_part(full)
+        beside = local_part(self._beside[i]) if self._beside else weight
         match self.kind:
             case "split":
                 high, low = split(full)
                 weight.copy_(high)
-                self._beside[i].copy_(low)
+                beside.copy_(low)
             case "kahan":
                 weight.copy_(_nearest(full, self._target))
-                self._beside[i].copy_(full - weight.float())
+                beside.copy_(full - weight.float())
             case "stochastic":
                 assert self._generator is not None
                 rounded = round_stochastic(
@@ -237,6 +248,47 @@ class MasterWeights:
                 weight.copy_(rounded)
             case _:
                 weight.copy_(_nearest(full, self._target))
+
+
+def as_sharded(tensor: Tensor) -> Any:
+    """Return a tensor that is sharded over devices (a DTensor) as one, and None for any other.
+
+    Whoever has one has imported its module; importing it here would cost everyone else a second.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what of a tensor lies on this device: all of it, unless it is sharded."""
+    sharded = as_sharded(tensor)
+    local: Tensor = tensor if sharded is None else sharded.to_local()
+    return local.detach()
+
+
+def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other values, of another dtype perhaps; its shard too if it is sharded."""
+    parameter.data = values
+    sharded = as_sharded(parameter)
+    if sharded is not None:
+        # torch changes the wrapper alone; FSDP replaces the shard in it in this way too.
+        sharded._local_tensor = local_part(values)
+
+
+def placed_like(local: Tensor, other: Tensor) -> Tensor:
+    """Return the tensor whose part on this device is `local`, sharded as `other` is."""
+    sharded = as_sharded(other)
+    if sharded is None:
+        return local
+    whole: Tensor = type(sharded.data).from_local(
+        local,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=other.shape,
+        stride=other.stride(),
+    )
+    return whole
 
 
 def _nearest(full: Tensor, target: Format) -> Tensor:

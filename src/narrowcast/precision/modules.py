@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.precision.operands import AmaxHistory, ProductFormats
+from narrowcast.precision.amax import AmaxHistory
+from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.products import linear_product
 from narrowcast.precision.regions import Region
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from narrowcast.numerics import (
@@ -18,7 +17,6 @@ from narrowcast.numerics import (
     quantize,
     round_blocks,
     round_to,
-    scale_for,
 )
 from narrowcast.precision.policy import Policy
 
@@ -35,6 +33,8 @@ class ProductFormats:
     grad_weight: Format | BlockFormat
     output: Format
     scaling: str
+    fast: bool = False
+    """Whether 8-bit outputs are summed as the tensor cores sum by themselves."""
 
     @classmethod
     def of(cls, policy: Policy) -> "ProductFormats":
@@ -45,6 +45,7 @@ class ProductFormats:
             grad_weight=format_named(policy.grad_weight),
             output=plain_format(policy.output_format),
             scaling=policy.scaling,
+            fast=policy.accumulate == "fast",
         )
 
     @property
@@ -66,32 +67,6 @@ class ProductFormats:
         """
         narrow = is_narrow(product.name) and is_narrow(self.forward.name)
         return self.forward if narrow else product
-
-
-class AmaxHistory:
-    """The largest magnitudes of a module's operands over the last calls, for delayed scaling."""
-
-    ROLES = ("input", "weight", "grad_output")
-    LENGTH = 16
-
-    def __init__(self, device: torch.device) -> None:
-        self.amax = torch.zeros(len(self.ROLES), self.LENGTH, device=device)
-
-    def scale(self, x: Tensor, target: Format, role: str) -> Tensor:
-        """Return the scale that past values of this role ask for, and remember this one's amax.
-
-        The first call has no past and takes its own amax.
-        """
-        if x.numel() == 0:
-            return scale_for(x, target)
-        row = self.amax[self.ROLES.index(role)]
-        amax = x.detach().abs().amax().float()
-        past = row.max()
-        scale = scale_for(torch.where(past > 0, past, amax), target)
-        if torch.is_grad_enabled() or role == "grad_output":
-            finite = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
-            row.copy_(torch.cat([finite[None], row[:-1]]))
-        return scale
 
 
 def operand(

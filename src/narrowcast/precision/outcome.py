@@ -35,26 +35,27 @@ class Facts:
         return last.rpartition(".")[0] or last
 
 
-class Flight:
-    """The numbers of one step on their way from the device."""
+def pack(
+    *,
+    finite: Tensor,
+    norm: Tensor,
+    scale: Tensor,
+    next_scale: Tensor,
+    lost: Tensor | None,
+    at_floor: Tensor,
+    norms: Tensor,
+) -> Tensor:
+    """Return the numbers of one step as one tensor, on the device."""
+    unmeasured = torch.zeros_like(norm)
+    numbers = [finite, norm, scale, next_scale, unmeasured if lost is None else lost, at_floor]
+    return torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
 
-    def __init__(
-        self,
-        *,
-        finite: Tensor,
-        norm: Tensor,
-        scale: Tensor,
-        next_scale: Tensor,
-        lost: Tensor | None,
-        at_floor: Tensor,
-        norms: Tensor,
-        names: Sequence[str],
-        lr: float,
-    ) -> None:
-        unmeasured = torch.zeros_like(norm)
-        numbers = [finite, norm, scale, next_scale, unmeasured if lost is None else lost, at_floor]
-        packed = torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
-        self._names, self._lr, self._metered = names, lr, lost is not None
+
+class Flight:
+    """The numbers of one step on their way from the device, as `pack` made them."""
+
+    def __init__(self, packed: Tensor, *, names: Sequence[str], lr: float, metered: bool) -> None:
+        self._names, self._lr, self._metered = names, lr, metered
         self._event: torch.cuda.Event | None = None
         self._host = packed
         if packed.is_cuda:

@@ -272,7 +272,15 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     if is_uniform(policy):
         return "", policy
     one = policy.functional
-    wide = replace(policy, forward=one, grad_input=one, grad_weight=one, scaling="none", output="")
+    wide = replace(
+        policy,
+        forward=one,
+        grad_input=one,
+        grad_weight=one,
+        scaling="none",
+        accumulate="fp32",
+        output="",
+    )
     if not isinstance(module, nn.Linear):
         return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
     if type(module).forward is not nn.Linear.forward:

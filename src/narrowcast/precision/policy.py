@@ -18,6 +18,7 @@ Scaling = Literal["none", "tensor", "row", "delayed"]
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 STORAGE_FORMATS = ("fp32", "bf16", "fp16")
+MOMENT_FORMATS = ("fp32", "bf16", "int8")
 NARROW = ("e4m3", "e5m2")
 """Formats whose operands need a scale."""
 # Block formats carry their own scales; a product of them is e4m3 or e2m1 with one scale a block.
@@ -38,7 +39,8 @@ class Policy:
     """How the operands of fp8 products are scaled into range: one scale a tensor, one a row, or one
     a tensor from the largest values of past steps."""
     accumulate: str = "fp32"
-    """Format in which products are summed."""
+    """How products are summed: fp32, or `fast`: fp8 outputs the way tensor cores sum by themselves
+    (14 bits on Hopper). Gradients are always summed in fp32."""
     output: str = ""
     """Format a product returns; empty: the forward format, or bf16 where that is narrower."""
     params: str = "fp32"
@@ -48,7 +50,8 @@ class Policy:
     master: Master | Literal[""] = ""
     """How the digits that `params` cannot hold are kept; empty: fp32 where there are any."""
     moments: str = ""
-    """Format of the optimizer's moments; empty: fp32, or as `params` where there is no master."""
+    """Format of the optimizer's moments; empty: fp32, or as `params` where there is no master.
+    bf16 and int8 are rounded by chance, and kept by the one-pass optimizer only."""
     reduce: str = "fp32"
     """Format of normalisations, softmax, losses and reductions."""
     exceptions: tuple[tuple[str, str], ...] = field(default=())
@@ -87,6 +90,11 @@ class Policy:
     def moments_format(self) -> str:
         """The format the optimizer's moments are kept in."""
         return self.moments or (self.params if self.master == "none" else "fp32")
+
+    @property
+    def needs_one_pass(self) -> bool:
+        """True where torch's own optimizers would keep the moments in another format."""
+        return self.moments not in ("", self.params if self.master == "none" else "fp32")
 
     @property
     def functional(self) -> str:
@@ -189,7 +197,7 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
         if role == "compute":
             changes |= dict.fromkeys(PRODUCTS, value)
             if value not in NARROW:
-                changes.setdefault("scaling", "none")
+                changes |= {"scaling": "none", "accumulate": "fp32", **changes}
             elif policy.scaling == "none":
                 changes.setdefault("scaling", "tensor")
         else:
@@ -209,9 +217,10 @@ def _problems(policy: Policy) -> Iterable[str]:
     yield from _one_of("master", policy.master, get_args(Master))
     yield from _one_of("params", policy.params, STORAGE_FORMATS)
     yield from _one_of("reduce", policy.reduce, STORAGE_FORMATS)
-    yield from _one_of("accumulate", policy.accumulate, ("fp32",))
-    for role in ("output", "grads", "moments"):
+    yield from _one_of("accumulate", policy.accumulate, ("fp32", "fast"))
+    for role in ("output", "grads"):
         yield from _one_of(role, getattr(policy, role), ("", *STORAGE_FORMATS))
+    yield from _one_of("moments", policy.moments, ("", *MOMENT_FORMATS))
     narrow = [role for role in PRODUCTS if getattr(policy, role) in NARROW]
     if narrow and policy.scaling == "none":
         yield f"{narrow[0]}={getattr(policy, narrow[0])} needs a scale; write scaling=tensor"
@@ -226,11 +235,10 @@ def _problems(policy: Policy) -> Iterable[str]:
         yield "master=split holds the missing bits of bf16; write params=bf16 or master=fp32"
     if policy.grads not in ("", "fp32", policy.params):
         yield f"grads={policy.grads} with params={policy.params}; write grads=fp32 or leave it out"
-    expected = policy.params if policy.master == "none" else "fp32"
-    if policy.moments not in ("", expected):
+    if policy.moments == "fp32" and policy.params != "fp32" and policy.master == "none":
         yield (
-            f"moments={policy.moments} is not available with master={policy.master}; "
-            f"write moments={expected} or leave it out"
+            f"moments=fp32 has nothing to add to weights of {policy.params} with master=none; "
+            "write moments=bf16 or int8, or a master"
         )
     for glob, text in policy.exceptions:
         if not glob or not text or set(glob) & set(":;") or ";" in text:

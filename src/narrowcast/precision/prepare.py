@@ -7,7 +7,6 @@ learning-rate schedule move, so that it never moves on a skipped step.
 """
 
 import contextlib
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import Tensor, nn
 from narrowcast.errors import DivergedError, RecipeError
 from narrowcast.hardware import probe
 from narrowcast.precision.ema import WeightAverage
+from narrowcast.precision.fp8_model import Fp8Model
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
 from narrowcast.precision.ledger import Ledger, Scheduler
 from narrowcast.precision.loss_scale import LossScale
-from narrowcast.precision.outcome import Flight, Outcome
+from narrowcast.precision.outcome import Flight, Outcome, pack
 from narrowcast.precision.parts import find_parts, part_of, scale_parts
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.precision.policy import Policy
@@ -33,6 +33,7 @@ from narrowcast.precision.refusals import (
 from narrowcast.precision.regions import tf32_products
 from narrowcast.precision.scaling import Scales
 from narrowcast.precision.stats import Finding, Stats
+from narrowcast.precision.update_path import update_path
 from narrowcast.precision.weights import TrainedWeights
 
 PATIENCE = 50
@@ -54,13 +55,17 @@ def prepare(
     patience: int = PATIENCE,
     meter_every: int = METER_EVERY,
     emulate: bool | None = None,
+    one_pass: bool | None = None,
 ) -> "Prepared":
     """Make a model train in a policy's formats, with any torch optimizer.
 
     The model and the optimizer are changed in place. `loss_scale` is a scale's settings, or several
     by the name of the loss; left out, a policy that needs one gets the default. `scaled_parts` are
     globs of modules that have a further scale of their own. `meter_every=0` turns off the
-    lost-update meter. `emulate` is as for `plan`, unless a plan is given.
+    lost-update meter. `emulate` is as for `plan`, unless a plan is given. `one_pass` says whether
+    AdamW and Adam are taken over by a kernel that updates all weights in one pass over memory: None
+    where that runs and can stand in, False nowhere, True or it is refused (without a GPU its
+    arithmetic is then done in plain torch). `Prepared.update_path` tells what is in force.
     """
     refuse_what_cannot_be(model, optimizer)
     refuse_senseless(clip_norm=clip_norm, ema_decay=ema_decay, patience=patience)
@@ -81,6 +86,7 @@ def prepare(
         ema_decay=ema_decay,
         patience=patience,
         meter_every=meter_every,
+        one_pass=one_pass,
     )
 
 
@@ -100,6 +106,7 @@ class Prepared:
         ema_decay: float | None,
         patience: int,
         meter_every: int,
+        one_pass: bool | None,
     ) -> None:
         self.model, self.plan, self.optimizer, self.scheduler = model, chosen, optimizer, scheduler
         self._clip_norm, self._meter_every = clip_norm, meter_every
@@ -117,18 +124,21 @@ class Prepared:
                 "several loss scales are divided out before the gradients are added, and fp16 "
                 "gradients would vanish there; write grads=fp32 in the policy"
             )
-        self._weights.narrow(chosen)
+        in_one_pass, self._update_path = update_path(optimizer, chosen.policy, asked=one_pass)
+        self._weights.narrow(chosen, one_pass=in_one_pass)
+        self._fp8 = Fp8Model(model)
         scale_parts(parts, self._scales.parts)
         self._buffers = BufferGuard(model)
         self._average = None
         if ema_decay is not None:
             self._average = WeightAverage(self._full_weights(), ema_decay)
         self._region = chosen.region
-        # A fused CUDA optimizer skips by itself; any other must be told by the host, which costs
-        # nothing on a CPU and one wait a step on a GPU.
-        self._decides_on_device = self._weights.device.type == "cuda" and bool(
+        # These skip by themselves; any other must be told by the host, which costs nothing on a CPU
+        # and one wait a step on a GPU.
+        fused_on_gpu = self._weights.device.type == "cuda" and bool(
             getattr(optimizer, "_step_supports_amp_scaling", False)
         )
+        self._decides_on_device = in_one_pass or fused_on_gpu
         self._ledger = Ledger(
             scheduler,
             patience=patience,
@@ -139,6 +149,7 @@ class Prepared:
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
+        self._fp8.refresh()
         return self._region()
 
     def backward(self, loss: Tensor, *, name: str = "loss", retain_graph: bool = False) -> None:
@@ -177,45 +188,68 @@ class Prepared:
         if loss is not None:
             with torch.enable_grad():
                 self.backward(loss)
+        self.begin_step()
+        present = self.present()
+        if not present:
+            raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
+        metered = self.is_metered
+        return self.end_step(self.queue_update(present, metered=metered), present, metered=metered)
+
+    def begin_step(self) -> None:
+        """Refuse to go on where every step would be skipped; else let the host catch up."""
         try:
             self._ledger.refuse_to_go_on()
         except DivergedError:
             self._buffers.restore()
             raise
         refuse_changed_groups(self.optimizer, weights=len(self._weights.all))
-        present = self._weights.with_gradients()
-        if not present:
-            raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
-        inverse = self._scales.inverse(present)
-        checked = check_gradients([self._weights.all[i].grad for i in present], inverse)
         self.settle()
-        scale = self._scales.value
-        lr = float(self.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def queue_update(self, present: Sequence[int], *, metered: bool) -> Tensor:
+        """Queue all that a step does with its gradients; return its numbers, packed, on the device.
+
+        Nothing here waits where the optimizer skips by itself, so a CUDA graph can capture it.
+        """
+        inverse = self._scales.inverse(present)
+        checked = check_gradients(
+            [self._weights.all[i].grad for i in present], inverse, take_norms=self._weights.norms
+        )
+        one = torch.ones_like(checked.norm)
+        scale = one if self._scales.value is None else self._scales.value.clone()
         lost = None
         if self._decides_on_device or bool(checked.finite):
             lost = self._weights.update(
-                self._factors(present, checked, inverse),
+                present,
+                factor=self._factor(checked, inverse),
                 finite=checked.finite if self._decides_on_device else None,
-                metered=self._meter_every > 0 and self._steps_begun % self._meter_every == 0,
+                metered=metered,
             )
         at_floor = self._scales.update(checked, present)
+        self._fp8.advance(checked.finite)
         self._buffers.after_step(checked.finite)
         if self._average is not None:
             self._average.update(self._full_weights(), checked.finite)
         self._weights.forget_gradients()
-        self._steps_begun += 1
-        one, next_scale = torch.ones_like(checked.norm), self._scales.value
-        flight = Flight(
+        return pack(
             finite=checked.finite,
             norm=checked.norm,
-            scale=one if scale is None else scale,
-            next_scale=one if next_scale is None else next_scale,
+            scale=scale,
+            next_scale=one if self._scales.value is None else self._scales.value,
             lost=lost,
             at_floor=at_floor,
             norms=checked.norms,
-            names=[self._weights.names[i] for i in present],
-            lr=lr,
         )
+
+    def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:
+        """Send a step's numbers on their way to the host, and return what will hold them."""
+        flight = Flight(
+            packed,
+            names=[self._weights.names[i] for i in present],
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            metered=metered,
+        )
+        self._steps_begun += 1
         outcome = self._ledger.enter(flight, step=self._steps_begun)
         if self._weights.device.type == "cpu":
             self.settle()
@@ -236,6 +270,38 @@ class Prepared:
         return self._ledger.findings()
 
     @property
+    def why_not_captured(self) -> str:
+        """Why no CUDA graph can hold this model's update; nothing where one can."""
+        if self._weights.device.type != "cuda":
+            return f"CUDA graphs are not for {self._weights.device.type}"
+        if self._weights.one_pass is None:
+            return f"the update is not the one-pass kernel ({self._update_path})"
+        return ""
+
+    def present(self) -> list[int]:
+        """Return the places of the weights that have a gradient now."""
+        return self._weights.with_gradients()
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return every weight's gradient as it is now."""
+        return [p.grad for p in self._weights.all]
+
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Give every weight the gradient it had."""
+        for p, gradient in zip(self._weights.all, gradients, strict=True):
+            p.grad = gradient
+
+    def write_settings(self) -> None:
+        """Let the next replay of a captured update use the optimizer's settings of now."""
+        assert self._weights.one_pass is not None
+        self._weights.one_pass.write_hyper()
+
+    @property
+    def is_metered(self) -> bool:
+        """Whether the next step counts lost updates."""
+        return self._meter_every > 0 and self._steps_begun % self._meter_every == 0
+
+    @property
     def steps_seen(self) -> int:
         """Steps tried."""
         return self._steps_begun
@@ -245,6 +311,11 @@ class Prepared:
         """Steps that moved the weights. Waits for the device."""
         self.settle()
         return self._ledger.stats.applied
+
+    @property
+    def update_path(self) -> str:
+        """What updates the weights, and why: the one-pass optimizer or torch's own."""
+        return self._update_path
 
     @property
     def has_average(self) -> bool:
@@ -278,7 +349,7 @@ class Prepared:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scales": self._scales.state_dict(),
             "average": None if self._average is None else self._average.averages,
-            "amax": {name: history.amax for name, history in self._histories()},
+            "amax": self._fp8.state_dict(),
             "stats": self._ledger.stats.state_dict(),
         }
 
@@ -287,16 +358,14 @@ class Prepared:
         refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
         self._weights.masters.load_state_dict(state["master"])
-        # torch keeps the tensors it is given, and another run may be using them.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._weights.load_optimizer(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self._scales.load_state_dict(state["scales"])
         if self._average is not None:
             for average, saved in zip(self._average.averages, state["average"], strict=True):
                 average.copy_(saved)
-        for name, history in self._histories():
-            history.amax.copy_(state["amax"][name])
+        self._fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
         self._buffers.reset()
@@ -315,26 +384,12 @@ class Prepared:
         with tf32_products() if native_tf32 else contextlib.nullcontext():
             scaled.backward(retain_graph=retain_graph)
 
-    def _factors(
-        self, present: list[int], checked: Checked, inverse: Tensor | None
-    ) -> dict[nn.Parameter, Tensor]:
-        """Return what each gradient is multiplied by, to unscale and clip it; none for by one."""
+    def _factor(self, checked: Checked, inverse: Tensor | None) -> Tensor | None:
+        """Return what each gradient is multiplied by, to unscale and clip it; None for by one."""
         factor = None if self._clip_norm is None else clip_factor(checked.norm, self._clip_norm)
         if inverse is not None:
             factor = inverse if factor is None else factor * inverse
-        if factor is None:
-            return {}
-        weights = [self._weights.all[i] for i in present]
-        if factor.dim() == 0:
-            return dict.fromkeys(weights, factor)
-        return dict(zip(weights, factor.unbind(), strict=True))
+        return factor
 
     def _full_weights(self) -> list[Tensor]:
         return [self._weights.full(p) for p in self._weights.all]
-
-    def _histories(self) -> list[tuple[str, Any]]:
-        return [
-            (name, module.nc_history)
-            for name, module in self.model.named_modules()
-            if module.__dict__.get("nc_history") is not None
-        ]

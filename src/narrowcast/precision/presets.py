@@ -14,7 +14,8 @@ def _products(forward: str, **roles: Any) -> Policy:
 
 # e5m2 trades a digit for range, which gradients need more than activations do (the OCP
 # recommendation); products that are not linear layers run in bf16 under every fp8 preset.
-_FP8 = {"grad_input": "e5m2", "grad_weight": "e5m2"}
+# Only outputs are summed the fast way: the field's habit, and 8 % faster on Hopper.
+_FP8 = {"grad_input": "e5m2", "grad_weight": "e5m2", "accumulate": "fast"}
 _BF16 = _products("bf16")
 
 PRESETS: Mapping[str, Policy] = types.MappingProxyType(

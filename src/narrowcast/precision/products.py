@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from narrowcast.numerics import FP32, TF32, Format
 from narrowcast.numerics.carriers import CHUNK
+from narrowcast.precision.amax import AmaxHistory
 from narrowcast.precision.operands import (
-    AmaxHistory,
     ProductFormats,
     is_delayed,
     is_narrow,
@@ -95,7 +95,7 @@ class _LinearProduct(torch.autograd.Function):
             ctx.save_for_backward(x_narrow, weight_narrow)
         else:
             ctx.save_for_backward(rows, wide_weight)
-        ctx.formats, ctx.history = formats, history
+        ctx.formats, ctx.history, ctx.scales = formats, history, (x_scale, weight_scale)
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
         output = output.view(*x.shape[:-1], weight.shape[0])
         return _in_carrier(output, formats.output, x.dtype, rounding=_rounded_fresh)
@@ -128,7 +128,8 @@ class _LinearProduct(torch.autograd.Function):
             beside = weight
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_input)
-                beside = operand(weight, other, "column", formats.scaling, None)
+                past = ctx.scales[1] if is_delayed(other) else None
+                beside = operand(weight, other, "column", formats.scaling, past)
             grad_x = _rounded_fresh(torch.ops.aten.mm.default(narrow, beside), formats.output)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
@@ -139,7 +140,8 @@ class _LinearProduct(torch.autograd.Function):
             beside = x
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_weight)
-                beside = operand(x, other, "column", formats.scaling, None)
+                past = ctx.scales[0] if is_delayed(other) else None
+                beside = operand(x, other, "column", formats.scaling, past)
             grad_weight = torch.ops.aten.mm.default(narrow.t(), beside)
             grad_weight = _rounded_fresh(grad_weight, formats.output)
         if ctx.has_bias and ctx.needs_input_grad[2]:

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.numerics import plain_format
+from narrowcast.precision.amax import AmaxHistories
+from narrowcast.precision.fp8_chain import Fp8Chain, can_chain
 from narrowcast.precision.fp8_linear import Fp8Linear
+from narrowcast.precision.fp8_rows import Fp8RowLinear
 from narrowcast.precision.modules import (
     InRegion,
     MatchingInput,
@@ -15,7 +18,7 @@ from narrowcast.precision.modules import (
     WideNorm,
     swap,
 )
-from narrowcast.precision.operands import AmaxHistory, ProductFormats
+from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.plan import ModulePlan, Plan, is_uniform, widens
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.regions import Region
@@ -32,15 +35,8 @@ def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
             case "normalisation":
                 _rewrite_norm(module, chosen, plan.policy)
             case "linear" if _needs_own_products(chosen, around):
-                history = None
-                if chosen.policy.scaling == "delayed":
-                    history = AmaxHistory(next(module.parameters()).device)
-                swap(
-                    module,
-                    Fp8Linear if chosen.how == "native" else NarrowLinear,
-                    nc_formats=ProductFormats.of(chosen.policy),
-                    nc_history=history,
-                )
+                kind = _linear_kind(chosen)
+                swap(module, kind, nc_formats=ProductFormats.of(chosen.policy), nc_history=None)
             case "embedding":
                 continue
             case _:
@@ -55,6 +51,11 @@ def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
                     regions[chosen.name] = region
                 if chosen.kind == "recurrent" and chosen.policy.params != "fp32":
                     swap(module, MatchingInput)
+    _give_histories(model, plan)
+    for module in model.modules():
+        if can_chain(module):
+            first, _, last = type(module).fused_chain  # type: ignore[attr-defined]
+            swap(module, Fp8Chain, nc_ends=(first, last))
     narrowed = _narrow_weights(model, plan)
     whole = regions[""]
     if whole != Region("fp32", False, device_type):
@@ -85,6 +86,28 @@ def _needs_own_products(chosen: ModulePlan, around: Region) -> bool:
         case "emulated":
             like_region = around.emulated and chosen.policy.forward == around.format_name
             return not (like_region and is_uniform(chosen.policy))
+
+
+def _linear_kind(chosen: ModulePlan) -> type[nn.Linear]:
+    if chosen.how == "emulated":
+        return NarrowLinear
+    return Fp8RowLinear if chosen.policy.scaling == "row" else Fp8Linear
+
+
+def _give_histories(model: nn.Module, plan: Plan) -> None:
+    """Give every module with delayed scaling its part of what all of them remember."""
+    delayed = [
+        module
+        for chosen in plan.modules
+        if chosen.policy.scaling == "delayed"
+        and isinstance(module := model.get_submodule(chosen.name), Fp8Linear | NarrowLinear)
+    ]
+    if not delayed:
+        return
+    device = next(delayed[0].parameters()).device
+    histories = AmaxHistories([module.nc_formats for module in delayed], device)
+    for i, module in enumerate(delayed):
+        module.nc_history = histories.of(i)
 
 
 def _rewrite_norm(module: nn.Module, chosen: ModulePlan, policy: Policy) -> None:

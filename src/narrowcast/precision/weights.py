@@ -1,16 +1,25 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
 import contextlib
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.numerics import BF16
-from narrowcast.precision.master import MasterWeights, multiply, recast
+from narrowcast.precision.guard import norms_of
+from narrowcast.precision.master import (
+    MasterWeights,
+    as_sharded,
+    multiply,
+    recast,
+    replace_values,
+)
 from narrowcast.precision.meter import LostUpdates
 from narrowcast.precision.modules import restore
+from narrowcast.precision.one_pass import OnePass
 from narrowcast.precision.plan import Plan
 from narrowcast.precision.regions import EmulatedProducts
 from narrowcast.precision.rewrite import rewrite
@@ -30,12 +39,16 @@ class TrainedWeights:
         self._narrowed: list[nn.Parameter] = []
         self.masters = MasterWeights([], [], "none")
         self._emulated = False
+        self.one_pass: OnePass | None = None
         self._master_index: dict[nn.Parameter, int] = {}
 
-    def narrow(self, chosen: Plan) -> None:
+    def narrow(self, chosen: Plan, *, one_pass: bool) -> None:
         """Carry out a plan on the model, and let the optimizer hold the master weights."""
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         narrowed = rewrite(self._model, chosen)
+        for p, full in narrowed:
+            if as_sharded(p) is not None:
+                replace_values(p, full.to(p.dtype))
         self._narrowed = [p for p, _ in narrowed]
         trained = set(self.all)
         self.masters = MasterWeights(
@@ -46,15 +59,19 @@ class TrainedWeights:
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self._optimizer)
         self._emulated = chosen.emulated and chosen.policy.master == "none"
+        if one_pass:
+            self.one_pass = OnePass(self._optimizer, self.all, self.masters, policy=chosen.policy)
 
     def widen(self) -> None:
         """Undo `narrow`: plain modules, fp32 weights with all digits, the optimizer on them."""
+        if self.one_pass is not None:
+            self.one_pass.release()
         full = [self.full(p).clone() for p in self._narrowed]
         restore(self._model)
         originals = dict(zip(self.masters.shells, self.masters.parameters, strict=True))
         for parameter, value in zip(self._narrowed, full, strict=True):
             parameter.grad = None
-            parameter.data = value
+            replace_values(parameter, value)
         for group in self._optimizer.param_groups:
             group["params"] = [originals.get(p, p) for p in group["params"]]
         for shell, parameter in originals.items():
@@ -87,14 +104,40 @@ class TrainedWeights:
             for name, value in self._model.state_dict().items()
         }
 
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the fp32 norm of each gradient."""
+        return norms_of(gradients) if self.one_pass is None else self.one_pass.norms(gradients)
+
     def update(
+        self,
+        present: Sequence[int],
+        *,
+        factor: Tensor | None,
+        finite: Tensor | None,
+        metered: bool,
+    ) -> Tensor | None:
+        """Multiply the gradients and let the optimizer update the weights in these places.
+
+        `factor` is one for all of them or one for each. With `finite` given, the optimizer itself
+        skips where that is false, on the device. Returns the share of lost updates if it is to be
+        measured: of a sample, or of all weights where that costs nothing.
+        """
+        if self.one_pass is not None:
+            assert finite is not None
+            return self.one_pass.update(present, factor=factor, finite=finite, metered=metered)
+        return self._update_by_torch(self._factors(present, factor), finite=finite, metered=metered)
+
+    def _factors(self, present: Sequence[int], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
+        if factor is None:
+            return {}
+        weights = [self.all[i] for i in present]
+        if factor.dim() == 0:
+            return dict.fromkeys(weights, factor)
+        return dict(zip(weights, factor.unbind(), strict=True))
+
+    def _update_by_torch(
         self, factors: Mapping[nn.Parameter, Tensor], *, finite: Tensor | None, metered: bool
     ) -> Tensor | None:
-        """Multiply the gradients by their factors and let the optimizer take its step.
-
-        With `finite` given, the optimizer itself skips where that is false, on the device. Returns
-        the share of lost updates if it is to be measured.
-        """
         meter = None
         if metered:
             moving = [p for p in self.all if p.grad is not None]
@@ -113,6 +156,13 @@ class TrainedWeights:
             for name in told:
                 delattr(self._optimizer, name)
         return None if meter is None else meter.share()
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Give the optimizer a saved state, bit for bit."""
+        # torch keeps the tensors it is given, and another run may be using them.
+        self._optimizer.load_state_dict(copy.deepcopy(state))
+        if self.one_pass is not None:
+            self.one_pass.restore(state)
 
     def bytes(self) -> dict[str, int]:
         """Return what is held now, by role; gradients as if they were there."""

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
-from torch import nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError, DivergedError, NarrowcastError, RecipeError
@@ -37,6 +36,7 @@ from narrowcast.training.randomness import (
 )
 from narrowcast.training.resume import require_same_model, shapes
 from narrowcast.training.signals import Stop, stop_on_signals
+from narrowcast.training.stepping import Stepper
 from narrowcast.training.task import Task
 
 
@@ -89,9 +89,7 @@ class _Course:
     ) -> None:
         self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
         self._device = next(prepared.model.parameters()).device
-        self._model = prepared.model
-        if recipe.compile:
-            self._model = cast(nn.Module, torch.compile(prepared.model))
+        self._stepper = Stepper(prepared, task, recipe)
         self._step = self._batches = self._evaluated = self._saved = 0
         self._unread: deque[_Attempt] = deque()
         self._since = time.perf_counter()
@@ -170,19 +168,17 @@ class _Course:
 
     def _attempt(self, data: BatchStream) -> _Attempt:
         """Queue one step: forward and backward of each micro-batch, then the update."""
-        prepared, task, count = self._prepared, self._task, self._recipe.accumulate
-        losses, tokens = [], 0
-        for batch in islice(data, count):
-            with prepared.compute():
-                loss = task.loss(self._model, batch)
-            prepared.backward(loss / count)
-            losses.append(loss.detach())
-            tokens += task.tokens(batch)
-        outcome = prepared.step()
+        count = self._recipe.accumulate
+        batches = list(islice(data, count))
+        outcome, loss = self._stepper(batches)
         self._step += 1
         self._batches += count
-        mean = HostNumber(torch.stack(losses).float().mean())
-        return _Attempt(step=self._step, outcome=outcome, loss=mean, tokens=tokens)
+        return _Attempt(
+            step=self._step,
+            outcome=outcome,
+            loss=HostNumber(loss),
+            tokens=sum(self._task.tokens(batch) for batch in batches),
+        )
 
     def _read(self, *, leaving: int) -> Iterator[Record]:
         """Yield the records of the attempts in flight but the last `leaving`. Waits for them."""

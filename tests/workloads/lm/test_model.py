@@ -199,9 +199,39 @@ def test_evaluating_gives_every_module_its_own_mode_back():
     assert [module.training for module in model.modules()] == before
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_targets_it_is_the_cross_entropy_of_its_logits(kind):
+    model, data = gpt(kind), tokens(2, LENGTH + 1)
+    inputs, targets = data[:, :-1], data[:, 1:]
+    logits = model(inputs).flatten(0, 1)
+    assert torch.equal(model(inputs, targets), F.cross_entropy(logits, targets.flatten()))
+    each = F.cross_entropy(logits, targets.flatten(), reduction="none").view(2, LENGTH)
+    assert torch.equal(model(inputs, targets, reduction="none"), each)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_its_loss_and_gradients_are_those_of_its_logits(dtype):
+    model, data = gpt().cuda(), tokens(2, LENGTH + 1).cuda()
+    model.tie()
+    inputs, targets = data[:, :-1], data[:, 1:]
+    with torch.autocast("cuda", dtype=dtype):
+        losses = (
+            model(inputs, targets),
+            F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten()),
+        )
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=VOCAB * 2.0**-24)
+    weights = list(model.parameters())
+    scaled = (torch.autograd.grad(1024 * loss, weights) for loss in losses)
+    for mine, plain in zip(*scaled, strict=True):
+        # Gradients of logits are rounded to 16 bits at another size, forward and backward.
+        error = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(mine, plain, rtol=0, atol=error * plain.abs().max().item())
+
+
 def loss_and_gradients(model, run):
     data = tokens(2, LENGTH + 1)
-    loss = F.cross_entropy(run(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+    loss = run(data[:, :-1], data[:, 1:])
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 

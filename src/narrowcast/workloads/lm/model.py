@@ -1,5 +1,7 @@
 """A GPT: rotary positions, causal attention, norms first; `model(tokens)` gives next-token logits.
 
+`model(tokens, targets)` gives their loss, for which a GPU never holds all logits.
+
 Policies match module names: `embed`, `blocks.N.{attn_norm,mlp_norm}`, `blocks.N.attn.{qkv,out}`,
 `blocks.N.mlp.{up,gate,down}`, `norm`, `head`. A tied head shares its weight with `embed`.
 """
@@ -7,12 +9,14 @@ Policies match module names: `embed`, `blocks.N.{attn_norm,mlp_norm}`, `blocks.N
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.precision.linear_loss import linear_cross_entropy
 from narrowcast.workloads.lm.rotary import rotary_table, rotate
 from narrowcast.workloads.lm.settings import LmModel
 
@@ -42,8 +46,18 @@ class GPT(nn.Module):
         self.register_buffer("rotary", table, persistent=False)
         self.rotary: Tensor
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token after each of `tokens`: (batch, length, vocab)."""
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        reduction: Literal["mean", "none"] = "mean",
+    ) -> Tensor:
+        """Return the logits of the token after each of `tokens`: (batch, length, vocab).
+
+        With `targets`, the tokens that do come after, return their cross-entropy in nats, taken in
+        fp32: the mean, or with `reduction="none"` that of each, (batch, length).
+        """
         length = tokens.shape[-1]
         if length > self.length:
             raise RecipeError(
@@ -54,7 +68,10 @@ class GPT(nn.Module):
         x = self.embed(tokens)  # (batch, length, width)
         for block in self.blocks:
             x = block(x, rotary)
-        logits: Tensor = self.head(self.norm(x))
+        x = self.norm(x)
+        if targets is not None:
+            return linear_cross_entropy(x, self.head, targets, reduction=reduction)
+        logits: Tensor = self.head(x)
         return logits
 
     def tie(self) -> None:
@@ -130,6 +147,9 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """Widen, apply the exact GELU, narrow."""
+
+    fused_chain: ClassVar[tuple[str, str, str]] = ("up", "gelu", "down")
+    """What `forward` does, for a plan that can run it as one."""
 
     def __init__(self, settings: LmModel) -> None:
         super().__init__()

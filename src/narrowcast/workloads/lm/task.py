@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
@@ -45,7 +43,8 @@ class LmTask:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of the next tokens in nats, taken in fp32."""
-        return _cross_entropy(model, batch, reduction="mean")
+        loss: Tensor = model(*batch)
+        return loss
 
     def tokens(self, batch: Batch) -> int:
         """Count the tokens `batch` asks to predict."""
@@ -62,7 +61,7 @@ class LmTask:
         with torch.no_grad(), evaluating(model):
             for batch in self._validation_batches():
                 on_device = tuple(tensor.to(self.device) for tensor in batch)
-                losses = _cross_entropy(model, on_device, reduction="none")
+                losses = model(*on_device, reduction="none")
                 # In float64, which not every device has: a million fp32 terms lose digits.
                 nats += losses.cpu().double().sum().item()
                 tokens += self.tokens(batch)
@@ -108,12 +107,6 @@ def build_task(recipe: Recipe, *, device: torch.device) -> LmTask:
         batch_size=recipe.batch_size,
         device=device,
     )
-
-
-def _cross_entropy(model: nn.Module, batch: Batch, *, reduction: Literal["mean", "none"]) -> Tensor:
-    inputs, targets = batch
-    logits = model(inputs).flatten(0, 1).float()  # (batch · length, vocab)
-    return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
 def _vocab(data: LmData, settings: LmModel) -> int:

@@ -1,0 +1,205 @@
+"""AdamW and Adam over every weight in one read and one write of each byte.
+
+| bytes a weight moves | gradient | weight | beside it | moments | in all |
+|---|---|---|---|---|---|
+| split master, fp32 moments | 2 | 2 + 2 | 2 + 2 | 8 + 8 | 26 |
+| split master, bf16 moments | 2 | 2 + 2 | 2 + 2 | 4 + 4 | 18 |
+| split master, int8 moments | 2 | 2 + 2 | 2 + 2 | 2 + 2 (+ 1/16 of scales) | 14 |
+| fp32 weights, fp32 moments | 4 | 4 + 4 | – | 8 + 8 | 28 |
+
+Two kernels. The first looks at each tensor once: it moves the step counts and works out what the
+second needs of learning rate and bias correction, in fp64, unless the step is to be skipped. The
+second has one program per chunk of a tensor; weights of one make (dtypes, master) share a launch.
+Nothing is read back by the host, so that a CUDA graph can replay a step; the learning rate is read
+from a table that the host writes where it changed.
+
+The formula is that of torch's fused kernels, in fp32. Allocated: tables of 16 bytes a chunk, about
+two hundred bytes a tensor, and nothing in a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowcast.kernels.adamw_programs import begin, update
+from narrowcast.kernels.adamw_twin import Hyper, Weight
+from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, upload
+
+_Make = tuple[tuple[torch.dtype, str, str], torch.dtype, bool]
+"""What weights of one launch share: their make, the gradient's dtype, whole loads or not."""
+COUNTERS = 64
+"""Places over which programs spread their counts, so that few wait for each other."""
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+# The widths of rows: a weight's addresses and coefficients, a group's settings.
+ROW, COEFFICIENTS, HYPER = 8, 16, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a launch is cut up; `chunk` elements a program."""
+
+    chunk: int
+    warps: int
+
+
+# Each thread then has sixteen elements: about fourteen loads of 16 bytes are under way at once,
+# twice what it takes to cover the latency of an H200's memory at its bandwidth.
+TILINGS = {
+    "fp32": Tiling(chunk=4096, warps=8),
+    "bf16": Tiling(chunk=4096, warps=8),
+    "int8": Tiling(chunk=4096, warps=8),
+}
+
+
+class AdamKernel:
+    """The tables of a set of weights, and the launches that update them all.
+
+    It holds the tensors whose addresses it keeps: none is freed while it can be written to.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        *,
+        device: torch.device,
+        groups: int,
+        tiling: Tiling | None = None,
+    ) -> None:
+        self.weights, self._device, self._tiling = list(weights), device, tiling
+        count = len(self.weights)
+        self._addresses = HostTable(count * ROW, device, dtype=torch.int64)
+        self._gradients = HostTable(count, device, dtype=torch.int64)
+        self._groups = upload(torch.tensor([w.group for w in weights], dtype=torch.int32), device)
+        self._hyper = HostTable(groups * HYPER, device, dtype=torch.float64)
+        self._coefficients = torch.zeros(count * COEFFICIENTS, device=device)
+        self._seeds = torch.zeros(count, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+        self._yes = torch.ones((), dtype=torch.uint8, device=device)
+        self._addresses.write([address for w in weights for address in _addresses(w)])
+        self._states_aligned = [is_aligned(*w.tensors) for w in weights]
+        self._found: list[tuple[int, torch.dtype | None]] = []
+        self._makes: list[_Make] = []
+        self._launches: list[_Launch] = []
+
+    def write_hyper(self, groups: Sequence[Hyper]) -> None:
+        """Let the next step use these; nothing is copied where they are what they were.
+
+        Not in a CUDA graph: it would write the same learning rate whenever it is replayed.
+        """
+        self._hyper.write([number for group in groups for number in group.row()], replayed=False)
+        for i, group in enumerate(groups):
+            if isinstance(group.lr, Tensor):
+                self._hyper.tensor[i * HYPER].copy_(group.lr, non_blocking=True)
+
+    def step(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        factor: Tensor | None,
+        finite: Tensor | None,
+        metered: bool,
+    ) -> Tensor | None:
+        """Update every weight that has a gradient; none where `finite` is false.
+
+        `factor` multiplies the gradients, one for all or one for each of them. Gradients lie in
+        memory as their weights do. Returns lost over due updates if they are to be counted.
+        """
+        # 0 says that there is none; torch's empty tensors are at 0 too, and their steps count.
+        found: list[tuple[int, torch.dtype | None]] = [
+            (0, None) if g is None else (g.data_ptr() or 1, g.dtype) for g in gradients
+        ]
+        if found != self._found:
+            makes = [self._make(i, g) for i, g in enumerate(gradients)]
+            if makes != self._makes:
+                self._makes, self._launches = makes, self._cut(makes)
+            self._found = found
+        self._gradients.write([address for address, _ in found])
+        self._prepare(factor, finite)
+        for launch in self._launches:
+            update[(launch.programs,)](
+                launch.chunks,
+                self._addresses.tensor,
+                self._gradients.tensor,
+                self._coefficients,
+                self._seeds,
+                self._counters,
+                **launch.options,
+                METER=metered,
+            )
+        return self._lost_share() if metered else None
+
+    def _make(self, i: int, gradient: Tensor | None) -> _Make:
+        w = self.weights[i]
+        if gradient is None:  # stays where it was, so that no table changes for a skipped weight
+            return self._makes[i] if self._makes else (w.make, torch.float32, False)
+        return w.make, gradient.dtype, self._states_aligned[i] and is_aligned(gradient)
+
+    def _cut(self, makes: Sequence[_Make]) -> "list[_Launch]":
+        sizes = [w.weight.numel() for w in self.weights]
+        launches = []
+        for make in dict.fromkeys(makes):
+            (dtype, master, moments), gradient, aligned = make
+            tiling = self._tiling or TILINGS[moments]
+            mine = [i for i, other in enumerate(makes) if other == make]
+            chunks = chunk_table(sizes, mine, chunk=tiling.chunk)
+            options = {
+                "STORED": TYPES[dtype],
+                "GRADIENT": TYPES[gradient],
+                "MASTER": master,
+                "MOMENTS": moments,
+                "ALIGNED": aligned,
+                "CHUNK": tiling.chunk,
+                "NATIVE": not interpreted(),
+                "num_warps": tiling.warps,
+            }
+            for full in (True, False):
+                rows = chunks[(chunks[:, 2] == tiling.chunk) == full]
+                if len(rows):
+                    table = upload(rows, self._device)
+                    launches.append(_Launch(table, len(rows), {**options, "FULL": full}))
+        return launches
+
+    def _prepare(self, factor: Tensor | None, finite: Tensor | None) -> None:
+        count = len(self.weights)
+        width = 128
+        begin[(triton.cdiv(count, width),)](
+            self._addresses.tensor,
+            self._gradients.tensor,
+            self._groups,
+            self._hyper.tensor,
+            self._coefficients if factor is None else factor,
+            self._yes if finite is None else finite.view(torch.uint8),
+            self._coefficients,
+            self._seeds,
+            self._counters,
+            count,
+            FACTORS="one" if factor is None else "all" if factor.dim() == 0 else "each",
+            PLACES=COUNTERS,
+            WIDTH=width,
+        )
+
+    def _lost_share(self) -> Tensor:
+        due = (self._counters >> 32).sum()
+        return (self._counters & 0xFFFFFFFF).sum() / due.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    chunks: Tensor
+    programs: int
+    options: dict[str, Any]
+
+
+def _addresses(w: Weight) -> list[int]:
+    held = [w.weight, w.beside, w.first, w.second, w.first_scale, w.second_scale, w.step, None]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in held]

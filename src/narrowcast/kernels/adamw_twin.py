@@ -1,0 +1,287 @@
+"""The one-pass optimizer in plain torch: what its kernel computes, and what runs where it cannot.
+
+One pass per tensor and operation, so many bytes; the same arithmetic in the same order, the same
+random bits, the same values stored. Fused multiply-adds of a GPU aside, kernel and twin agree bit
+for bit.
+
+Moments of 8 bits come in blocks of 256 elements with one fp32 scale each. The first is
+sign · (code / 127)² · scale, the second (code / 255)⁴ · scale: Adam needs the small ones too. Both
+are rounded up or down by chance, so that what is read back is right on average.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Elements of 8-bit moments that share a scale."""
+SMALLEST_SCALE = 2.0**-90
+"""No smaller scale is kept: its inverse times 255⁴, and itself over 255⁴, are normal numbers."""
+HEADROOM = 1 + 2.0**-18
+"""A scale is this much larger than the largest of its block, so that no rounding leads beyond."""
+LARGEST = {torch.float16: 65504.0, torch.bfloat16: 3.3895313892515355e38}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """What a parameter group says."""
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """AdamW's weight decay; False: Adam's, which is added to the gradient."""
+
+    def row(self) -> list[float]:
+        """Return the group's row in the kernel's table; a learning rate on a device is 0 there."""
+        logs = [math.log(beta) if beta > 0 else -math.inf for beta in self.betas]
+        lr = 0.0 if isinstance(self.lr, Tensor) else float(self.lr)
+        return [lr, *self.betas, self.eps, self.weight_decay, *logs, float(self.decoupled)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weight:
+    """A weight and what is stored of it; all of them lie in memory alike."""
+
+    weight: Tensor
+    master: str
+    """How digits beyond the weight's own are kept; "none" for a weight in fp32."""
+    beside: Tensor | None
+    """The fp32 copy, the low bits, or the compensation."""
+    first: Tensor
+    second: Tensor
+    first_scale: Tensor | None
+    second_scale: Tensor | None
+    step: Tensor
+    group: int
+
+    @property
+    def moments(self) -> str:
+        """The format of the moments."""
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.first.dtype, "int8")
+
+    @property
+    def make(self) -> tuple[torch.dtype, str, str]:
+        """What must agree between weights that one launch updates."""
+        return self.weight.dtype, self.master, self.moments
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that has as many elements as the weight."""
+        beside = [] if self.beside is None else [self.beside]
+        return [self.weight, *beside, self.first, self.second]
+
+
+class AdamTwin:
+    """As `AdamKernel`, in plain torch. Looks at `finite`, so it is for the CPU and for tests."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = list(weights)
+        self._groups: Sequence[Hyper] = []
+
+    def write_hyper(self, groups: Sequence[Hyper]) -> None:
+        """Let the next step use these."""
+        self._groups = groups
+
+    def step(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        factor: Tensor | None,
+        finite: Tensor | None,
+        metered: bool,
+    ) -> Tensor | None:
+        """As `AdamKernel.step`."""
+        device = self.weights[0].weight.device
+        due = torch.zeros((), dtype=torch.int64, device=device)
+        lost = torch.zeros_like(due)
+        if finite is None or bool(finite):
+            for i, (w, g) in enumerate(zip(self.weights, gradients, strict=True)):
+                if g is None:
+                    continue
+                one = factor if factor is None or factor.dim() == 0 else factor[i]
+                w.step.add_(1)
+                same = _update(w, g, one, self._groups[w.group], place=i)
+                moving = _flat(g) != 0
+                due += moving.sum()
+                lost += (moving & same).sum()
+        return lost / due.clamp(min=1) if metered else None
+
+
+def encode(values: Tensor, random: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a flat tensor of moments, rounded by 16 random bits each."""
+    blocks = _in_blocks(values)
+    # From 1 to 2, in steps of 2**-16; they stand for the middles of these steps.
+    chance, middle = _in_blocks(random).float() * 2.0**-16 + 1, 1 - 2.0**-17
+    scale = blocks.abs().amax(1, keepdim=True).clamp(min=SMALLEST_SCALE) * HEADROOM
+    if signed:
+        x = blocks.abs() * (127.0**2 / scale)
+        lower = _floor(x.sqrt(), least=0)
+        width = 2 * lower + 1
+        up = chance * width < x - lower * lower + width * middle
+        code = torch.where(blocks < 0, -(lower + up), lower + up).to(torch.int8)
+    else:
+        x = blocks * (255.0**4 / scale)
+        # A second moment of zero under a first that is not would be an update of m / eps.
+        lower = _floor(blocks.sqrt().sqrt() * (255.0 / scale.sqrt().sqrt()), least=1)
+        square = lower * lower
+        width = (2 * lower + 1) * (2 * square + 2 * lower + 1)
+        up = chance * width < x - square * square + width * middle
+        code = (lower + up).to(torch.uint8)
+    return code.flatten()[: values.numel()], scale.flatten()
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the moments that `encode` kept, as a flat fp32 tensor."""
+    code = _in_blocks(codes.flatten()).float()
+    if codes.dtype == torch.int8:
+        values = code * code.abs() * (scales * (1 / 127**2))[:, None]
+    else:
+        square = code * code
+        values = square * square * (scales * (1 / 255**4))[:, None]
+    return values.flatten()[: codes.numel()]
+
+
+def random_bits(count: int, *, step: float, place: int, device: torch.device) -> Tensor:
+    """Return the 32 random bits of each element of tensor number `place` in a step, as int64."""
+    seed = mix(torch.tensor((int(step) * 0x9E3779B9) & 0xFFFFFFFF) ^ mix(torch.tensor(place)))
+    return mix((torch.arange(count) & 0xFFFFFFFF) ^ seed).to(device)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Return MurmurHash3's finaliser of 32-bit numbers, held in int64."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & 0xFFFFFFFF
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _update(w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, place: int) -> Tensor:
+    """Update one weight; return where what is stored of it is what it was."""
+    step, lr = float(w.step), float(h.lr)
+    (beta1, beta2), device = h.betas, w.weight.device
+    random = torch.zeros((), dtype=torch.int64, device=device)
+    if w.moments != "fp32" or w.master == "stochastic":
+        random = random_bits(w.weight.numel(), step=step, place=place, device=device)
+    old = _full(w)
+    g = _flat(gradient).float()
+    if factor is not None:
+        g = g * factor
+    m, v = moments_of(w)
+    if h.weight_decay and not h.decoupled:
+        g = g + h.weight_decay * old
+    new = old - lr * h.weight_decay * old if h.weight_decay and h.decoupled else old
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + ((1 - beta2) * g) * g
+    scale = 1 / math.sqrt(1 - beta2**step)
+    new = new - (lr / (1 - beta1**step)) * m * (1 / (v.sqrt() * scale + h.eps))
+    _keep_moments(w, m, v, random)
+    return _keep_weight(w, old, new, mix(random ^ 0x9E3779B9) >> 16)
+
+
+def _full(w: Weight) -> Tensor:
+    stored = _flat(w.weight)
+    if w.beside is None:
+        return stored.float()
+    beside = _flat(w.beside)
+    match w.master:
+        case "fp32":
+            return beside.clone()
+        case "split":
+            high = stored.view(torch.int16).to(torch.int32) << 16
+            return (high + beside.to(torch.int32)).view(torch.float32)
+        case _:
+            return stored.float() + beside.float()
+
+
+def _keep_weight(w: Weight, old: Tensor, new: Tensor, random: Tensor) -> Tensor:
+    stored, dtype = _flat(w.weight), w.weight.dtype
+    if w.beside is not None:
+        beside = _flat(w.beside)
+    match w.master:
+        case "fp32":
+            beside.copy_(new)
+            stored.copy_(_nearest(new, dtype))
+            return new == old
+        case "split":
+            bits = new.view(torch.int32)
+            high = (bits + 0x8000) >> 16
+            stored.view(torch.int16).copy_(high)
+            beside.copy_(bits - (high << 16))
+            return new == old
+        case "kahan":
+            kept = _nearest(new, dtype)
+            still = _nearest(new - kept.float(), dtype)
+            same = (kept == stored) & (still == beside)
+            beside.copy_(still)
+        case _:
+            stochastic = w.master == "stochastic"
+            kept = randomly(new, random, dtype) if stochastic else _nearest(new, dtype)
+            same = kept == stored
+    stored.copy_(kept)
+    return same
+
+
+def moments_of(w: Weight) -> tuple[Tensor, Tensor]:
+    """Return both moments in fp32, flat, in the order of memory."""
+    if w.first_scale is None or w.second_scale is None:
+        return _flat(w.first).float(), _flat(w.second).float()
+    return decode(_flat(w.first), w.first_scale), decode(_flat(w.second), w.second_scale)
+
+
+def _keep_moments(w: Weight, m: Tensor, v: Tensor, random: Tensor) -> None:
+    kept = [m, v]
+    if w.first_scale is not None and w.second_scale is not None:
+        kept[0], first_scale = encode(m, (random >> 7) & 0xFFFF, signed=True)
+        kept[1], second_scale = encode(v, random >> 16, signed=False)
+        w.first_scale.copy_(first_scale)
+        w.second_scale.copy_(second_scale)
+    elif w.first.dtype == torch.bfloat16:
+        kept = [
+            randomly(m, random & 0xFFFF, torch.bfloat16),
+            randomly(v, random >> 16, torch.bfloat16),
+        ]
+    _flat(w.first).copy_(kept[0])
+    _flat(w.second).copy_(kept[1])
+
+
+def randomly(x: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round up or down by chance, given 16 random bits for each, so that the expectation is `x`."""
+    if dtype == torch.float32:
+        return x
+    limit = LARGEST[dtype]
+    x = x.clamp(-limit, limit)
+    bits = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    if dtype == torch.bfloat16:
+        high = torch.where(x == x, (bits + random) >> 16, 0x7FC0)
+        return high.to(torch.int16).view(torch.bfloat16)
+    normal = ((bits + (random >> 3)) & 0xFFFFE000).to(torch.int32).view(torch.float32)
+    steps = x * 2.0**24  # of 2**-24, the spacing below 2**-14
+    up = (random.float() + 0.5) * (1 / 65536) < steps - steps.floor()
+    subnormal = (steps.floor() + up) * 2.0**-24
+    return torch.where(x.abs() < 2.0**-14, subnormal, normal).to(dtype)
+
+
+def _nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = LARGEST[torch.float16]
+    return (x.clamp(-limit, limit) if dtype == torch.float16 else x).to(dtype)
+
+
+def _floor(x: Tensor, *, least: int) -> Tensor:
+    """Round down, as the kernel does; an integer may lose one, and is sure to get it back."""
+    return ((x + 8388607.5) - 8388608.0).clamp(min=least)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements in the order of memory, as a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    missing = -values.numel() % BLOCK
+    return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK)

@@ -1,0 +1,140 @@
+"""The norms of many gradients in one read of each: 2 bytes a weight in bf16, nothing written.
+
+Each program sums the squares of one chunk into its own place, and one program a tensor sums those,
+always in the same order: no atomics, so the same gradients give the same norm bit for bit. Sums are
+in fp32, so a gradient whose square overflows fp32 has an infinite norm, as one of NaN has NaN.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, is_dense, upload
+
+CHUNK = 16384
+"""Elements a program sums: 32 KiB of bf16, sixteen loads of 16 bytes in each of 128 threads."""
+WARPS = 4
+JOIN_WIDTH = 1024
+"""Chunks of one tensor that are summed at a time."""
+SETS = 8
+"""Sets of gradients whose tables are kept: weights may have gradients in every other step only."""
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def norms_in_torch(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the fp32 norm of each gradient: the kernels' twin."""
+    return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+
+
+class NormKernel:
+    """Takes the norms of gradients, and remembers the tables of the last few sets of them."""
+
+    def __init__(self, device: torch.device, *, chunk: int = CHUNK, warps: int = WARPS) -> None:
+        self._device, self._chunk, self._warps = device, chunk, warps
+        self._known: dict[tuple[_Make, ...], _Tables] = {}
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the fp32 norm of each gradient, in a new tensor on the device."""
+        # The order of elements is of no account, gaps between them are.
+        dense = [g if is_dense(g) else g.contiguous() for g in gradients]
+        makes = tuple((g.numel(), g.dtype, is_aligned(g)) for g in dense)
+        if makes not in self._known:
+            if len(self._known) == SETS:
+                del self._known[next(iter(self._known))]
+            self._known[makes] = self._cut(makes)
+        tables = self._known[makes]
+        tables.addresses.write([g.data_ptr() for g in dense])
+        for chunks, first, options in tables.launches:
+            _sum_squares[(len(chunks),)](
+                chunks, tables.addresses.tensor, tables.partial, first, **options
+            )
+        norms = torch.empty(len(dense), device=self._device)
+        _join[(len(dense),)](
+            tables.partial, tables.ranges, norms, ROUNDS=tables.rounds, WIDTH=JOIN_WIDTH
+        )
+        return norms
+
+    def _cut(self, makes: "Sequence[_Make]") -> "_Tables":
+        launches = []
+        ranges = torch.zeros((len(makes), 2), dtype=torch.int32)
+        first = 0
+        for make in dict.fromkeys((dtype, aligned) for _, dtype, aligned in makes):
+            mine = [i for i, other in enumerate(makes) if other[1:] == make]
+            chunks = chunk_table([m[0] for m in makes], mine, chunk=self._chunk)
+            counts = torch.tensor([-(-makes[i][0] // self._chunk) for i in mine])
+            ranges[mine, 0] = (first + counts.cumsum(0) - counts).int()
+            ranges[mine, 1] = counts.int()
+            options = {
+                "TYPE": TYPES[make[0]],
+                "ALIGNED": make[1],
+                "CHUNK": self._chunk,
+                "num_warps": self._warps,
+            }
+            if len(chunks):
+                launches.append((upload(chunks, self._device), first, options))
+            first += len(chunks)
+        # A power of two: then few kernels are compiled, however the sizes change.
+        longest = -(-int(ranges[:, 1].max()) // JOIN_WIDTH)
+        return _Tables(
+            addresses=HostTable(len(makes), self._device, dtype=torch.int64),
+            launches=launches,
+            partial=torch.zeros(max(first, 1), device=self._device),
+            ranges=upload(ranges, self._device),
+            rounds=1 << max(longest - 1, 0).bit_length(),
+        )
+
+
+_Make = tuple[int, torch.dtype, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tables:
+    addresses: HostTable
+    launches: list[tuple[Tensor, int, dict[str, Any]]]
+    """Chunks, where their sums begin, and what the kernel is compiled for."""
+    partial: Tensor
+    ranges: Tensor
+    """Where each tensor's sums begin, and how many they are."""
+    rounds: int
+
+
+@triton.jit
+def _sum_squares(
+    chunks,
+    addresses,
+    partial,
+    first,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sum the squares of one chunk."""
+    record = chunks + tl.program_id(0).to(tl.int64) * 4
+    t = tl.load(record)
+    begin = tl.load(record + 1).to(tl.int64) * CHUNK
+    left = tl.load(record + 2)
+    pointer = tl.load(addresses + t).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        left = tl.multiple_of(left, 16)
+        pointer = tl.multiple_of(pointer, 16)
+    at = tl.arange(0, CHUNK)
+    x = tl.load(pointer + begin + at, mask=at < left, other=0.0).to(tl.float32)
+    tl.store(partial + first + tl.program_id(0), tl.sum(x * x, axis=0))
+
+
+@triton.jit
+def _join(partial, ranges, norms, ROUNDS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum the chunks of one tensor, and take the root."""
+    t = tl.program_id(0)
+    first = tl.load(ranges + t * 2)
+    count = tl.load(ranges + t * 2 + 1)
+    total = tl.zeros([WIDTH], tl.float32)
+    for i in range(ROUNDS):
+        at = i * WIDTH + tl.arange(0, WIDTH)
+        total += tl.load(partial + first + at, mask=at < count, other=0.0)
+    tl.store(norms + t, tl.sqrt(tl.sum(total, axis=0)))

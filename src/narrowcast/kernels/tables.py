@@ -1,0 +1,117 @@
+"""Tables on the device by which one launch walks over many tensors: chunks, and addresses.
+
+A launch has one program for each chunk of each tensor. The chunk table says which tensor and which
+part of it (16 bytes a chunk, made once); the address table says where tensors are (8 bytes each,
+rewritten only where they moved). Against chunks of a few thousand elements both are nothing.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import UnsupportedError
+
+ALIGNMENT = 16
+"""Bytes of the widest load: a tensor that begins at a multiple of it, and whose length is one of as
+many elements, is read and written in whole ones."""
+
+
+def chunk_table(sizes: Sequence[int], tensors: Sequence[int], *, chunk: int) -> Tensor:
+    """Return one row per chunk of the chosen tensors: tensor, number of the chunk, elements left.
+
+    What is left is counted from the chunk's beginning and at most `chunk`; an empty tensor has no
+    chunk. The table is in the host's memory, as int32 of shape (chunks, 4).
+    """
+    rows = [_rows(t, sizes[t], chunk) for t in tensors]
+    return torch.cat([torch.zeros((0, 4), dtype=torch.int32), *rows])
+
+
+def upload(table: Tensor, device: torch.device) -> Tensor:
+    """Return a table of the host's on the device, without waiting for the copy."""
+    if device.type != "cuda":
+        return table.to(device)
+    # torch gives pinned memory to nobody else before the copy from it is done.
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+class HostTable:
+    """Numbers that the host knows and kernels read; written without waiting, where they changed."""
+
+    def __init__(self, length: int, device: torch.device, *, dtype: torch.dtype) -> None:
+        self.tensor = torch.zeros(length, dtype=dtype, device=device)
+        self._written: list[float] = [0] * length
+        self._kept: list[Tensor] = []
+        self._spare = self._pinned()
+
+    def write(self, numbers: Sequence[float], *, replayed: bool = True) -> None:
+        """Put numbers into the table, unless they are there already.
+
+        A CUDA graph under capture writes them whenever it is replayed: by then others may stand
+        there. With `replayed=False` it leaves them alone, so they must be there before.
+        """
+        capturing = self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        if numbers == self._written and not (capturing and replayed):
+            return
+        if capturing and not replayed:
+            raise UnsupportedError(
+                "the settings of the optimizer changed since the last step, and a CUDA graph under "
+                "capture would keep them for ever; write them before the capture begins"
+            )
+        self._written = list(numbers)
+        host = torch.tensor(numbers, dtype=self.tensor.dtype)
+        if capturing:
+            # Every replay reads this memory, and none can be asked for during a capture.
+            host = self._spare.copy_(host)
+            self._kept.append(host)
+        elif self.tensor.is_cuda:
+            # torch gives pinned memory to nobody else before the copy from it is done.
+            host = host.pin_memory()
+            if self._kept and self._kept[-1] is self._spare:
+                self._spare = self._pinned()
+        self.tensor.copy_(host, non_blocking=True)
+
+    def _pinned(self) -> Tensor:
+        return torch.empty(
+            self.tensor.shape, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda
+        )
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    """Say whether whole loads of `ALIGNMENT` bytes can read these and nothing is left over."""
+    return all(t.data_ptr() % ALIGNMENT == 0 and t.numel() % ALIGNMENT == 0 for t in tensors)
+
+
+def lies_like(tensor: Tensor, other: Tensor) -> bool:
+    """Say whether element i in memory is the same element of both, with no gaps in either."""
+    if tensor.shape != other.shape:
+        return False
+    if tensor.is_contiguous() and other.is_contiguous():
+        return True
+    return tensor.stride() == other.stride() and is_dense(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether the elements fill a stretch of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def laid_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return `tensor` with its elements in memory as those of `other`; itself where they are."""
+    if lies_like(tensor, other):
+        return tensor
+    return torch.empty_like(other, dtype=tensor.dtype).copy_(tensor)
+
+
+def _rows(tensor: int, size: int, chunk: int) -> Tensor:
+    numbers = torch.arange(-(-size // chunk))
+    left = (size - numbers * chunk).clamp(max=chunk)
+    columns = [torch.full_like(numbers, tensor), numbers, left, torch.zeros_like(numbers)]
+    return torch.stack(columns, dim=1).int()

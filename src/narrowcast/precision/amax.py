@@ -1,0 +1,118 @@
+"""Delayed scaling: scales of fp8 operands from the largest magnitudes of past steps.
+
+Within a step every call uses the same scale and notes the largest magnitude it met. When the step
+is applied, that goes into the history and the next scale comes out of it; a skipped step leaves no
+trace. The scales of all modules lie side by side, so that a step moves them in one go.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from narrowcast.kernels.fp8 import distrust, inverse_for, trust
+from narrowcast.numerics import Format, scale_for
+from narrowcast.precision.operands import ProductFormats, is_delayed
+
+ROLES = ("input", "weight", "grad_output")
+LENGTH = 16
+"""Steps remembered."""
+_APART = 4
+
+
+class AmaxHistories:
+    """The histories of all modules with delayed scaling."""
+
+    def __init__(self, formats: Sequence[ProductFormats], device: torch.device) -> None:
+        shape = (len(formats), len(ROLES))
+        self.amax = torch.zeros(*shape, LENGTH, device=device)
+        # cuBLAS reads scales only from addresses that are multiples of 16 bytes, and a compiled
+        # graph works on a copy of what is not at one.
+        self.seen = torch.zeros(*shape, _APART, dtype=torch.int32, device=device)[..., 0]
+        self.inverse = torch.zeros(*shape, _APART, device=device)[..., 0]
+        self._largest = torch.tensor([_largest(each) for each in formats], device=device)
+        mine = {each.data_ptr() for each in self.inverse.view(-1).split(1)}
+        distrust(mine)
+        self.moves = 0
+        """How often the scales may have changed."""
+        weakref.finalize(self, distrust, mine)
+
+    def of(self, module: int) -> "AmaxHistory":
+        """Return one module's part."""
+        return AmaxHistory(self, module)
+
+    def advance(self, finite: Tensor) -> None:
+        """Take in what a step has seen, if it was applied, and set the scales of the next."""
+        amax = self.seen.contiguous().view(torch.float32)
+        amax = torch.where(amax.isfinite(), amax, 0.0)
+        moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
+        self.amax.copy_(torch.where(finite, moved, self.amax))
+        self.seen.zero_()
+        self.moves += 1
+        past = self.amax.amax(-1)
+        self.inverse.copy_(torch.where(past > 0, inverse_for(past, self._largest), self.inverse))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what decides the scales to come."""
+        return {"amax": self.amax, "inverse": self.inverse}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take up where saved histories stood. Waits for the device."""
+        self.amax.copy_(state["amax"])
+        self.inverse.copy_(state["inverse"])
+        self.seen.zero_()
+        self.moves += 1
+        for each, known in zip(
+            self.inverse.view(-1).split(1), self.inverse.view(-1).tolist(), strict=True
+        ):
+            if known:
+                trust(each)
+
+
+class AmaxHistory:
+    """The scales of one module's operands, and where they note what they meet."""
+
+    def __init__(self, whole: AmaxHistories, module: int) -> None:
+        self.whole = whole  # holds the memory
+        self.amax = whole.amax[module]
+        self._inverse = [_single(whole.inverse[module, i]) for i in range(len(ROLES))]
+        self._seen = [_single(whole.seen[module, i]) for i in range(len(ROLES))]
+
+    def inverse(self, role: str) -> Tensor:
+        """Return the inverse scale of a role: one number, zero until it is first used."""
+        return self._inverse[ROLES.index(role)]
+
+    def seen(self, role: str) -> Tensor | None:
+        """Return where the largest magnitude of a role is noted; of inputs, only in training."""
+        noted = torch.is_grad_enabled() or role != "input"
+        return self._seen[ROLES.index(role)] if noted else None
+
+    @property
+    def moves(self) -> int:
+        """How often the scales may have changed."""
+        return self.whole.moves
+
+    def scale(self, x: Tensor, target: Format, role: str) -> Tensor:
+        """Return the scale of a role in force, which its first matrix decides; note this one."""
+        if x.numel() == 0:
+            return scale_for(x, target)
+        amax, inverse = x.detach().abs().amax().float(), self.inverse(role)
+        own = scale_for(amax, target)
+        scale = torch.where(inverse[0] > 0, inverse[0].reciprocal(), own)
+        inverse.copy_(scale.reciprocal())
+        seen = self.seen(role)
+        if seen is not None:
+            seen.copy_(torch.maximum(seen, amax.view(1).view(torch.int32)))
+        return scale
+
+
+def _single(number: Tensor) -> Tensor:
+    """Return a view of one number that is contiguous for a compiler too, which else copies it."""
+    return number.as_strided((1,), (1,))
+
+
+def _largest(formats: ProductFormats) -> list[float]:
+    roles = (formats.forward, formats.forward, formats.grad_input)
+    # What is no format of 8 bits has no delayed scale; the number is not used.
+    return [f.largest if isinstance(f, Format) and is_delayed(f) else 448.0 for f in roles]

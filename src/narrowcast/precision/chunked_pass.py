@@ -1,0 +1,138 @@
+"""One pass over the rows of a linear layer and its cross-entropy, in chunks: a registered op.
+
+For each chunk the logits are made, replaced by their gradient where they lie, and multiplied into
+the gradients of the input and of the weight. Held at once are one chunk of logits, the gradient of
+the input (in fp32, as 16 bits would round it twice) and that of the weight in fp32. For M rows of K
+numbers and V columns, 16-bit logits are written once and read twice (once from the cache), and so
+is their gradient, 2MV bytes each time; every chunk after the first reads and writes the weight's
+gradient, 8KV bytes. So chunks are few and large.
+
+Being a registered op it is one node of a compiled graph.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 400 * 2**20
+"""The most a chunk of logits takes: 4096 rows of 50304 in 16 bits keep a GPU busy for long."""
+_ALIGNED = 64
+"""Rows of logits begin at multiples of so many elements: tensor cores want 16 bytes, caches 128."""
+_FP16_LIFT = 2.0**12
+
+
+def lift(dtype: torch.dtype) -> float:
+    """Return the power of two on all gradients of a pass.
+
+    With 2¹², gradients of logits keep their digits in fp16 from 2⁻²⁶ up, and fit up to 15.
+    """
+    return _FP16_LIFT if dtype == torch.float16 else 1.0
+
+
+def even_chunks(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Return how many rows go at once: as few chunks as fit, of about one size."""
+    chunks = -(-rows * columns * dtype.itemsize // CHUNK_BYTES)
+    even = -(-rows // chunks)
+    return even + -even % 128  # whole tiles of a matrix product
+
+
+@torch.library.custom_op("narrowcast::linear_cross_entropy", mutates_args=())
+def chunked_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    factors: Tensor | None,
+    dtype: torch.dtype,
+    needs: list[bool],
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_rows: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return each row's loss, and the fp32 gradients of their sum that `needs` asks for.
+
+    Gradients of a row are multiplied by its factor, and all by `lift(dtype)`. One that is not
+    needed is empty.
+    """
+    from narrowcast.kernels.cross_entropy import cross_entropy_
+
+    rows, columns = hidden.shape[0], weight.shape[0]
+    losses, *grads = _results(hidden, weight, needs)
+    chunk = chunk_rows or even_chunks(rows, columns, dtype)
+    # Autocast would cast again what is cast here.
+    with torch.autocast(hidden.device.type, enabled=False):
+        narrow_weight = weight.to(dtype)
+        narrow_bias = None if bias is None else bias.to(dtype)
+        space = hidden.new_empty((min(chunk, rows), columns + -columns % _ALIGNED), dtype=dtype)
+        for first in range(0, rows, chunk):
+            part = slice(first, min(first + chunk, rows))
+            x = hidden[part].to(dtype)
+            logits = _logits(x, narrow_weight, narrow_bias, out=space[: len(x), :columns])
+            losses[part] = cross_entropy_(
+                logits,
+                targets[part],
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                gradient=any(needs),
+                lift=lift(dtype),
+                factors=None if factors is None else factors[part],
+            )
+            if needs[0]:
+                _product_into(grads[0][part], logits, narrow_weight, add=False)
+            if needs[1]:
+                _product_into(grads[1], logits.t(), x, add=first > 0)
+            if needs[2]:
+                grads[2] += logits.sum(0, dtype=torch.float32)
+    return losses, grads[0], grads[1], grads[2]
+
+
+@chunked_pass.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    factors: Tensor | None,
+    dtype: torch.dtype,
+    needs: list[bool],
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _results(hidden, weight, needs)
+
+
+def _results(
+    hidden: Tensor, weight: Tensor, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def fp32(*shape: int) -> Tensor:
+        return hidden.new_empty(shape, dtype=torch.float32)
+
+    return (
+        fp32(hidden.shape[0]),
+        fp32(*hidden.shape) if needs[0] else fp32(0),
+        fp32(*weight.shape) if needs[1] else fp32(0),
+        fp32(weight.shape[0]).zero_() if needs[2] else fp32(0),
+    )
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:
+    if x.device.type == "cpu" and x.dtype != torch.float32:
+        # Not every CPU multiplies 16 bits (docs/decisions/0005); the bias is added before rounding.
+        wide = x.float() @ weight.float().t()
+        return out.copy_(wide if bias is None else wide + bias.float())
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _product_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool) -> None:
+    """Write or add left · right into fp32, summed in fp32."""
+    beta = 1 if add else 0
+    if left.dtype == torch.float32:
+        torch.addmm(out, left, right, beta=beta, out=out)
+    elif left.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, beta=beta, out=out)
+    else:
+        torch.addmm(out, left.float(), right.float(), beta=beta, out=out)

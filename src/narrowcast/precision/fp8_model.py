@@ -1,0 +1,44 @@
+"""The fp8 side of a whole model: weights kept in fp8, and the histories their scales come from."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.precision.amax import AmaxHistory
+from narrowcast.precision.fp8_linear import Fp8Linear
+
+
+class Fp8Model:
+    """Every module of a model with fp8 weights or delayed scaling; often none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+        remembered = (m.__dict__.get("nc_history") for m in model.modules())
+        self._histories = next((h.whole for h in remembered if isinstance(h, AmaxHistory)), None)
+
+    def refresh(self) -> None:
+        """Make the fp8 weights anew that have changed. A compiled model does not look by itself."""
+        if not torch.compiler.is_compiling():
+            for layer in self._layers:
+                layer.nc_refresh()
+
+    def advance(self, finite: Tensor) -> None:
+        """Take into the histories what a step has seen, if it was applied."""
+        if self._histories is not None:
+            self._histories.advance(finite)
+
+    def bytes(self) -> int:
+        """Return what the fp8 weights take."""
+        made = [layer.nc_weight for layer in self._layers if layer.nc_weight is not None]
+        return sum(each.rows.nbytes + each.columns.nbytes for each in made)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the histories; the weights are made from their originals."""
+        return None if self._histories is None else self._histories.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take up where saved histories stood. Waits for the device."""
+        if self._histories is not None:
+            assert state is not None
+            self._histories.load_state_dict(state)

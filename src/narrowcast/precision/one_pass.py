@@ -1,0 +1,298 @@
+"""The optimizer's step in one pass over memory, in place of torch's own AdamW or Adam.
+
+The state stays where torch keeps it, `optimizer.state`, under torch's names, and with fp32 moments
+means what torch's does: a run can be saved under one and resumed under the other. Moments of 8 bits
+have their scales beside them. On a GPU it is a Triton kernel; elsewhere its twin in plain torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.kernels.adamw_twin import (
+    BLOCK,
+    AdamTwin,
+    Hyper,
+    Weight,
+    encode,
+    moments_of,
+)
+from narrowcast.kernels.tables import laid_like, lies_like, upload
+from narrowcast.precision.guard import norms_of
+from narrowcast.precision.master import MasterWeights, as_sharded, local_part
+from narrowcast.precision.policy import Policy
+from narrowcast.precision.update_path import has_step_hooks
+
+FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
+SCALE = "_scale"
+"""What the key of a moment is followed by in that of its scales."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+class OnePass:
+    """Updates weights in place of `optimizer.step()`, on that optimizer's own state."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: Sequence[nn.Parameter],
+        masters: MasterWeights,
+        *,
+        policy: Policy,
+        kernel: bool | None = None,
+    ) -> None:
+        self._optimizer, self._weights, self._masters = optimizer, list(weights), masters
+        # In the formats that torch keeps too, each weight has that of its own dtype or master.
+        self._moments = policy.moments if policy.needs_one_pass else ""
+        self._device = local_part(self._weights[0]).device
+        self._kernel = self._device.type == "cuda" if kernel is None else kernel
+        places = {p: i for i, p in enumerate(masters.parameters)}
+        self._places = [places.get(p) for p in self._weights]
+        self._bound: list[_Bound] = []
+        self._adam: AdamTwin | Any = None
+        self._shards = _Shards(self._weights)
+        self._take_norms = _norms(self._device, kernel=self._kernel)
+        for i, p in enumerate(self._weights):
+            if self._key(i) in optimizer.state:  # a state that was there before
+                self._state(i, p)
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the fp32 norm of each gradient, shards on other devices included."""
+        local = self._take_norms([local_part(g) for g in gradients])
+        return self._shards.joined(local, gradients)
+
+    def update(
+        self, present: Sequence[int], *, factor: Tensor | None, finite: Tensor, metered: bool
+    ) -> Tensor | None:
+        """Update the weights in these places, unless `finite` is false; nothing is waited for.
+
+        `factor` multiplies their gradients, one for all or one for each. Returns the share of lost
+        updates among all weights if it is to be measured.
+        """
+        if has_step_hooks(self._optimizer):
+            raise RecipeError(
+                "the optimizer was given step hooks after prepare(), and the one-pass optimizer "
+                "would pass them by; register them before, or write one_pass=False"
+            )
+        self._refresh(present)
+        gradients: list[Tensor | None] = []
+        for bound in self._bound:
+            gradient = self._weights[bound.place].grad
+            gradients.append(
+                None if gradient is None else laid_like(local_part(gradient), bound.weight.weight)
+            )
+        self.write_hyper()
+        lost: Tensor | None = self._adam.step(
+            gradients, factor=self._of_bound(present, factor), finite=finite, metered=metered
+        )
+        # The kernel writes past torch, which must know that these are other values now.
+        torch.autograd.graph.increment_version([local_part(self._weights[i]) for i in present])
+        # By this torch's schedules know that they are not called before the optimizer.
+        vars(self._optimizer)["_opt_called"] = True
+        return lost
+
+    def write_hyper(self) -> None:
+        """Let the next step, or the next replay of a captured one, use the groups' settings."""
+        self._adam.write_hyper([_hyper(self._optimizer, g) for g in self._optimizer.param_groups])
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take the state of a saved optimizer as it is; torch's own loading would cast it."""
+        keys = [key for group in self._optimizer.param_groups for key in group["params"]]
+        for number, values in saved["state"].items():
+            state = self._optimizer.state[keys[number]]
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.detach().to(self._device, copy=True)
+        self._bound = []
+
+    def release(self) -> None:
+        """Leave the optimizer a state that torch itself can go on with: fp32, nothing beside it."""
+        self._refresh([])
+        for bound in self._bound:
+            state, w = self._optimizer.state[bound.key], bound.weight
+            for name, flat in zip((FIRST, SECOND), moments_of(w), strict=True):
+                if state[name].dtype != torch.float32:
+                    state[name] = _like(state[name], flat)
+                state.pop(name + SCALE, None)
+            group = self._optimizer.param_groups[w.group]
+            if not (group["fused"] or group["capturable"]):
+                state[STEP] = state[STEP].cpu()  # where torch keeps it
+        self._bound = []
+
+    def _refresh(self, present: Sequence[int]) -> None:
+        """Bind again if a weight is new here, or any tensor is not the one it was."""
+        known = {bound.place for bound in self._bound}
+        wanted = sorted(known.union(present))
+        if not self._bound:
+            states = self._optimizer.state
+            begun = [i for i in range(len(self._weights)) if STEP in states.get(self._key(i), {})]
+            wanted = sorted({*begun, *present})
+        elif len(wanted) == len(known) and all(
+            bound.still_holds(self._weights[bound.place], self._optimizer) for bound in self._bound
+        ):
+            return
+        groups = {
+            key: number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for key in group["params"]
+        }
+        self._bound = [self._bind(i, groups[self._key(i)]) for i in wanted]
+        weights = [bound.weight for bound in self._bound]
+        if self._kernel:
+            from narrowcast.kernels.adamw import AdamKernel
+
+            count = len(self._optimizer.param_groups)
+            self._adam = AdamKernel(weights, device=self._device, groups=count)
+        else:
+            self._adam = AdamTwin(weights)
+
+    def _key(self, i: int) -> nn.Parameter:
+        """The parameter under which the optimizer knows weight `i`."""
+        place = self._places[i]
+        if place is None or self._masters.kind == "none":
+            return self._weights[i]
+        return self._masters.shells[place]
+
+    def _bind(self, i: int, group: int) -> "_Bound":
+        p, key, place = self._weights[i], self._key(i), self._places[i]
+        state = self._state(i, p)
+        beside = None if place is None else self._masters.beside(place)
+        weight = Weight(
+            weight=local_part(p),
+            master="none" if place is None else self._masters.kind,
+            beside=None if beside is None else local_part(beside),
+            first=local_part(state[FIRST]),
+            second=local_part(state[SECOND]),
+            first_scale=state.get(FIRST + SCALE),
+            second_scale=state.get(SECOND + SCALE),
+            step=state[STEP],
+            group=group,
+        )
+        assert all(lies_like(t, weight.weight) for t in weight.tensors)
+        return _Bound(place=i, key=key, state=dict(state), weight=weight)
+
+    def _state(self, i: int, p: nn.Parameter) -> dict[str, Any]:
+        """Return the optimizer's state of a weight, begun or brought into its format."""
+        state: dict[str, Any] = self._optimizer.state[self._key(i)]
+        widened = p.dtype == torch.float32 or self._masters.widens(p)
+        wanted = DTYPES[self._moments] if self._moments else (torch.float32 if widened else p.dtype)
+        step = state.get(STEP, torch.zeros(()))
+        state[STEP] = torch.as_tensor(step).to(self._device, torch.float32)
+        for name in (FIRST, SECOND):
+            dtype = torch.uint8 if wanted == torch.int8 and name == SECOND else wanted
+            if name + SCALE in state:
+                _undo_cast(state, name, dtype)
+            if name not in state:
+                state[name] = torch.zeros_like(p.detach(), dtype=dtype)
+                if wanted == torch.int8:
+                    blocks = -(-local_part(p).numel() // BLOCK)
+                    state[name + SCALE] = torch.zeros(blocks, device=self._device)
+            elif state[name].dtype != dtype or not lies_like(
+                local_part(state[name]), local_part(p)
+            ):
+                self._convert(state, name, p, dtype)
+        return state
+
+    def _convert(
+        self, state: dict[str, Any], name: str, p: nn.Parameter, dtype: torch.dtype
+    ) -> None:
+        given = local_part(state[name])
+        local = laid_like(given, local_part(p)).as_strided((given.numel(),), (1,))
+        state[name] = torch.zeros_like(p.detach(), dtype=dtype)
+        if dtype in (torch.int8, torch.uint8):
+            middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=self._device)
+            local, state[name + SCALE] = encode(local.float(), middle, signed=name == FIRST)
+        local_part(state[name]).as_strided((local.numel(),), (1,)).copy_(local)
+
+    def _of_bound(self, present: Sequence[int], factor: Tensor | None) -> Tensor | None:
+        """Give each bound weight its factor, where there is one for each that is present."""
+        if factor is None or factor.dim() == 0 or len(present) == len(self._bound):
+            return factor
+        place = {i: n for n, i in enumerate(present)}
+        chosen = torch.tensor([place.get(bound.place, 0) for bound in self._bound])
+        return factor[upload(chosen, factor.device)]
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A weight whose tensors are known, and what they were when it became so."""
+
+    place: int
+    key: nn.Parameter
+    state: dict[str, Any]
+    weight: Weight
+
+    def still_holds(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether every tensor is still the one that was bound."""
+        state = optimizer.state.get(self.key, {})
+        same = all(state.get(name) is value for name, value in self.state.items())
+        return same and local_part(parameter).data_ptr() == self.weight.weight.data_ptr()
+
+
+class _Shards:
+    """Joins the norms of shards over the devices they lie on."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        meshes = {w.device_mesh for w in map(as_sharded, weights) if w is not None}
+        if len(meshes) > 1:
+            raise UnsupportedError(
+                "the weights lie on several device meshes, whose norms are not joined; "
+                "shard them all over one"
+            )
+        self._mesh = meshes.pop() if meshes else None
+
+    def joined(self, norms: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norms of whole gradients from those of their local shards."""
+        if self._mesh is None:
+            return norms
+        for dim in range(self._mesh.ndim):
+            shards = map(as_sharded, gradients)
+            placed = [None if g is None else g.placements[dim] for g in shards]
+            if any(one is not None and one.is_partial() for one in placed):
+                raise UnsupportedError(
+                    "a gradient is a sum that is not summed yet (Partial); reduce it before step()"
+                )
+            sharded = torch.tensor([one is not None and one.is_shard() for one in placed])
+            squares = norms.square()
+            torch.distributed.all_reduce(squares, group=self._mesh.get_group(dim))
+            norms = torch.where(upload(sharded, norms.device), squares.sqrt(), norms)
+        return norms
+
+
+def _norms(device: torch.device, *, kernel: bool) -> Any:
+    if kernel:
+        from narrowcast.kernels.grad_norm import NormKernel
+
+        return NormKernel(device)
+    return norms_of
+
+
+def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
+    return Hyper(
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
+    )
+
+
+def _undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype."""
+    if state[name + SCALE].dtype != torch.float32:
+        raise CheckpointError(
+            "torch's optimizer.load_state_dict rounded the scales of 8-bit moments; load the state "
+            "of the prepared model instead, with its own load_state_dict"
+        )
+    state[name] = state[name].to(dtype)
+
+
+def _like(state: Tensor, flat: Tensor) -> Tensor:
+    """Return fp32 values in the shape and order of a moment."""
+    wide = torch.zeros_like(state, dtype=torch.float32)
+    local_part(wide).as_strided((flat.numel(),), (1,)).copy_(flat)
+    return wide

@@ -1,0 +1,148 @@
+"""One training step: forward and backward of each micro-batch, then the update.
+
+Launched kernel by kernel, or replayed as two CUDA graphs, one of the passes and one of the update,
+between which the host learns how the step before ended and sets the learning rate. A replay costs
+the host nothing, whatever the number of kernels: it is how small models keep a GPU busy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import UnsupportedError
+from narrowcast.precision.outcome import Outcome
+from narrowcast.precision.prepare import Prepared
+from narrowcast.training.compiling import compiled
+from narrowcast.training.task import Batch, Task
+
+WARM_UP = 3
+"""Steps before a capture: the compiler, cuBLAS and the allocator settle in them."""
+LARGEST_CAPTURED = 1_000_000_000
+"""Parameters of a model that is captured without being asked: beyond it, kernels run long enough
+for the host to keep ahead, and a captured step holds its memory for ever."""
+
+
+@final
+class Stepper:
+    """Takes the steps of a run."""
+
+    def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
+        self._prepared, self._task = prepared, task
+        self._model = compiled(prepared.model, recipe)
+        self._wants_graph = _wants_graph(prepared, recipe)
+        self._taken = 0
+        self._graphs: _Graphs | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, compiled if the recipe asks for it."""
+        return self._model
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed as CUDA graphs now."""
+        return self._graphs is not None
+
+    def __call__(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
+        """Take a step; return its outcome and the mean loss, on the device."""
+        self._taken += 1
+        if not self._wants_graph:
+            return self._launch(batches)
+        if self._taken <= WARM_UP:
+            return self._launch_beside(batches)
+        if self._graphs is None or not self._graphs.fits(batches):
+            self._graphs = _Graphs(self, self._prepared, batches)
+        return self._graphs.replay(batches)
+
+    def passes(self, batches: Sequence[Batch]) -> Tensor:
+        """Queue forward and backward passes; return the mean loss."""
+        losses = []
+        for batch in batches:
+            with self._prepared.compute():
+                loss = self._task.loss(self._model, batch)
+            self._prepared.backward(loss / len(batches))
+            losses.append(loss.detach())
+        return torch.stack(losses).float().mean()
+
+    def _launch(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
+        loss = self.passes(batches)
+        return self._prepared.step(), loss
+
+    def _launch_beside(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
+        """Launch on another stream than the default one, as a capture will."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            outcome, loss = self._launch(batches)
+        torch.cuda.current_stream().wait_stream(stream)
+        return outcome, loss
+
+
+@dataclass(frozen=True)
+class _Update:
+    graph: torch.cuda.CUDAGraph
+    packed: Tensor
+
+
+class _Graphs:
+    """The graphs of one step, and the memory its batches are put into."""
+
+    def __init__(self, stepper: Stepper, prepared: Prepared, batches: Sequence[Batch]) -> None:
+        self._prepared = prepared
+        self._inputs = [tuple(tensor.clone() for tensor in batch) for batch in batches]
+        prepared.settle()
+        prepared.write_settings()  # a change of them must not be captured
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the steps before held, the graphs hold in their own pool
+        pool = torch.cuda.graph_pool_handle()
+        self._passes = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._passes, pool=pool):
+            self._loss = stepper.passes(self._inputs)
+        self._present = prepared.present()
+        gradients = prepared.gradients()
+        self._updates: dict[bool, _Update] = {}
+        for metered in (False, True):
+            prepared.set_gradients(gradients)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                packed = prepared.queue_update(self._present, metered=metered)
+            self._updates[metered] = _Update(graph, packed)
+        self._gradients = gradients  # their memory is written and read by the graphs
+
+    def fits(self, batches: Sequence[Batch]) -> bool:
+        """Say whether batches have the shapes that were captured."""
+        return _shapes(batches) == _shapes(self._inputs)
+
+    def replay(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
+        for inputs, batch in zip(self._inputs, batches, strict=True):
+            for mine, given in zip(inputs, batch, strict=True):
+                mine.copy_(given, non_blocking=True)
+        self._passes.replay()
+        self._prepared.begin_step()
+        self._prepared.write_settings()
+        metered = self._prepared.is_metered
+        update = self._updates[metered]
+        update.graph.replay()
+        outcome = self._prepared.end_step(update.packed, self._present, metered=metered)
+        return outcome, self._loss
+
+
+def _shapes(batches: Sequence[Batch]) -> list[list[Any]]:
+    return [[(tensor.shape, tensor.dtype) for tensor in batch] for batch in batches]
+
+
+def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:
+    """Say whether steps are to be captured; refuse where that was asked and cannot be."""
+    why = prepared.why_not_captured
+    if recipe.deterministic and not why:
+        why = "deterministic kernels may wait for the host"
+    if recipe.cuda_graph and why:
+        raise UnsupportedError(
+            f"cuda_graph=true: {why}; write cuda_graph=null to have it where it can be"
+        )
+    small = sum(p.numel() for p in prepared.model.parameters()) <= LARGEST_CAPTURED
+    return not why and (recipe.cuda_graph or (recipe.cuda_graph is None and small))
