@@ -13,6 +13,7 @@ from typing import NoReturn
 import click
 
 from narrowcast import __version__
+from narrowcast.cli.bench import bench
 from narrowcast.cli.doctor import doctor
 from narrowcast.cli.plan import plan
 from narrowcast.cli.recipes import recipes
@@ -26,7 +27,7 @@ from narrowcast.errors import NarrowcastError
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
 
-VERBS = (doctor, recipes, plan, train, resume, report, verify_resume, schema)
+VERBS = (doctor, recipes, plan, train, resume, report, bench, verify_resume, schema)
 """In the order somebody new meets them, which is the order of the help."""
 
 

@@ -1,0 +1,1 @@
+"""One module a peer: `build(bench, **options)` returns its training step, ready to be timed."""

@@ -1,0 +1,36 @@
+"""Hugging Face accelerate, as its documentation writes a loop."""
+
+import importlib
+from typing import Any, Literal
+
+from torch import Tensor
+
+from narrowcast.bench.model import ModelWithLoss, Workbench
+from narrowcast.bench.peers.stepping import optimizer_for, trial_of
+from narrowcast.bench.timing import Trial
+
+
+def build(bench: Workbench, *, precision: Literal["bf16", "fp32"], compiled: bool) -> Trial:
+    """Return a step through `Accelerator`: prepare, backward, clip_grad_norm_."""
+    library: Any = importlib.import_module("accelerate")
+    accelerator = library.Accelerator(
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        cpu=bench.device.type == "cpu",
+        dynamo_backend="inductor" if compiled else "no",
+    )
+    with_loss = ModelWithLoss(bench.model)
+    model, optimizer = accelerator.prepare(with_loss, optimizer_for(bench, with_loss))
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(tokens, targets)
+        return loss
+
+    def update() -> None:
+        if bench.recipe.clip_norm is not None:
+            accelerator.clip_grad_norm_(model.parameters(), bench.recipe.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trial_of(
+        bench, loss_of=loss_of, backward=accelerator.backward, update=update, compiled=compiled
+    )

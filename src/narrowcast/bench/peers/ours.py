@@ -1,0 +1,43 @@
+"""This library, by the path its own trainer takes: plan, prepare, and the trainer's own step."""
+
+from itertools import islice
+
+from torch import Tensor
+
+from narrowcast.bench.model import Workbench
+from narrowcast.bench.timing import Case, Trial
+from narrowcast.hardware import probe
+from narrowcast.precision.plan import plan
+from narrowcast.training.setup import prepare_recipe
+from narrowcast.training.stepping import Stepper
+
+
+def build(bench: Workbench, *, policy: str) -> Trial:
+    """Return a step in a policy; compiled and captured if the recipe says so."""
+    precision = bench.recipe.precision
+    choices = plan(
+        bench.model,
+        policy,
+        hardware=probe(str(bench.device)),
+        overrides=precision.overrides,
+        emulate=precision.emulate,
+    )
+    prepared = prepare_recipe(bench.recipe, bench.model, choices=choices)
+    stepper = Stepper(prepared, bench.task, bench.recipe)
+    batches, latest = bench.stream(), list[Tensor]()
+
+    def step() -> None:
+        _, loss = stepper(list(islice(batches, bench.recipe.accumulate)))
+        latest[:] = [loss]
+
+    return Trial(
+        cases={"step": Case(open=lambda: step, work={"tokens": float(bench.tokens_a_step)})},
+        about={
+            "parameters": sum(p.numel() for p in bench.model.parameters()),
+            "compiled": bench.recipe.compile,
+            "policy": str(choices.policy),
+            "update_path": prepared.update_path,
+        },
+        loss=lambda: float(latest[0]) if latest else None,
+        is_captured=lambda: stepper.captured,
+    )

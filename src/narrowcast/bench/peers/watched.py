@@ -1,0 +1,45 @@
+"""This library's step with each of its watches on or off; the non-finite guard is always on."""
+
+from torch import Tensor
+
+from narrowcast.bench.model import Workbench
+from narrowcast.bench.peers.stepping import optimizer_for, trial_of
+from narrowcast.bench.timing import Trial
+from narrowcast.precision.prepare import prepare
+from narrowcast.training.compiling import compiled
+from narrowcast.training.determinism import deterministic_kernels
+
+
+def build(
+    bench: Workbench,
+    *,
+    policy: str,
+    meter_every: int,
+    ema_decay: float | None = None,
+    deterministic: bool = False,
+) -> Trial:
+    """Return a step in a policy, with a lost-update meter, an average or deterministic kernels."""
+    prepared = prepare(
+        bench.model,
+        optimizer_for(bench, bench.model),
+        policy=policy,
+        clip_norm=bench.recipe.clip_norm,
+        meter_every=meter_every,
+        ema_decay=ema_decay,
+        emulate=bench.recipe.precision.emulate,
+    )
+    # Never left: this process measures nothing else.
+    deterministic_kernels(deterministic).__enter__()
+    model = compiled(prepared.model, bench.recipe)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        with prepared.compute():
+            return bench.task.loss(model, (tokens, targets))
+
+    return trial_of(
+        bench,
+        loss_of=loss_of,
+        backward=prepared.backward,
+        update=prepared.step,
+        compiled=bench.recipe.compile,
+    )

@@ -1,0 +1,34 @@
+"""This library's step over gradients that are there already, through its public API."""
+
+import narrowcast
+from narrowcast.bench.timing import Trial
+from narrowcast.bench.updates.weights import Weights, trial_of
+from narrowcast.precision.plan import Plan
+from narrowcast.training.optimizers import build_optimizer
+
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / 256}
+"""Of one moment of one parameter; 8-bit ones share an fp32 scale among 256."""
+
+
+def build(weights: Weights, *, policy: str) -> Trial:
+    """Return `Prepared.step` in a policy: unscale, norm, clip, AdamW, master, working copy."""
+    prepared = narrowcast.prepare(
+        weights.model,
+        build_optimizer(weights.recipe.optimizer, weights.model, device=weights.device),
+        policy=policy,
+        clip_norm=weights.recipe.clip_norm,
+    )
+    moved = pass_bytes(prepared.plan) / weights.count
+    return trial_of(
+        weights, prepared.step, bytes_a_parameter=moved, update_path=prepared.update_path
+    )
+
+
+def pass_bytes(choices: Plan) -> float:
+    """Return what one pass moves: 28 bytes a parameter with a split master and its norm."""
+    kept = choices.bytes
+    parameters = sum(module.parameters for module in choices.modules)
+    moments = 2 * parameters * MOMENT_BYTES[choices.policy.moments_format]
+    # A separate fp32 master is what is read; the working copy is then only written.
+    times = 1 if choices.policy.master == "fp32" else 2
+    return 2 * kept["grads"] + times * kept["params"] + 2 * (kept["master"] + moments)

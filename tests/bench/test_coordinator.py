@@ -1,0 +1,111 @@
+"""Real workers in real processes; what they measure is as small as it gets."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowcast.bench.contenders import Contender, ours
+from narrowcast.bench.coordinator import Contest, hold
+from narrowcast.bench.step import PEERS
+
+
+def held(tiny, tmp_path, contenders, **settings):
+    told = []
+    settings = {"usable_bytes": 2**40, **settings}
+    job = {"bench": "step", "recipe": tiny, "overrides": [], "settings": {}}
+    contest = Contest(job=job, request={"steps": 2}, **settings)
+    results = hold(contest, contenders, baseline=contenders[0], folder=tmp_path, tell=told.append)
+    return {result.contender.name: result for result in results}, told
+
+
+def children_of(pid):
+    """Return the processes that `pid` started and that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # over since it was listed
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_groups_share_the_baseline_and_failures_are_told(tiny, tmp_path):
+    contenders = (
+        PEERS["torch-fp32"],
+        *ours(["fp32", "bf17"]),
+        Contender(name="absent", kind="torch", requires=("no_such_module",)),
+    )
+    results, told = held(tiny, tmp_path, contenders, repeats=2, together=2)
+    assert len(results["narrowcast fp32"].rounds) == 2
+    assert [group for group, _ in results["torch-fp32"].rounds] == [0, 0]
+    seconds = results["narrowcast fp32"].rounds[0][1]["cases"]["step"]["seconds"]
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+    wrong = results["narrowcast bf17"]
+    assert "no preset is named 'bf17'" in wrong.failure
+    assert any("Traceback" in line for line in wrong.log)
+    assert results["absent"].failure == "no_such_module is not installed"
+    assert any(line.startswith("torch-fp32: ready: start ") for line in told)
+
+
+@pytest.mark.parametrize("limit", [{"together": 1}, {"training_bytes": 10, "usable_bytes": 15}])
+def test_one_at_a_time_still_meets_the_baseline_in_every_group(tiny, tmp_path, limit):
+    contenders = (PEERS["torch-fp32"], *ours(["fp32", "fp32, grads=fp32"]))
+    results, _ = held(tiny, tmp_path, contenders, repeats=1, **limit)
+    assert [group for group, _ in results["torch-fp32"].rounds] == [0, 1]
+    assert [group for group, _ in results["narrowcast fp32"].rounds] == [0]
+    assert [group for group, _ in results["narrowcast fp32, grads=fp32"].rounds] == [1]
+
+
+def test_who_runs_out_of_memory_beside_others_has_one_more_try(tiny, tmp_path):
+    # An option that does not exist ends the worker with its name on the last line of the log.
+    options = {"compute": "fp32", "compiled": False, "out of memory": True}
+    large = Contender(name="large", kind="torch", options=options)
+    results, told = held(tiny, tmp_path, (PEERS["torch-fp32"], large), repeats=1)
+    assert "large: out of memory beside others; it has another try later" in told
+    assert told.count("large: starting") == 2
+    assert "out of memory" in results["large"].failure
+    assert len(results["torch-fp32"].rounds) == 1
+
+
+def test_a_worker_that_says_nothing_is_ended_with_that_said(tiny, tmp_path):
+    results, _ = held(tiny, tmp_path, (PEERS["torch-fp32"],), timeout_seconds=0.2)
+    assert results["torch-fp32"].failure == "no answer for 0.2 s, so it was ended"
+    assert children_of(os.getpid()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_die_with_the_coordinator(tiny, how):
+    command = [sys.executable, "-m", "narrowcast", "bench", "step", tiny, "--repeats", "100000"]
+    with subprocess.Popen(
+        [*command, "--peers", "torch-fp32", "--policies", "none"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        # Until the measuring has begun, so that the worker is past all imports.
+        assert any(line.startswith("round 2") for line in process.stdout)
+        workers = children_of(process.pid)
+        assert workers
+        process.send_signal(how)
+        process.stdout.close()
+        process.wait(timeout=60)
+    deadline = time.monotonic() + 30
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))

@@ -1,0 +1,51 @@
+import time
+
+import pytest
+import torch
+
+from narrowcast.bench.contenders import Contender
+from narrowcast.bench.timed import WARM_UP_STEPS, TimedSubject
+from narrowcast.bench.timing import SETTLING_STEPS, Case, Trial, step_seconds
+
+CPU = torch.device("cpu")
+
+
+def test_each_step_has_a_time_and_none_is_shorter_than_what_it_did():
+    seconds = step_seconds(lambda: time.sleep(0.01), 3, device=CPU)
+    assert len(seconds) == 3
+    assert min(seconds) >= 0.01
+
+
+def test_warm_up_and_settling_are_not_timed():
+    calls = []
+    trial = Trial(cases={"a": Case(open=lambda: lambda: calls.append(1), work={"tokens": 2.0})})
+    subject = TimedSubject(lambda: trial, device=CPU, contender=Contender(name="x", kind="y"))
+    ready = subject.ready()
+    assert len(calls) == 1 + WARM_UP_STEPS
+    assert set(ready["first_step_seconds"]) == {"a"}
+    measured = subject.measure({"steps": 5}, print)
+    assert len(measured["cases"]["a"]["seconds"]) == 5
+    assert len(calls) == 1 + WARM_UP_STEPS + SETTLING_STEPS + 5
+    assert measured["cases"]["a"]["work"] == {"tokens": 2.0}
+
+
+def test_a_case_is_opened_for_each_turn_and_forgotten_between_them():
+    opened = []
+    case = Case(open=lambda: opened.append(1) or (lambda: None))
+    subject = TimedSubject(
+        lambda: Trial(cases={"a": case}), device=CPU, contender=Contender(name="x", kind="y")
+    )
+    subject.ready()
+    subject.measure({"steps": 1}, print)
+    subject.measure({"steps": 1}, print)
+    assert len(opened) == 3
+
+
+@pytest.mark.gpu
+def test_events_see_the_work_of_the_device():
+    device = torch.device("cuda")
+    a = torch.randn(4096, 4096, device=device)
+    short, long = (
+        sum(step_seconds(lambda n=n: [a @ a for _ in range(n)], 5, device=device)) for n in (1, 8)
+    )
+    assert 0 < short < long
