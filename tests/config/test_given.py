@@ -52,7 +52,10 @@ def test_a_misspelt_setting_is_refused_with_the_word_to_write(refusal, word, mes
         ),
         ("precision={policy: a", "precision={policy: a: not YAML: "),
         ("precision={polcy: a}", "no such setting; did you mean policy?"),
-        ("precision=", "precision is a section; it has policy, overrides, emulate, loss_scale"),
+        (
+            "precision=",
+            "precision is a section; it has policy, overrides, emulate, only_faster, loss_scale",
+        ),
     ],
 )
 def test_a_value_for_a_section_is_refused_with_the_setting_that_takes_it(refusal, word, message):

@@ -132,9 +132,12 @@ def test_one_step_of_the_kernel_is_one_of_its_twin(dtype, master, moments, gradi
         for one, other in ((a.first, b.first), (a.second, b.second)):
             gap = (one.double() - other.double()).abs()
             assert (gap <= spacing * other.double().abs() + (spacing > 0) * 1.0).all()
-        # Updates are at most lr times a few, weights of the order of one.
+        # Updates are at most lr times a few, weights of the order of one. What fp16 keeps of a
+        # rounding error is a multiple of its smallest value.
         gap = (full_of(a) - full_of(b)).abs()
-        assert (gap <= 2.0 ** (1 - digits) * full_of(b).abs() + 2.0**-21 * 1e-2).all()
+        smallest = 2.0**-24 if (dtype, master) == (torch.float16, "kahan") else 0.0
+        allowed = 2.0 ** (1 - digits) * full_of(b).abs() + 2.0**-21 * 1e-2 + smallest
+        assert (gap <= allowed).all()
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -344,7 +344,10 @@ def test_traced_it_sees_the_region_around_it(where):
         with where(head):
             value = run(hidden)
         found.append([value, *gradients(value, hidden, head)])
-    assert all(map(torch.equal, *found))
+    for eager, traced in zip(*found, strict=True):
+        # A GPU may sum in another order, and what is rounded to bf16 land on the neighbour.
+        spacing = 2.0**-7 if eager.is_cuda else 0.0
+        assert ((eager - traced).abs() <= spacing * eager.abs().max()).all()
 
 
 def hooked(head):

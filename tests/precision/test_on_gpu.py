@@ -52,6 +52,7 @@ def products(policy, *, emulate):
         ("fp16", 2.0**-10, FP32_SUM),
         ("fp8-tensor", 2.0**-7, FP8_SUM),
         ("fp8-row", 2.0**-7, FP8_SUM),
+        ("fp8-block", 2.0**-7, FP8_SUM),
         ("fp8-delayed", 2.0**-7, FP8_SUM),
     ],
 )

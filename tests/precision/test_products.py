@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from narrowcast.numerics import BF16, FP16, FP32, TF32
+from narrowcast import numerics
+from narrowcast.numerics import BF16, FP16, FP32, TF32, quantize
 from narrowcast.precision.amax import AmaxHistories
 from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.policy import Policy
@@ -450,3 +451,17 @@ def test_fp32_is_a_format_that_rounds_nothing():
     result = linear_product(x, weight, None, formats=ProductFormats.of(Policy()))
     assert result.dtype == FP32.dtype
     assert torch.equal(result, x @ weight.t())
+
+
+def test_a_block_of_128_has_a_scale_of_its_own_and_a_weight_one_a_square():
+    policy = Policy(forward="e4m3", grad_input="e4m3", grad_weight="e4m3", scaling="block")
+    x, weight = make(0, 256, 256), make(1, 128, 256)
+    x[:, :128] *= 1e-4  # beside values 10⁴ times larger, one scale would flush all of these
+    formats = ProductFormats.of(policy)
+    blocks = x.reshape(256, 2, 128)
+    expected_x = quantize(blocks, numerics.E4M3, per="row").reshape(256, 256)
+    tiles = torch.stack([quantize(tile, numerics.E4M3) for tile in weight.split(128, dim=1)])
+    expected_weight = torch.cat(list(tiles), dim=1)
+    result = linear_product(x, weight, None, formats=formats)
+    exact = expected_x.double() @ expected_weight.double().t()
+    assert (result.double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()

@@ -86,6 +86,8 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
         hardware=hardware,
         overrides=precision.overrides,
         emulate=precision.emulate,
+        tokens=task.rows,
+        only_faster=precision.only_faster,
     )
     prepared = prepare_recipe(recipe, task.model, choices=choices)
     steps: list[StepRecord] = []

@@ -39,13 +39,16 @@ def assemble(recipe: Recipe) -> Assembled:
 
 def planned(recipe: Recipe, hardware: Hardware) -> Plan:
     """Plan the model of `recipe` from its shapes alone: no weight is allocated, no data read."""
+    task = build_task(recipe, device=torch.device("meta"))
     return plan(
-        build_task(recipe, device=torch.device("meta")).model,
+        task.model,
         recipe.precision.policy,
         hardware=hardware,
         overrides=recipe.precision.overrides,
         emulate=recipe.precision.emulate,
         moments=_moments(recipe.optimizer),
+        tokens=task.rows,
+        only_faster=recipe.precision.only_faster,
     )
 
 

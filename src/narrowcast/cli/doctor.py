@@ -1,13 +1,21 @@
 """`narrowcast doctor`: what this machine can do, and what to use on it."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from narrowcast.cli.words import json_option
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 @click.command()
 @json_option
-def doctor(as_json: bool) -> None:
+@click.option(
+    "--measure", is_flag=True, help="Measure fp8 on this GPU first, and let plans use it from now."
+)
+def doctor(as_json: bool, measure: bool) -> None:
     """Show what this machine runs natively, and what to use."""
     import json
 
@@ -19,6 +27,8 @@ def doctor(as_json: bool) -> None:
         from narrowcast.precision.presets import recommended
         from narrowcast.runs import describe_environment
 
+        if measure:
+            _measure(console)
         best = probe()
         devices = [best] if best.device == "cpu" else [best, probe("cpu")]
         policy, reason = recommended(best)
@@ -37,3 +47,16 @@ def doctor(as_json: bool) -> None:
     for device in devices:
         print_device(console, device)
     print_recommendation(console, policy, reason)
+
+
+def _measure(console: "Console") -> None:
+    """Time linear layers on the best device, and keep the table in this user's cache."""
+    import torch
+
+    from narrowcast.cli.screen import say
+    from narrowcast.hardware import keep_speeds, probe
+    from narrowcast.precision.speed_trial import measure_speeds
+
+    device = torch.device(probe().device)
+    speeds = measure_speeds(device, tell=lambda what: say(console, "measuring", what))
+    say(console, "kept in", str(keep_speeds(speeds)))

@@ -203,6 +203,10 @@ class PrecisionSection(Section):
         default=None,
         description="none: where the machine lacks the format; true: always; false: refuse instead",
     )
+    only_faster: bool = Field(
+        default=True,
+        description="keep a layer in bf16 where fp8 gains nothing, as measured on this GPU",
+    )
     loss_scale: LossScaleSection = Field(
         default_factory=LossScaleSection, description="the factor on the loss"
     )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.hardware.speeds import Speeds, known_speeds
 from narrowcast.hardware.trial import Trial, try_products
 from narrowcast.numerics import FORMATS, BlockFormat
 
@@ -48,6 +49,8 @@ class Hardware:
     """The compute capability of an NVIDIA GPU."""
     products: Mapping[str, Support] = field(default_factory=dict)
     """By format name; a format that is not listed can be emulated."""
+    speeds: Speeds | None = None
+    """What was measured of fp8 on this GPU; None where nothing was."""
 
     def support(self, format_name: str) -> Support:
         """Return how products of this format run here."""
@@ -66,6 +69,7 @@ class Hardware:
                 name: {"how": support.how, "reason": support.reason}
                 for name, support in self.products.items()
             },
+            "speeds": None if self.speeds is None else self.speeds.to_json(),
         }
 
 
@@ -185,6 +189,7 @@ def _cuda(device: str) -> Hardware:
         memory_bytes=properties.total_memory,
         capability=capability,
         products=types.MappingProxyType(products),
+        speeds=known_speeds(properties.name) if capability >= (8, 9) else None,
     )
 
 

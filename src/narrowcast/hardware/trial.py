@@ -69,8 +69,12 @@ def _try(name: str) -> Trial:
 def _default_store() -> Path:
     machine = f"{platform.node()} {platform.machine()} {torch.__version__} {_cpu_identity()}"
     digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "narrowcast" / f"cpu-products-{digest}.json"
+    return cache_folder() / f"cpu-products-{digest}.json"
+
+
+def cache_folder() -> Path:
+    """Return where what was measured on this machine is kept for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowcast"
 
 
 def _cpu_identity() -> str:

@@ -52,12 +52,12 @@ class Tiling:
     warps: int
 
 
-# Each thread then has sixteen elements: about fourteen loads of 16 bytes are under way at once,
-# twice what it takes to cover the latency of an H200's memory at its bandwidth.
+# The best of sixteen each, measured on an H200 over 500M weights of a GPT: 3.15 ms, 2.20 ms and
+# 2.04 ms; at 4096 elements by 8 warps it is 3.60, 2.36 and 2.85.
 TILINGS = {
-    "fp32": Tiling(chunk=4096, warps=8),
-    "bf16": Tiling(chunk=4096, warps=8),
-    "int8": Tiling(chunk=4096, warps=8),
+    "fp32": Tiling(chunk=1024, warps=4),
+    "bf16": Tiling(chunk=1024, warps=4),
+    "int8": Tiling(chunk=1024, warps=2),
 }
 
 

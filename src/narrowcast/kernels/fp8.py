@@ -68,7 +68,9 @@ def quantize_into(into: Quantized, x: Tensor, *, seen: Tensor | None, by_itself:
     """Quantise into a result that exists; `by_itself`: with a new scale, of this matrix."""
     work = _by_triton if not why_not(x.device) else _plainly
     largest = LARGEST[into.rows.dtype]
-    work(x.contiguous(), into.rows, into.columns, into.inverse, seen, by_itself, largest, "", None)
+    # As `.data`: other layers' notes lie in the same memory, and autograd may be keeping those.
+    scale, noted = into.inverse.data, None if seen is None else seen.data
+    work(x.contiguous(), into.rows, into.columns, scale, noted, by_itself, largest, "", None)
 
 
 def inverse_for(amax: Tensor, largest: Tensor | float) -> Tensor:

@@ -63,11 +63,12 @@ class AmaxHistories:
         self.inverse.copy_(state["inverse"])
         self.seen.zero_()
         self.moves += 1
-        for each, known in zip(
-            self.inverse.view(-1).split(1), self.inverse.view(-1).tolist(), strict=True
-        ):
+        scales = self.inverse.view(-1)
+        for each, known in zip(scales.split(1), scales.tolist(), strict=True):
             if known:
                 trust(each)
+            else:  # from before its first step: the next matrix decides it
+                distrust({each.data_ptr()})
 
 
 class AmaxHistory:

@@ -26,7 +26,7 @@ class Fp8Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return down(gelu(up(x))) in the formats of the two layers."""
         first, last = (getattr(self, name) for name in self.nc_ends)
-        if first._forward_hooks or last._forward_hooks or last._forward_pre_hooks:
+        if _is_watched(first) or _is_watched(last):
             plain: Tensor = super().forward(x)  # somebody wants to see what is between them
             return plain
         if not torch.compiler.is_compiling():
@@ -55,7 +55,7 @@ class Fp8Chain(nn.Module):
 def can_chain(module: nn.Module) -> bool:
     """Say whether a module promises a chain whose two layers have products that can be joined."""
     chain: tuple[str, str, str] | None = getattr(type(module), "fused_chain", None)
-    if chain is None or chain[1] != "gelu":
+    if chain is None or chain[1] != "gelu" or not _keeps_its_promise(module):
         return False
     first, last = (getattr(module, chain[i], None) for i in (0, 2))
     if not (isinstance(first, Fp8Linear) and isinstance(last, Fp8Linear)):
@@ -66,6 +66,25 @@ def can_chain(module: nn.Module) -> bool:
         and formats == last.nc_formats
         and formats.grad_input == formats.grad_weight
         and is_narrow(formats.grad_input.name)
+    )
+
+
+def _keeps_its_promise(module: nn.Module) -> bool:
+    """Say whether the forward is the one the promise was made for, and not a subclass's own."""
+    plain: type[nn.Module] = module.__dict__.get("nc_plain_class", type(module))
+    told, done = (
+        next(each for each in plain.__mro__ if name in vars(each))
+        for name in ("fused_chain", "forward")
+    )
+    return issubclass(told, done)
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    return bool(
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
     )
 
 

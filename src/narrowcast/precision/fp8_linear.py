@@ -62,13 +62,15 @@ class Fp8Linear(nn.Linear):
             return
         inverse = None if history is None else history.inverse("weight")
         seen = None if history is None else history.seen("weight")
-        if self.nc_weight is None or self.nc_weight_is_of is None:
+        made, shared = self.nc_weight, self.nc_history and self.nc_history.inverse("weight")
+        # Frozen or thawed on the way: its scale is another one from now on.
+        if made is None or (made.inverse is shared) != (history is not None):
             both = is_narrow(self.nc_formats.grad_input.name)
             target = dtype_of(self.nc_formats.forward)
             self.nc_weight = quantize(weight, target, inverse=inverse, seen=seen, columns=both)
         else:
             # In the same memory: a captured step reads from there.
-            quantize_into(self.nc_weight, weight, seen=seen, by_itself=history is None)
+            quantize_into(made, weight, seen=seen, by_itself=history is None)
         self.nc_weight_is_of = now
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.precision.amax import AmaxHistory
+from narrowcast.precision.fp8_blocks import Fp8BlockLinear
 from narrowcast.precision.fp8_linear import Fp8Linear
 
 
@@ -13,7 +14,8 @@ class Fp8Model:
     """Every module of a model with fp8 weights or delayed scaling; often none."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+        kinds = Fp8Linear | Fp8BlockLinear
+        self._layers = [m for m in model.modules() if isinstance(m, kinds)]
         remembered = (m.__dict__.get("nc_history") for m in model.modules())
         self._histories = next((h.whole for h in remembered if isinstance(h, AmaxHistory)), None)
 

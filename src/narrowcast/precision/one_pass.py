@@ -89,11 +89,14 @@ class OnePass:
         lost: Tensor | None = self._adam.step(
             gradients, factor=self._of_bound(present, factor), finite=finite, metered=metered
         )
-        # The kernel writes past torch, which must know that these are other values now.
-        torch.autograd.graph.increment_version([local_part(self._weights[i]) for i in present])
+        self.has_written(present)
         # By this torch's schedules know that they are not called before the optimizer.
         vars(self._optimizer)["_opt_called"] = True
         return lost
+
+    def has_written(self, present: Sequence[int]) -> None:
+        """Let torch know that weights have other values: the kernel writes past it."""
+        torch.autograd.graph.increment_version([local_part(self._weights[i]) for i in present])
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""

@@ -24,6 +24,10 @@ Along = Literal["row", "column"]
 """Which way an operand is summed in a product, and so which way its scales run."""
 
 
+SQUARE = 128
+"""Values of a block of its own scale, along the dimension that is summed; of a weight, squared."""
+
+
 @dataclass(frozen=True)
 class ProductFormats:
     """The formats of one module's three products and of what they return."""
@@ -57,7 +61,7 @@ class ProductFormats:
         beside = is_narrow(self.forward.name) and len(backward) == 1 and narrow == backward
         same = backward == {self.forward.name} or beside
         blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
-        return same and not blocks and self.scaling != "row"
+        return same and not blocks and self.scaling not in ("row", "block")
 
     def other_operand(self, product: Format | BlockFormat) -> Format | BlockFormat:
         """Return the format of the operand beside the gradient in a backward product.
@@ -70,7 +74,13 @@ class ProductFormats:
 
 
 def operand(
-    x: Tensor, target: Format | BlockFormat, along: Along, scaling: str, scale: Tensor | None
+    x: Tensor,
+    target: Format | BlockFormat,
+    along: Along,
+    scaling: str,
+    scale: Tensor | None,
+    *,
+    weight: bool = False,
 ) -> Tensor:
     """Round a matrix to a format, scaled as that needs; a `scale` from the past goes before."""
     if isinstance(target, BlockFormat):
@@ -82,8 +92,21 @@ def operand(
         # Beyond what the past foretold a value saturates; what is not finite stays so (· 0 is NaN).
         scaled = x * scale
         return round_to(scaled, target, saturate=True).add_(scaled, alpha=0.0).div_(scale)
+    if scaling == "block":
+        if weight:
+            return _in_squares(x, target)
+        blocked = quantize(x if along == "row" else x.t(), target, per="block", block=SQUARE)
+        return blocked if along == "row" else blocked.t()
     per: Literal["row", "column", "tensor"] = along if scaling == "row" else "tensor"
     return quantize(x, target, per=per)
+
+
+def _in_squares(x: Tensor, target: Format) -> Tensor:
+    """Round a matrix with one scale for each 128 × 128 of it; its sides are multiples of that."""
+    down, across = x.shape[0] // SQUARE, x.shape[1] // SQUARE
+    tiles = x.reshape(down, SQUARE, across, SQUARE).transpose(1, 2).flatten(2)
+    back = quantize(tiles, target, per="row").view(down, across, SQUARE, SQUARE)
+    return back.transpose(1, 2).reshape(x.shape)
 
 
 def rounded(x: Tensor, target: Format) -> Tensor:

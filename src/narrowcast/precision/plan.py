@@ -17,11 +17,20 @@ from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat
 from narrowcast.precision.kinds import Kind, kind_of, products_of
+from narrowcast.precision.operands import SQUARE
 from narrowcast.precision.policy import NARROW, PRODUCTS, Policy, suggestion
 from narrowcast.precision.presets import policy_from
 from narrowcast.precision.regions import Region
 
 How = Literal["native", "emulated", "unchanged"]
+
+ASSUMED_TOKENS = 8192
+"""Rows a linear layer multiplies at once, where nobody says."""
+WORTH_IT = 1.02
+"""Below this gain two measurements of the same thing differ."""
+
+BLOCKS_SINCE = (9, 0)
+_NO_BLOCKS = "only compute capability 9.0 has products with a scale for each block of 128"
 
 # cuBLAS takes fp8 operands only where both matrix dimensions are multiples of 16.
 FP8_MULTIPLE = 16
@@ -111,15 +120,19 @@ def plan(
     overrides: Mapping[str, str] | None = None,
     emulate: bool | None = None,
     moments: int = 2,
+    tokens: int = ASSUMED_TOKENS,
+    only_faster: bool = True,
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is.
 
     `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
-    would need it is refused. `moments` is how many the optimizer keeps of each weight.
+    would need it is refused. `moments` is how many the optimizer keeps of each weight. `tokens` is
+    how many rows a linear layer multiplies at once; with `only_faster` a layer that gains nothing
+    from fp8 at that number, as measured on this GPU, is kept in the wider format.
     """
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
-    choice = _Choice(whole, hardware, emulate)
+    choice = _Choice(whole, hardware, emulate, tokens=tokens, only_faster=only_faster)
     seen: set[int] = set()
     inside_attention: set[int] = set()
     uncalled: set[str] = set()
@@ -160,8 +173,17 @@ def plan(
 class _Choice:
     """Decides one module at a time."""
 
-    def __init__(self, policy: Policy, hardware: Hardware, emulate: bool | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        hardware: Hardware,
+        emulate: bool | None,
+        *,
+        tokens: int,
+        only_faster: bool,
+    ) -> None:
         self._policy, self._hardware, self._emulate = policy, hardware, emulate
+        self._tokens, self._only_faster = tokens, only_faster
 
     def of(
         self,
@@ -192,7 +214,11 @@ class _Choice:
         else:
             kept, policy = _within_shape(policy, module, kind)
             how, why = self._product_support(policy)
-            reason = "; ".join(filter(None, [kept, why]))
+            speed = ""
+            if how == "native":  # what is emulated is not asked for because it is fast
+                speed, policy = self._where_it_gains(policy, module)
+                how, why = self._product_support(policy)
+            reason = "; ".join(filter(None, [kept, why, speed]))
         notes = ["exception"] if excepted else []
         notes += ["weight tied to an earlier module"] if tied else []
         if notes:
@@ -223,6 +249,26 @@ class _Choice:
             )
         return found
 
+    def _where_it_gains(self, policy: Policy, module: nn.Module) -> tuple[str, Policy]:
+        """Return the policy that is the faster one for a linear layer, and what was measured."""
+        speeds = self._hardware.speeds
+        if is_uniform(policy) or not isinstance(module, nn.Linear):
+            return "", policy
+        shape = f"{self._tokens}×{module.in_features}×{module.out_features}"
+        gain = None
+        if speeds is not None:
+            gain = speeds.gain(
+                policy.scaling,
+                tokens=self._tokens,
+                inputs=module.in_features,
+                outputs=module.out_features,
+            )
+        if gain is None:
+            return "its speed is not measured here", policy
+        if gain > WORTH_IT or not self._only_faster:
+            return f"{gain:.2f} × {policy.functional} at {shape}", policy
+        return f"kept {policy.functional}: {shape} gains nothing ({gain:.2f} ×)", _widened(policy)
+
     def _product_support(self, policy: Policy) -> tuple[How, str]:
         names = sorted({policy.forward, policy.grad_input, policy.grad_weight})
         if names == ["fp32"]:
@@ -238,6 +284,13 @@ class _Choice:
                     "or precision.emulate=null to emulate them"
                 )
             return "emulated", "emulated: no native product mixes these formats"
+        if policy.scaling == "block" and self._hardware.capability != BLOCKS_SINCE:
+            if self._emulate is False:
+                raise UnsupportedError(
+                    f"scaling=block was asked for without emulation, but {_NO_BLOCKS}; "
+                    "write scaling=tensor"
+                )
+            return "emulated", f"emulated: {_NO_BLOCKS}"
         return "native", f"native: {supports[0].reason}"
 
 
@@ -271,8 +324,26 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     """Return the policy a module's kind and shape allow, and what was kept wider and why."""
     if is_uniform(policy):
         return "", policy
+    one, wide = policy.functional, _widened(policy)
+    if not isinstance(module, nn.Linear):
+        return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
+    if type(module).forward is not nn.Linear.forward:
+        return f"kept {one}: {type(module).__name__} has a forward of its own", wide
+    formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
+    blocks = [known.block for known in formats if isinstance(known, BlockFormat)]
+    own = [SQUARE] if policy.scaling == "block" else []
+    multiple = max([FP8_MULTIPLE, *own, *blocks])
+    shape = (module.in_features, module.out_features)
+    narrow = any(_eight_bits_or_less(known.name) for known in formats)
+    if narrow and any(size % multiple for size in shape):
+        return f"kept {one}: {shape[0]}×{shape[1]} is not a multiple of {multiple}", wide
+    return "", policy
+
+
+def _widened(policy: Policy) -> Policy:
+    """Return a policy with every product in the format of the functional ones."""
     one = policy.functional
-    wide = replace(
+    return replace(
         policy,
         forward=one,
         grad_input=one,
@@ -281,18 +352,6 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
         accumulate="fp32",
         output="",
     )
-    if not isinstance(module, nn.Linear):
-        return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
-    if type(module).forward is not nn.Linear.forward:
-        return f"kept {one}: {type(module).__name__} has a forward of its own", wide
-    formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
-    blocks = [known.block for known in formats if isinstance(known, BlockFormat)]
-    multiple = max([FP8_MULTIPLE, *blocks])
-    shape = (module.in_features, module.out_features)
-    narrow = any(_eight_bits_or_less(known.name) for known in formats)
-    if narrow and any(size % multiple for size in shape):
-        return f"kept {one}: {shape[0]}×{shape[1]} is not a multiple of {multiple}", wide
-    return "", policy
 
 
 def _eight_bits_or_less(name: str) -> bool:
@@ -302,14 +361,19 @@ def _eight_bits_or_less(name: str) -> bool:
 def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict[str, int]:
     narrow = policy.params != "fp32"
     beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if narrow else 0
-    moment_format = whole.moments_format if narrow else "fp32"
+    kept = whole.moments_format if narrow or whole.needs_one_pass else "fp32"
     grads = whole.grads_format if narrow else "fp32"
     return {
         "params": parameters * _size(policy.params),
         "grads": parameters * _size(grads),
         "master": parameters * beside,
-        "moments": parameters * moments * _size(moment_format),
+        "moments": round(parameters * moments * _moment_size(kept)),
     }
+
+
+def _moment_size(name: str) -> float:
+    # A block of 256 moments of 8 bits shares an fp32 scale.
+    return 1 + 4 / 256 if name == "int8" else _size(name)
 
 
 def _size(name: str) -> int:

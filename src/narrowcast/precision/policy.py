@@ -14,7 +14,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.numerics import FORMATS
 
 Master = Literal["none", "fp32", "split", "kahan", "stochastic"]
-Scaling = Literal["none", "tensor", "row", "delayed"]
+Scaling = Literal["none", "tensor", "row", "block", "delayed"]
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 STORAGE_FORMATS = ("fp32", "bf16", "fp16")
@@ -36,8 +36,8 @@ class Policy:
     grad_weight: str = "fp32"
     """Format of grad_output in grad_weight = grad_outputᵀ · input."""
     scaling: Scaling = "none"
-    """How the operands of fp8 products are scaled into range: one scale a tensor, one a row, or one
-    a tensor from the largest values of past steps."""
+    """How the operands of fp8 products are scaled into range: one scale a tensor, a row, or a block
+    of 128 (of a weight 128 × 128), or one a tensor from the largest values of past steps."""
     accumulate: str = "fp32"
     """How products are summed: fp32, or `fast`: fp8 outputs the way tensor cores sum by themselves
     (14 bits on Hopper). Gradients are always summed in fp32."""

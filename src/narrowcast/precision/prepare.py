@@ -282,6 +282,11 @@ class Prepared:
         """Return the places of the weights that have a gradient now."""
         return self._weights.with_gradients()
 
+    def has_replayed(self, present: Sequence[int]) -> None:
+        """Take note that a captured update was replayed: weights kept in fp8 are older than it."""
+        assert self._weights.one_pass is not None
+        self._weights.one_pass.has_written(present)
+
     def gradients(self) -> list[Tensor | None]:
         """Return every weight's gradient as it is now."""
         return [p.grad for p in self._weights.all]

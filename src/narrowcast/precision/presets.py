@@ -27,6 +27,7 @@ PRESETS: Mapping[str, Policy] = types.MappingProxyType(
         "bf16-pure": _products("bf16", params="bf16", master="none"),
         "fp8-tensor": _products("e4m3", scaling="tensor", **_FP8),
         "fp8-row": _products("e4m3", scaling="row", **_FP8),
+        "fp8-block": _products("e4m3", scaling="block"),  # so local that e5m2's range is not needed
         "fp8-delayed": _products("e4m3", scaling="delayed", **_FP8),
         "conservative": Policy(),
         "default": _BF16,

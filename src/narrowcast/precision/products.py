@@ -79,7 +79,9 @@ class _LinearProduct(torch.autograd.Function):
         wide_weight = weight.float()  # (out, in)
         x_scale, weight_scale = scales if scales is not None else (None, None)
         x_narrow = operand(rows, formats.forward, "row", formats.scaling, x_scale)
-        weight_narrow = operand(wide_weight, formats.forward, "row", formats.scaling, weight_scale)
+        weight_narrow = operand(
+            wide_weight, formats.forward, "row", formats.scaling, weight_scale, weight=True
+        )
         # The aten overloads are below the function mode that would round these operands again.
         transposed = weight_narrow.t()
         rounded_bias = None if bias is None else rounded(bias.float(), formats.output)
@@ -129,7 +131,7 @@ class _LinearProduct(torch.autograd.Function):
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_input)
                 past = ctx.scales[1] if is_delayed(other) else None
-                beside = operand(weight, other, "column", formats.scaling, past)
+                beside = operand(weight, other, "column", formats.scaling, past, weight=True)
             grad_x = _rounded_fresh(torch.ops.aten.mm.default(narrow, beside), formats.output)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:

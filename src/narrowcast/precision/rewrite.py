@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from narrowcast.numerics import plain_format
 from narrowcast.precision.amax import AmaxHistories
+from narrowcast.precision.fp8_blocks import Fp8BlockLinear
 from narrowcast.precision.fp8_chain import Fp8Chain, can_chain
 from narrowcast.precision.fp8_linear import Fp8Linear
 from narrowcast.precision.fp8_rows import Fp8RowLinear
@@ -91,7 +92,13 @@ def _needs_own_products(chosen: ModulePlan, around: Region) -> bool:
 def _linear_kind(chosen: ModulePlan) -> type[nn.Linear]:
     if chosen.how == "emulated":
         return NarrowLinear
-    return Fp8RowLinear if chosen.policy.scaling == "row" else Fp8Linear
+    match chosen.policy.scaling:
+        case "row":
+            return Fp8RowLinear
+        case "block":
+            return Fp8BlockLinear
+        case _:
+            return Fp8Linear
 
 
 def _give_histories(model: nn.Module, plan: Plan) -> None:

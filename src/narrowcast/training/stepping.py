@@ -96,6 +96,10 @@ class _Graphs:
         self._inputs = [tuple(tensor.clone() for tensor in batch) for batch in batches]
         prepared.settle()
         prepared.write_settings()  # a change of them must not be captured
+        # The graph must make fp8 weights anew, even if an evaluation has just done so.
+        torch.autograd.graph.increment_version(
+            [p for p in prepared.model.parameters() if p.requires_grad]
+        )
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the steps before held, the graphs hold in their own pool
         pool = torch.cuda.graph_pool_handle()
@@ -127,6 +131,7 @@ class _Graphs:
         metered = self._prepared.is_metered
         update = self._updates[metered]
         update.graph.replay()
+        self._prepared.has_replayed(self._present)
         outcome = self._prepared.end_step(update.packed, self._present, metered=metered)
         return outcome, self._loss
 

@@ -33,6 +33,11 @@ class Task(Protocol):
         """The samples to train on."""
         ...
 
+    @property
+    def rows(self) -> int:
+        """How many rows the linear layers of the model multiply at once: tokens a micro-batch."""
+        ...
+
     def loss(self, model: nn.Module, batch: Batch, /) -> Tensor:
         """Return the mean loss of `model` on `batch`, a tensor without dimensions."""
         ...

@@ -21,6 +21,8 @@ def build(bench: Workbench, *, policy: str) -> Trial:
         hardware=probe(str(bench.device)),
         overrides=precision.overrides,
         emulate=precision.emulate,
+        tokens=bench.task.rows,
+        only_faster=precision.only_faster,
     )
     prepared = prepare_recipe(bench.recipe, bench.model, choices=choices)
     stepper = Stepper(prepared, bench.task, bench.recipe)

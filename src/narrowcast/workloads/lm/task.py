@@ -41,6 +41,11 @@ class LmTask:
     batch_size: int
     device: torch.device
 
+    @property
+    def rows(self) -> int:
+        """Tokens a micro-batch."""
+        return self.batch_size * self.model.length
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of the next tokens in nats, taken in fp32."""
         loss: Tensor = model(*batch)

@@ -1,0 +1,119 @@
+"""How fast linear layers are in fp8 on a GPU, measured once, so that a plan can look it up.
+
+fp8 products are twice as fast as bf16 ones, but their operands must be scaled and cast first: on
+small shapes nothing is gained, or less than nothing. A table of shapes says which, for a forward
+and a backward pass together. `narrowcast doctor --measure` makes one for the GPU it runs on and
+keeps it; for some GPUs one comes with the package.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from narrowcast.hardware.trial import cache_folder
+
+TOKENS = (1024, 4096, 16384)
+WIDTHS = (1024, 2048, 4096, 8192)
+"""Of inputs and of outputs. A shape between two of the table lies between their gains; one beyond
+its end has the gain of the end."""
+KINDS = ("bf16", "tensor", "delayed")
+"""What is measured: bf16, and fp8 by its scaling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Seconds of a linear layer, forward and backward, by kind of product and shape."""
+
+    gpu: str
+    torch: str
+    date: str
+    tokens: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: Mapping[str, tuple[float, ...]]
+    """By kind; over tokens, inputs and outputs, the last fastest."""
+
+    def gain(self, scaling: str, *, tokens: int, inputs: int, outputs: int) -> float | None:
+        """Return the time of bf16 over that of fp8 for a shape; None where it was not measured."""
+        if scaling not in self.seconds:
+            return None
+        logs = [
+            math.log(wide / narrow)
+            for wide, narrow in zip(self.seconds["bf16"], self.seconds[scaling], strict=True)
+        ]
+        axes = (self.tokens, self.inputs, self.outputs)
+        places = [_between(a, v) for a, v in zip(axes, (tokens, inputs, outputs), strict=True)]
+        total = 0.0
+        for corner in itertools.product((0, 1), repeat=3):
+            share, index = 1.0, 0
+            for (low, above), side, axis in zip(places, corner, axes, strict=True):
+                share *= above if side else 1 - above
+                index = index * len(axis) + min(low + side, len(axis) - 1)
+            total += share * logs[index]
+        return math.exp(total)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "gpu": self.gpu,
+            "torch": self.torch,
+            "date": self.date,
+            "tokens": list(self.tokens),
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "seconds": {kind: list(values) for kind, values in self.seconds.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Speeds":
+        """Return what `to_json` wrote."""
+        return cls(
+            gpu=data["gpu"],
+            torch=data["torch"],
+            date=data["date"],
+            tokens=tuple(data["tokens"]),
+            inputs=tuple(data["inputs"]),
+            outputs=tuple(data["outputs"]),
+            seconds={kind: tuple(values) for kind, values in data["seconds"].items()},
+        )
+
+
+def known_speeds(gpu: str) -> Speeds | None:
+    """Return what was measured on this GPU here, or what comes with the package for it."""
+    kept = _kept_at(gpu)
+    if kept.exists():
+        return Speeds.from_json(json.loads(kept.read_text(encoding="utf-8")))
+    for shipped in files(__package__).joinpath("measured").iterdir():
+        if shipped.name.endswith(".json"):
+            found = Speeds.from_json(json.loads(shipped.read_text(encoding="utf-8")))
+            # The H100 is the H200's processor with slower memory: its products gain as much.
+            if gpu == found.gpu or gpu.replace("H100", "H200").startswith(found.gpu):
+                return found
+    return None
+
+
+def keep_speeds(speeds: Speeds) -> Path:
+    """Remember a measurement for this user; return where."""
+    path = _kept_at(speeds.gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(speeds.to_json(), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _kept_at(gpu: str) -> Path:
+    return cache_folder() / "speeds" / f"{''.join(c if c.isalnum() else '-' for c in gpu)}.json"
+
+
+def _between(axis: Sequence[int], value: int) -> tuple[int, float]:
+    """Return the place on an axis below a value, and how far it is to the next, in logarithms."""
+    if value <= axis[0]:
+        return 0, 0.0
+    for i, (low, high) in enumerate(itertools.pairwise(axis)):
+        if value <= high:
+            return i, math.log(value / low) / math.log(high / low)
+    return len(axis) - 1, 0.0

@@ -1,0 +1,156 @@
+"""The Triton kernel of `narrowcast.kernels.fp8_blocks`: one read, a scale for each block of 128."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.quantize import _inverse_for, _word
+
+BLOCK = 128
+
+
+def quantize_blocks_into(
+    rows: Tensor,
+    columns: Tensor,
+    rows_inverse: Tensor,
+    columns_inverse: Tensor,
+    x: Tensor,
+    *,
+    largest: float,
+    square: bool,
+) -> None:
+    """Write `x` in fp8 as it is and transposed, with the inverse scales of either.
+
+    An empty result is left out. `square`: one scale for 128 × 128 values, the same for both.
+    """
+    count, width = x.shape
+    padded = rows.shape[0] if rows.numel() else columns.shape[-1]
+    _quantize_block[(triton.cdiv(width, BLOCK), triton.cdiv(padded, BLOCK))](
+        x,
+        rows.view(torch.uint8),
+        columns.view(torch.int32),
+        rows_inverse,
+        columns_inverse,
+        count,
+        width,
+        padded,
+        rows_inverse.stride(0) if rows_inverse.numel() else 0,
+        columns_inverse.stride(0) if columns_inverse.numel() else 0,
+        LARGEST=largest,
+        ROWS=bool(rows.numel()),
+        COLUMNS=bool(columns.numel()),
+        SQUARE=square,
+        BY_BITS=interpreted(),
+        E5M2=rows.dtype == torch.float8_e5m2,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _loaded(x, at, here):
+    value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    return value, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _kept(value, inverse, LARGEST: tl.constexpr):
+    kept = tl.minimum(tl.maximum(value * (1.0 / inverse), -LARGEST), LARGEST)
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # Saturating must not hide what is not finite.
+    return tl.where(bits < 0x7F800000, kept, float("nan"))
+
+
+@triton.jit
+def _quantize_block(
+    x,
+    out_rows,
+    out_columns,
+    rows_inverse,
+    columns_inverse,
+    count,
+    width,
+    padded,
+    rows_stride,
+    columns_stride,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SQUARE: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    E5M2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Rows in fours, whose codes are transposed as one word; see the kernel for whole matrices.
+    across, down = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    four = down * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    column = across * BLOCK + tl.arange(0, BLOCK)
+    row = four * 4
+    within = (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    a, bits_a = _loaded(x, at, (row < count)[:, None] & within)
+    b, bits_b = _loaded(x, at + width, (row + 1 < count)[:, None] & within)
+    c, bits_c = _loaded(x, at + 2 * width, (row + 2 < count)[:, None] & within)
+    d, bits_d = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
+    highest = tl.max(tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d)), 0)
+    stored_rows = (row < padded)[:, None] & within
+    turned = column[:, None] * (padded // 4) + four[None, :]
+    stored_columns = (column < width)[:, None] & (row < padded)[None, :]
+    if SQUARE:
+        one = _inverse_for(tl.max(highest, 0), LARGEST)
+        word = _word(
+            _kept(a, one, LARGEST),
+            _kept(b, one, LARGEST),
+            _kept(c, one, LARGEST),
+            _kept(d, one, LARGEST),
+            E5M2,
+            BY_BITS,
+        )
+        if ROWS:
+            tl.store(rows_inverse + down * rows_stride + across, one)
+            for k in tl.static_range(4):
+                code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
+                tl.store(out_rows + at + k * width, code, mask=stored_rows)
+        if COLUMNS:
+            tl.store(columns_inverse + across * columns_stride + down, one)
+            tl.store(
+                out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored_columns
+            )
+    else:
+        if ROWS:
+            inv_a = _inverse_for(tl.max(bits_a, 1), LARGEST)
+            inv_b = _inverse_for(tl.max(bits_b, 1), LARGEST)
+            inv_c = _inverse_for(tl.max(bits_c, 1), LARGEST)
+            inv_d = _inverse_for(tl.max(bits_d, 1), LARGEST)
+            word = _word(
+                _kept(a, inv_a[:, None], LARGEST),
+                _kept(b, inv_b[:, None], LARGEST),
+                _kept(c, inv_c[:, None], LARGEST),
+                _kept(d, inv_d[:, None], LARGEST),
+                E5M2,
+                BY_BITS,
+            )
+            for k in tl.static_range(4):
+                code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
+                tl.store(out_rows + at + k * width, code, mask=stored_rows)
+            line = rows_inverse + across * rows_stride + row
+            tl.store(line, inv_a, mask=row < padded)
+            tl.store(line + 1, inv_b, mask=row < padded)
+            tl.store(line + 2, inv_c, mask=row < padded)
+            tl.store(line + 3, inv_d, mask=row < padded)
+        if COLUMNS:
+            inv = _inverse_for(highest, LARGEST)
+            word = _word(
+                _kept(a, inv[None, :], LARGEST),
+                _kept(b, inv[None, :], LARGEST),
+                _kept(c, inv[None, :], LARGEST),
+                _kept(d, inv[None, :], LARGEST),
+                E5M2,
+                BY_BITS,
+            )
+            tl.store(
+                out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored_columns
+            )
+            tl.store(columns_inverse + down * columns_stride + column, inv, mask=column < width)

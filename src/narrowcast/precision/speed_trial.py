@@ -1,0 +1,79 @@
+"""Measure how fast linear layers are in bf16 and in fp8 on a GPU, for plans to look up.
+
+A forward and a backward pass of one layer, with the weight quantised anew as after every step,
+captured as a CUDA graph and replayed: what the device takes, whatever the host does.
+"""
+
+import datetime
+import itertools
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.hardware import Speeds
+from narrowcast.hardware.speeds import KINDS, TOKENS, WIDTHS
+from narrowcast.precision.amax import AmaxHistories
+from narrowcast.precision.fp8_linear import Fp8Linear
+from narrowcast.precision.modules import swap
+from narrowcast.precision.operands import ProductFormats
+from narrowcast.precision.presets import PRESETS
+
+WARM_UP, REPEATS = 3, 7
+
+
+def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
+    """Return the seconds of every kind and shape of the table; takes some seconds on an H200."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise UnsupportedError(
+            f"only a GPU of compute capability 8.9 or more has fp8 products to measure, and "
+            f"{device} is none; leave --measure out"
+        )
+    shapes = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
+    seconds: dict[str, tuple[float, ...]] = {}
+    for kind in KINDS:
+        tell(f"linear layers in {kind if kind == 'bf16' else f'fp8, scaled by {kind}'}")
+        seconds[kind] = tuple(_seconds(kind, *shape, device=device) for shape in shapes)
+    return Speeds(
+        gpu=torch.cuda.get_device_name(device),
+        torch=torch.__version__,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        tokens=TOKENS,
+        inputs=WIDTHS,
+        outputs=WIDTHS,
+        seconds=seconds,
+    )
+
+
+def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device) -> float:
+    layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
+    if kind != "bf16":
+        formats = ProductFormats.of(PRESETS[f"fp8-{kind}"])
+        history = AmaxHistories([formats], device).of(0) if kind == "delayed" else None
+        swap(layer, Fp8Linear, nc_formats=formats, nc_history=history)
+    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        torch.autograd.graph.increment_version([layer.weight])  # as an update would
+        torch.autograd.grad(layer(x), (x, layer.weight), grad)
+
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    graph.replay()
+    for event in events:
+        event.record()
+        graph.replay()
+    torch.cuda.synchronize(device)
+    milliseconds: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return statistics.median(milliseconds) / 1e3

@@ -1,0 +1,61 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from narrowcast.kernels import launch
+from narrowcast.kernels.launch import interpreted, why_not
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import torch
+import narrowcast
+from narrowcast.kernels.fp8 import quantize
+from narrowcast.kernels.launch import why_not
+print(why_not(torch.device("cpu")))
+print(quantize(torch.full((1, 16), 3.0), torch.float8_e4m3fn).rows.float().max().item())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _asked_again():
+    launch._triton_is_installed.cache_clear()
+    yield
+    launch._triton_is_installed.cache_clear()
+
+
+def test_the_interpreter_runs_kernels_anywhere(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert interpreted()
+    assert why_not(CPU) == why_not(CUDA) == ""
+
+
+@pytest.mark.parametrize("value", [None, "0", ""])
+def test_without_it_only_cuda_has_kernels(monkeypatch, value):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert not interpreted()
+    assert why_not(CPU) == "Triton has no kernels for cpu"
+    assert why_not(torch.device("mps")) == "Triton has no kernels for mps"
+    assert why_not(CUDA) == ""
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_without_triton_there_are_no_kernels_at_all(monkeypatch, device):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert why_not(device) == "Triton is not installed"
+
+
+def test_a_machine_without_triton_imports_narrowcast_and_quantises_plainly():
+    """448 / 3 is 149, so the scale is 2⁷, and 384 is a value of e4m3."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert ended.stdout.split("\n")[:2] == ["Triton is not installed", "384.0"], ended.stderr

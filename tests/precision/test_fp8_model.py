@@ -1,0 +1,228 @@
+"""When a weight kept in fp8 is made anew, and where."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.hardware import Hardware, Support, probe
+from narrowcast.kernels import fp8
+from narrowcast.numerics import E4M3, scale_for
+from narrowcast.precision.fp8_linear import Fp8Linear
+from narrowcast.precision.fp8_model import Fp8Model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+POLICIES = ["fp8-tensor", "fp8-delayed"]
+
+
+def needs_fp8_products():
+    if DEVICE == "cuda":
+        return torch.cuda.get_device_capability() < (8, 9)
+    return torch.__version__ < "2.13"
+
+
+pytestmark = pytest.mark.skipif(
+    needs_fp8_products(),
+    reason="needs torch 2.13 on a CPU, or a GPU of compute capability 8.9",
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_the_interpreter(monkeypatch):
+    """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(fp8, "why_not", lambda device: "the interpreter takes its time")
+
+
+def hardware():
+    """On a CPU, one that claims to have fp8 products, which torch 2.13 has, only slowly."""
+    if DEVICE == "cuda":
+        return probe("cuda")
+    native = Support(how="native", reason="claimed")
+    names = ("fp32", "bf16", "e4m3", "e5m2")
+    products = dict.fromkeys(names, native)
+    return Hardware(device="cpu", name="a CPU", memory_bytes=2**30, products=products)
+
+
+def prepared(policy, *, frozen=False, optimizer=torch.optim.AdamW, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
+    model[0].weight.requires_grad_(not frozen)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, optimizer(trained, lr=0.05), policy=chosen, **settings)
+    assert isinstance(model[0], Fp8Linear)
+    return run
+
+
+def x(seed=0):
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def forward(run, seed=0):
+    with run.compute():
+        return run.model(x(seed))
+
+
+def step(run, seed=0, *, factor=1.0):
+    return run.step(F.mse_loss(forward(run, seed).float(), x(seed)[:, :16]) * factor)
+
+
+def kept(layer):
+    """The weight as it is kept, in fp32, from both layouts."""
+    made = layer.nc_weight
+    assert torch.equal(made.rows.view(torch.uint8), made.columns.view(torch.uint8).t())
+    return made.rows.float() * made.inverse
+
+
+def is_current(layer):
+    """Whether what is kept is the weight itself, rounded by torch with the scale that is kept."""
+    inverse = layer.nc_weight.inverse
+    rounded = (layer.weight.detach().float() / inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return torch.equal(kept(layer), rounded.float() * inverse)
+
+
+def places(layer):
+    return [t.data_ptr() for t in layer.nc_weight]
+
+
+def by_copy(run):
+    with torch.no_grad():
+        run.model[0].weight.copy_(run.model[0].weight * -1.5)
+
+
+def by_step(run):
+    assert step(run).applied
+
+
+def by_loading(run):
+    run.model.load_state_dict({k: v * 3 for k, v in run.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("change", [by_copy, by_step, by_loading])
+def test_a_weight_that_changed_is_made_anew_in_the_same_memory(policy, change):
+    run = prepared(policy)
+    layer = run.model[0]
+    forward(run)
+    before, where = kept(layer).clone(), places(layer)
+    assert is_current(layer)
+    change(run)
+    forward(run)
+    assert is_current(layer)
+    assert not torch.equal(kept(layer), before)
+    assert places(layer) == where
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_weight_that_did_not_change_is_not_touched(policy):
+    run = prepared(policy)
+    layer = run.model[0]
+    forward(run)
+    layer.nc_weight.rows.view(torch.uint8).fill_(0x38)  # whoever writes it again would undo this
+    forward(run, seed=1)
+    with torch.no_grad():
+        run.model(x(2))
+    assert (layer.nc_weight.rows.float() == 1).all()
+    by_copy(run)
+    forward(run)
+    assert is_current(layer)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_of_several_micro_batches_makes_it_and_the_step_after_makes_it_again(policy):
+    run = prepared(policy)
+    for _ in range(3):
+        for seed in range(2):
+            loss = forward(run, seed).float().square().mean()
+            run.backward(loss / 2)
+            assert is_current(run.model[0])
+        run.step()
+
+
+def test_a_scale_for_itself_follows_the_weight_and_one_from_the_past_comes_after_the_step():
+    own, delayed = prepared("fp8-tensor"), prepared("fp8-delayed")
+    for run in (own, delayed):
+        forward(run)
+        with torch.no_grad():
+            run.model[0].weight.mul_(64.0)
+        forward(run)
+    wanted = 1 / scale_for(own.model[0].weight, E4M3).item()
+    assert own.model[0].nc_weight.inverse.item() == wanted
+    assert delayed.model[0].nc_weight.inverse.item() == wanted / 64
+    step(delayed)
+    forward(delayed)
+    assert delayed.model[0].nc_weight.inverse.item() == wanted
+    assert is_current(delayed.model[0])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_frozen_weight_is_made_once(policy):
+    run = prepared(policy, frozen=True)
+    layer = run.model[0]
+    forward(run)
+    assert is_current(layer)
+    layer.nc_weight.rows.view(torch.uint8).fill_(0x38)
+    for seed in range(3):
+        assert step(run, seed).applied
+    forward(run)
+    assert (layer.nc_weight.rows.float() == 1).all()
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_a_weight_that_is_frozen_or_thawed_on_the_way_stays_what_it_is(frozen_first):
+    """A frozen one has a scale of its own; a trained one has that of the past, which moves."""
+    run = prepared("fp8-delayed")
+    layer = run.model[0]
+    layer.weight.requires_grad_(not frozen_first)
+    with torch.no_grad():
+        layer.weight.mul_(2.0**8)
+    step(run)
+    with torch.no_grad():
+        layer.weight.mul_(2.0**-8)
+    layer.weight.requires_grad_(frozen_first)
+    for seed in range(20):
+        step(run, seed)
+        forward(run)
+        assert is_current(layer)
+    # Kept to 3 bits of its largest value, whatever the past was.
+    error = (kept(layer) - layer.weight.detach()).abs().max()
+    assert error <= 2.0**-4 * layer.weight.detach().abs().max()
+
+
+def test_a_skipped_step_leaves_weights_and_scales_alone():
+    run = prepared("fp8-delayed")
+    step(run)
+    forward(run)
+    before, inverse = kept(run.model[0]).clone(), run.model[0].nc_weight.inverse.item()
+    assert not step(run, factor=float("inf")).applied
+    forward(run)
+    assert torch.equal(kept(run.model[0]), before)
+    assert run.model[0].nc_weight.inverse.item() == inverse
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_resumed_run_goes_on_bit_for_bit(policy):
+    straight, first, second = (prepared(policy) for _ in range(3))
+    for seed in range(8):
+        step(straight, seed)
+    for seed in range(4):
+        step(first, seed)
+    step(second, 77, factor=3.0)  # it need not be fresh
+    second.load_state_dict(first.state_dict())
+    for seed in range(4, 8):
+        step(second, seed)
+    theirs = straight.full_weights()
+    assert all(torch.equal(theirs[name], value) for name, value in second.full_weights().items())
+
+
+def test_two_layouts_of_a_byte_each_are_counted_and_a_model_without_fp8_has_none():
+    run = prepared("fp8-tensor")
+    assert Fp8Model(run.model).bytes() == 0  # none made yet
+    forward(run)
+    assert Fp8Model(run.model).bytes() == 2 * (32 * 48 + 48 * 16)
+    plain = Fp8Model(nn.Linear(4, 4))
+    plain.refresh()
+    plain.advance(torch.tensor(True))
+    assert (plain.bytes(), plain.state_dict()) == (0, None)
