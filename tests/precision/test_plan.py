@@ -320,3 +320,12 @@ def test_planning_leaves_a_copy_equal_to_the_model(cpu):
     before = copy.deepcopy(model.state_dict())
     plan(model, "aggressive; head: fp32", hardware=cpu)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_weights_kept_in_fp8_are_counted_in_both_layouts(h200):
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 5))
+    found = plan(model, "fp8-tensor", hardware=h200)
+    assert found.bytes["fp8"] == 2 * 64 * 32  # the second is no multiple of 16
+    assert "fp8" not in plan(model, "fp8-row", hardware=h200).bytes
+    wide = plan(model, "fp8-tensor, grad_input=bf16", hardware=h200)
+    assert wide.bytes["fp8"] == 64 * 32

@@ -19,7 +19,13 @@ from narrowcast.report.phrases import count, large, size
 
 COLOURS = {"full": "", "half": "cyan", "eight": "magenta", "four": "red", "other": ""}
 HOW_COLOURS = {"native": "green", "emulated": "yellow", "unchanged": "dim"}
-ROLES = {"params": "weights", "grads": "gradients", "master": "master", "moments": "moments"}
+ROLES = {
+    "params": "weights",
+    "grads": "gradients",
+    "master": "master",
+    "moments": "moments",
+    "fp8": "weights in fp8",
+}
 ROOM_FOR_REASONS = 150
 """Columns from which most reasons fit beside the eight columns before them."""
 ROOM_FOR_KINDS = 96

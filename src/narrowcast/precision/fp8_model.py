@@ -30,10 +30,10 @@ class Fp8Model:
         if self._histories is not None:
             self._histories.advance(finite)
 
-    def bytes(self) -> int:
-        """Return what the fp8 weights take."""
+    def bytes(self) -> dict[str, int]:
+        """Return what the fp8 weights take, by role; nothing where there are none."""
         made = [layer.nc_weight for layer in self._layers if layer.nc_weight is not None]
-        return sum(each.rows.nbytes + each.columns.nbytes for each in made)
+        return {"fp8": sum(each.rows.nbytes + each.columns.nbytes for each in made)} if made else {}
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the histories; the weights are made from their originals."""

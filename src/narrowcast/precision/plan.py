@@ -230,7 +230,8 @@ class _Choice:
             how=how,
             reason=reason,
             parameters=parameters,
-            bytes=_bytes(policy, self._policy, parameters, moments),
+            bytes=_bytes(policy, self._policy, parameters, moments)
+            | _fp8_bytes(policy, module, how),
         )
 
     def support(self, format_name: str) -> Support:
@@ -369,6 +370,15 @@ def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict
         "master": parameters * beside,
         "moments": round(parameters * moments * _moment_size(kept)),
     }
+
+
+def _fp8_bytes(policy: Policy, module: nn.Module, how: How) -> dict[str, int]:
+    """Return what the weight takes that a layer keeps in fp8 as well, in both layouts."""
+    keeps = how == "native" and _is_fp8_product(policy) and policy.scaling != "row"
+    if not keeps or not isinstance(module, nn.Linear):
+        return {}
+    layouts = 1 + (policy.grad_input in NARROW)
+    return {"fp8": layouts * module.weight.numel()}
 
 
 def _moment_size(name: str) -> float:

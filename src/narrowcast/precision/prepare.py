@@ -262,7 +262,7 @@ class Prepared:
     def stats(self) -> Stats:
         """Return the counts of the run so far. Waits for the device."""
         self.settle()
-        self._ledger.stats.bytes = self._weights.bytes()
+        self._ledger.stats.bytes = self._weights.bytes() | self._fp8.bytes()
         return self._ledger.stats
 
     def findings(self) -> list[Finding]:

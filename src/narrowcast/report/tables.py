@@ -20,6 +20,7 @@ ROLES = {
     "grads": "Gradients",
     "master": "Master weights",
     "moments": "Optimizer moments",
+    "fp8": "Weights in fp8",
     "ema": "Averaged weights",
 }
 

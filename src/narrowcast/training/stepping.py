@@ -55,8 +55,19 @@ class Stepper:
         if self._taken <= WARM_UP:
             return self._launch_beside(batches)
         if self._graphs is None or not self._graphs.fits(batches):
-            self._graphs = _Graphs(self, self._prepared, batches)
+            self._graphs = self._capture(batches)
         return self._graphs.replay(batches)
+
+    def _capture(self, batches: Sequence[Batch]) -> "_Graphs":
+        try:
+            return _Graphs(self, self._prepared, batches)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedError(
+                f"the step cannot be captured as a CUDA graph ({reason}); a model that reads a "
+                "tensor on the host cannot be, nor one whose graphs do not fit: write "
+                "cuda_graph=false"
+            ) from error
 
     def passes(self, batches: Sequence[Batch]) -> Tensor:
         """Queue forward and backward passes; return the mean loss."""
