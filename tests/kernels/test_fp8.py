@@ -265,6 +265,7 @@ def test_a_trusted_scale_is_used_as_it_is_and_a_distrusted_one_is_set_anew(how):
 def test_quantising_into_what_exists_uses_its_memory_and_its_scale_or_a_new_one(how, by_itself):
     with by(how):
         into = quantize(normal(16, 32), torch.float8_e4m3fn)
+        trust(into.inverse)
         before, places = into.inverse.item(), [t.data_ptr() for t in into]
         x = normal(16, 32, seed=1, spread=2.0**6)
         seen = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -276,6 +277,7 @@ def test_quantising_into_what_exists_uses_its_memory_and_its_scale_or_a_new_one(
     assert_codes(into.rows, x, torch.float8_e4m3fn, into.inverse)
     assert torch.equal(codes(into.rows), codes(into.columns).t())
     assert seen.view(torch.float32).item() == x.abs().max().item()
+    distrust({into.inverse.data_ptr()})
 
 
 def activated(x, beside, activation):

@@ -1,5 +1,7 @@
 """When a weight kept in fp8 is made anew, and where."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -226,3 +228,96 @@ def test_two_layouts_of_a_byte_each_are_counted_and_a_model_without_fp8_has_none
     plain.refresh()
     plain.advance(torch.tensor(True))
     assert (plain.bytes(), plain.state_dict()) == ({}, None)
+
+
+def test_scales_of_a_first_step_that_was_skipped_are_taken_back():
+    run, straight = prepared("fp8-delayed"), prepared("fp8-delayed")
+    assert not step(run, factor=float("inf")).applied
+    assert not step(run, factor=2.0**100).applied
+    for seed in range(3):
+        step(run, seed)
+        step(straight, seed)
+    theirs = straight.full_weights()
+    assert all(torch.equal(theirs[name], value) for name, value in run.full_weights().items())
+
+
+def test_going_back_to_before_the_first_step_makes_the_weight_with_a_scale_of_its_own():
+    run, fresh = prepared("fp8-delayed"), prepared("fp8-delayed")
+    state = copy.deepcopy(fresh.state_dict())
+    step(run)
+    run.load_state_dict(state)
+    assert torch.equal(forward(run), forward(fresh))
+    assert is_current(run.model[0])
+
+
+def test_an_evaluation_of_averaged_weights_leaves_no_trace_in_the_histories():
+    run, straight = (prepared("fp8-delayed", ema_decay=0.5) for _ in range(2))
+    for each in (run, straight):
+        step(each)
+        for average in each._average.averages:
+            average.mul_(100)  # far from the weights
+    with run.averaged(), torch.no_grad():
+        forward(run)
+        assert is_current(run.model[0])
+    forward(run)
+    assert is_current(run.model[0])
+    for each in (run, straight):
+        step(each)
+    mine, theirs = run.state_dict()["amax"], straight.state_dict()["amax"]
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_weight_first_made_in_inference_mode_can_be_trained(policy):
+    run = prepared(policy)
+    with torch.inference_mode():
+        forward(run)
+    assert step(run).applied
+    with torch.inference_mode():
+        forward(run)
+    assert step(run).applied
+    forward(run)
+    assert is_current(run.model[0])
+
+
+def test_a_copy_keeps_the_scales_of_its_model():
+    run = prepared("fp8-delayed")
+    step(run)
+    other = copy.deepcopy(run.model)
+    with torch.no_grad(), run.compute():
+        large = x(5) * 64  # beyond what the first step foretold
+        assert torch.equal(other(large), run.model(large))
+
+
+@pytest.mark.parametrize("policy", ["fp8-tensor", "fp8-delayed", "fp8-row"])
+def test_a_batch_without_rows_has_gradients_of_zero(policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
+    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen)
+    with run.compute():
+        output = model(x()[:0])
+    assert output.shape == (0, 16)
+    run.backward(output.float().sum())
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_an_evaluation_before_the_first_step_decides_no_scale(emulate):
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
+        chosen = nc.plan(
+            model, "fp8-delayed", hardware=hardware(), only_faster=False, emulate=emulate
+        )
+        runs.append(nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen))
+    run, straight = runs
+    with torch.no_grad(), run.compute():
+        run.model(x() * 2.0**20)
+    for each in runs:
+        step(each)
+    mine, theirs = run.state_dict()["amax"], straight.state_dict()["amax"]
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    theirs = straight.full_weights()
+    assert all(torch.equal(theirs[name], value) for name, value in run.full_weights().items())

@@ -227,6 +227,21 @@ def test_a_state_replaced_behind_its_back_is_taken_up(moments, same_state):
     assert same_state(run.full_weights(), other.full_weights())
 
 
+@pytest.mark.parametrize("moments", ["", ", moments=bf16"])
+def test_moments_of_8_bits_are_read_as_such_by_a_run_that_keeps_wider_ones(moments):
+    run, wide = fresh("fp32, params=bf16, moments=int8"), fresh(f"fp32, params=bf16{moments}")
+    train(run, 0, 2)
+    wide.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    train(wide, 2, 3, bad=(2,))  # takes the state up, and moves nothing
+    run.release()
+    wide.release()
+    weights = run.model[0].weight, wide.model[0].weight
+    mine, theirs = run.optimizer.state[weights[0]], wide.optimizer.state[weights[1]]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert name + "_scale" not in theirs
+        torch.testing.assert_close(theirs[name], mine[name], rtol=2.0**-8, atol=0.0)
+
+
 def test_scales_that_torch_rounded_are_refused():
     run = fresh("fp32, params=bf16, master=none, moments=int8")
     train(run, 0, 2)

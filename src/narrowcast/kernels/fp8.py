@@ -65,7 +65,13 @@ def quantize(
 
 
 def quantize_into(into: Quantized, x: Tensor, *, seen: Tensor | None, by_itself: bool) -> None:
-    """Quantise into a result that exists; `by_itself`: with a new scale, of this matrix."""
+    """Quantise into a result that exists; `by_itself`: with a new scale, of this matrix.
+
+    A scale that no matrix has set yet, or that was taken back, is of this matrix too.
+    """
+    if not by_itself:
+        by_itself = into.inverse.data_ptr() not in _calibrated
+        trust(into.inverse)
     work = _by_triton if not why_not(x.device) else _plainly
     largest = LARGEST[into.rows.dtype]
     # As `.data`: other layers' notes lie in the same memory, and autograd may be keeping those.
@@ -88,6 +94,11 @@ def inverse_for(amax: Tensor, largest: Tensor | float) -> Tensor:
 def trust(inverse: Tensor) -> None:
     """Let a scale be used as it is, though no matrix has set it here."""
     _calibrated.add(inverse.data_ptr())
+
+
+def is_trusted(inverse: Tensor) -> bool:
+    """Say whether a scale is used as it is, or the next matrix decides it."""
+    return inverse.data_ptr() in _calibrated
 
 
 def distrust(addresses: set[int]) -> None:

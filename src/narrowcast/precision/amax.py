@@ -7,6 +7,7 @@ trace. The scales of all modules lie side by side, so that a step moves them in 
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +33,16 @@ class AmaxHistories:
         self.seen = torch.zeros(*shape, _APART, dtype=torch.int32, device=device)[..., 0]
         self.inverse = torch.zeros(*shape, _APART, device=device)[..., 0]
         self._largest = torch.tensor([_largest(each) for each in formats], device=device)
-        mine = {each.data_ptr() for each in self.inverse.view(-1).split(1)}
-        distrust(mine)
         self.moves = 0
         """How often the scales may have changed."""
-        weakref.finalize(self, distrust, mine)
+        distrust(self._addresses)
+        weakref.finalize(self, distrust, self._addresses)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be a copy: at other addresses, with the same scales. Waits for the device."""
+        self.__dict__.update(state)
+        self._trust_what_is_known()
+        weakref.finalize(self, distrust, self._addresses)
 
     def of(self, module: int) -> "AmaxHistory":
         """Return one module's part."""
@@ -63,6 +69,19 @@ class AmaxHistories:
         self.inverse.copy_(state["inverse"])
         self.seen.zero_()
         self.moves += 1
+        self._trust_what_is_known()
+
+    def forget(self) -> None:
+        """Let the next matrices decide the scales, as those of the first step did."""
+        self.inverse.zero_()
+        self.moves += 1
+        distrust(self._addresses)
+
+    @property
+    def _addresses(self) -> set[int]:
+        return {each.data_ptr() for each in self.inverse.view(-1).split(1)}
+
+    def _trust_what_is_known(self) -> None:
         scales = self.inverse.view(-1)
         for each, known in zip(scales.split(1), scales.tolist(), strict=True):
             if known:
@@ -101,9 +120,9 @@ class AmaxHistory:
         amax, inverse = x.detach().abs().amax().float(), self.inverse(role)
         own = scale_for(amax, target)
         scale = torch.where(inverse[0] > 0, inverse[0].reciprocal(), own)
-        inverse.copy_(scale.reciprocal())
         seen = self.seen(role)
         if seen is not None:
+            inverse.copy_(scale.reciprocal())
             seen.copy_(torch.maximum(seen, amax.view(1).view(torch.int32)))
         return scale
 

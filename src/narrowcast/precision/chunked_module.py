@@ -78,7 +78,8 @@ class _ModuleLoss(torch.autograd.Function):
             # Hooks of activation checkpointing would run all of this again to go back through it.
             with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 logits = head(x)
-            grad = logits.detach()  # the same memory: a product keeps its operands, not its result
+            # The same memory, uncounted: a product keeps its operands, not its result.
+            grad = logits.data
             losses.append(_row_losses(grad, targets[part], terms, gradient=True))
             total.add(part, logits, x, grad)
             del logits, grad  # before the next chunk's

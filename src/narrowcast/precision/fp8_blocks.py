@@ -37,12 +37,16 @@ class Fp8BlockLinear(nn.Linear):
         output: Tensor = _apply(rows, self.weight, self.bias, *made, self.nc_formats)
         return output.view(*input.shape[:-1], self.out_features)
 
-    @torch.no_grad()
     def nc_refresh(self) -> None:
         """Make the weight in fp8 anew if it has changed."""
         now = (self.weight.data_ptr(), self.weight._version)
         if now == self.nc_weight_is_of:
             return
+        with torch.inference_mode(mode=False), torch.no_grad():  # kept for training too
+            self._nc_make()
+        self.nc_weight_is_of = now
+
+    def _nc_make(self) -> None:
         fresh = quantize_blocks(
             self.weight.detach(),
             dtype_of(self.nc_formats.forward),
@@ -54,7 +58,6 @@ class Fp8BlockLinear(nn.Linear):
         else:  # in the same memory: a captured step reads from there
             for kept, new in zip(self.nc_weight, fresh, strict=True):
                 kept.copy_(new)
-        self.nc_weight_is_of = now
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowcast.kernels.fp8 import Quantized, quantize, quantize_into
+from narrowcast.kernels.fp8 import Quantized, is_trusted, quantize, quantize_into
 from narrowcast.numerics import BF16, BlockFormat, Format
 from narrowcast.precision.amax import AmaxHistory
 from narrowcast.precision.operands import ProductFormats, is_narrow
@@ -44,11 +44,12 @@ class Fp8Linear(nn.Linear):
         history = self.nc_history
         if history is None:
             return (None, None), (None, None)
-        return tuple(  # type: ignore[return-value]  # two of them
-            (history.inverse(role), history.seen(role)) for role in ("input", "grad_output")
-        )
+        of_input: Scale = history.inverse("input"), history.seen("input")
+        known = torch.compiler.is_compiling() or is_trusted(history.inverse("input"))
+        if of_input[1] is None and not known:
+            of_input = None, None  # an evaluation before the first step decides nothing for it
+        return of_input, (history.inverse("grad_output"), history.seen("grad_output"))
 
-    @torch.no_grad()
     def nc_refresh(self) -> None:
         """Make the weight in fp8 anew if it has changed.
 
@@ -60,6 +61,11 @@ class Fp8Linear(nn.Linear):
         now = (weight.data_ptr(), self.weight._version, 0 if history is None else history.moves)
         if now == self.nc_weight_is_of:
             return
+        with torch.inference_mode(mode=False), torch.no_grad():  # kept for training too
+            self._nc_make(weight, history)
+        self.nc_weight_is_of = now
+
+    def _nc_make(self, weight: Tensor, history: AmaxHistory | None) -> None:
         inverse = None if history is None else history.inverse("weight")
         seen = None if history is None else history.seen("weight")
         made, shared = self.nc_weight, self.nc_history and self.nc_history.inverse("weight")
@@ -71,7 +77,6 @@ class Fp8Linear(nn.Linear):
         else:
             # In the same memory: a captured step reads from there.
             quantize_into(made, weight, seen=seen, by_itself=history is None)
-        self.nc_weight_is_of = now
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""
@@ -188,12 +193,15 @@ def product(
 
     `fast` sums keep 14 bits on Hopper; without it, partial sums are added up in fp32.
     """
+    out_dtype = BF16.dtype if dtype not in (torch.float32, torch.float16) else dtype
+    if left.shape[1] == 0:  # of a batch without rows; torch's CPU leaves the result unwritten
+        return left.new_zeros((left.shape[0], right.shape[0]), dtype=out_dtype)
     return torch._scaled_mm(
         left,
         right.t(),
         scale_a=inverses[0],
         scale_b=inverses[1],
-        out_dtype=BF16.dtype if dtype not in (torch.float32, torch.float16) else dtype,
+        out_dtype=out_dtype,
         use_fast_accum=fast,
     )
 

@@ -1,5 +1,7 @@
 """The fp8 side of a whole model: weights kept in fp8, and the histories their scales come from."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +31,30 @@ class Fp8Model:
         """Take into the histories what a step has seen, if it was applied."""
         if self._histories is not None:
             self._histories.advance(finite)
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether any scale comes from past steps."""
+        return self._histories is not None
+
+    def forget(self) -> None:
+        """Let the next matrices decide all scales from past steps."""
+        if self._histories is not None:
+            self._histories.forget()
+
+    @contextlib.contextmanager
+    def noting_nothing(self) -> Iterator[None]:
+        """Leave the magnitudes of weights that are only lent to the model out of its histories."""
+        if self._histories is None:
+            yield
+            return
+        # As `.data`: autograd may be keeping it for a backward pass.
+        noted = self._histories.seen.data
+        before = noted.clone()
+        try:
+            yield
+        finally:
+            noted.copy_(before)
 
     def bytes(self) -> dict[str, int]:
         """Return what the fp8 weights take, by role; nothing where there are none."""

@@ -141,6 +141,8 @@ def _product(
 ) -> Tensor:
     if left.dtype in (torch.bfloat16, torch.float16):
         return left @ right
+    if not left.numel():  # of a batch without rows, which has no scales
+        return left.new_zeros((left.shape[0], right.shape[1]), dtype=dtype)
     return torch._scaled_mm(
         left,
         right,

@@ -18,6 +18,7 @@ from narrowcast.kernels.adamw_twin import (
     AdamTwin,
     Hyper,
     Weight,
+    decode,
     encode,
     moments_of,
 )
@@ -285,13 +286,21 @@ def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
 
 
 def _undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype."""
+    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype.
+
+    Where moments are kept in another format than codes, they become fp32, without scales.
+    """
     if state[name + SCALE].dtype != torch.float32:
         raise CheckpointError(
             "torch's optimizer.load_state_dict rounded the scales of 8-bit moments; load the state "
             "of the prepared model instead, with its own load_state_dict"
         )
-    state[name] = state[name].to(dtype)
+    codes = torch.int8 if name == FIRST else torch.uint8
+    state[name] = state[name].to(codes)
+    if dtype != codes:
+        local = local_part(state[name])
+        flat = decode(local.as_strided((local.numel(),), (1,)), state.pop(name + SCALE))
+        state[name] = _like(state[name], flat)
 
 
 def _like(state: Tensor, flat: Tensor) -> Tensor:

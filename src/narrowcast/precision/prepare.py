@@ -7,7 +7,8 @@ learning-rate schedule move, so that it never moves on a skipped step.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,9 +147,12 @@ class Prepared:
             scaled=self._scales.value is not None,
         )
         self._steps_begun = 0
+        self._scales_checked_at = 0.0 if self._fp8.has_histories else math.inf
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
+        if not torch.compiler.is_compiling():
+            self._take_back_first_scales()
         self._fp8.refresh()
         return self._region()
 
@@ -327,11 +331,14 @@ class Prepared:
         """Whether an average of the weights is kept."""
         return self._average is not None
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
         """Let the model use the averaged weights inside the block; without an average, nothing."""
         if self._average is None:
-            return contextlib.nullcontext()
-        return self._average.in_place_of(self._weights.all)
+            yield
+            return
+        with self._fp8.noting_nothing(), self._average.in_place_of(self._weights.all):
+            yield
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name."""
@@ -373,7 +380,17 @@ class Prepared:
         self._fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
+        self._scales_checked_at = 0.0 if self._fp8.has_histories else math.inf
         self._buffers.reset()
+
+    def _take_back_first_scales(self) -> None:
+        """Forget scales that no step but skipped ones has made. Waits until one was applied."""
+        if self._steps_begun <= self._scales_checked_at:
+            return
+        applied = self.steps_applied > 0
+        self._scales_checked_at = math.inf if applied else self._steps_begun
+        if not applied:
+            self._fp8.forget()
 
     def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
         if self.plan.emulated:

@@ -52,7 +52,9 @@ class Stepper:
         self._taken += 1
         if not self._wants_graph:
             return self._launch(batches)
-        if self._taken <= WARM_UP:
+        # A graph keeps what its capture did, so the scales of fp8 must be those of a step by then.
+        warm = self._taken > WARM_UP and (self.captured or self._prepared.steps_applied > 0)
+        if not warm:
             return self._launch_beside(batches)
         if self._graphs is None or not self._graphs.fits(batches):
             self._graphs = self._capture(batches)
