@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from narrowcast.numerics import plain_format
 from narrowcast.precision.amax import AmaxHistories
+from narrowcast.precision.choice import ModulePlan, is_uniform, widens
 from narrowcast.precision.fp8_blocks import Fp8BlockLinear
 from narrowcast.precision.fp8_chain import Fp8Chain, can_chain
 from narrowcast.precision.fp8_linear import Fp8Linear
@@ -20,7 +21,7 @@ from narrowcast.precision.modules import (
     swap,
 )
 from narrowcast.precision.operands import ProductFormats
-from narrowcast.precision.plan import ModulePlan, Plan, is_uniform, widens
+from narrowcast.precision.plan import Plan
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.regions import Region
 
