@@ -40,7 +40,7 @@ def matrix(amax):
 
 def meet(history, role, amax):
     return quantize(
-        matrix(amax), TARGETS[role], inverse=history.inverse(role), seen=history.seen(role)
+        matrix(amax), TARGETS[role], inverse=history.inverse(role), notes=history.notes(role)
     )
 
 
@@ -89,7 +89,7 @@ def test_a_skipped_step_leaves_no_trace():
     whole.advance(told(False))
     assert torch.equal(whole.amax, before)
     assert torch.equal(whole.inverse, inverse)
-    assert not whole.seen.any()
+    assert not whole.notes.any()
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -118,14 +118,14 @@ def test_every_scale_and_every_note_lies_at_a_multiple_of_sixteen_bytes():
         history = whole.of(number)
         for role in ROLES:
             assert history.inverse(role).data_ptr() % 16 == 0
-            assert history.seen(role).data_ptr() % 16 == 0
+            assert history.notes(role).data_ptr() % 16 == 0
             assert history.inverse(role).is_contiguous()
 
 
 def test_no_two_roles_of_any_module_share_a_place():
     whole = histories(5)
     places = [whole.of(m).inverse(r).data_ptr() for m in range(5) for r in ROLES]
-    places += [whole.of(m).seen(r).data_ptr() for m in range(5) for r in ROLES]
+    places += [whole.of(m).notes(r).data_ptr() for m in range(5) for r in ROLES]
     assert len(set(places)) == 2 * 5 * len(ROLES)
 
 
@@ -184,6 +184,6 @@ def test_memory_that_is_used_again_inherits_no_scale():
 def test_evaluation_notes_no_inputs():
     history = histories().of(0)
     with torch.no_grad():
-        assert history.seen("input") is None
-        assert history.seen("grad_output") is not None
-    assert history.seen("input") is not None
+        assert history.notes("input") is None
+        assert history.notes("grad_output") is not None
+    assert history.notes("input") is not None

@@ -25,7 +25,9 @@ def products(policy, *, emulate):
     x = torch.randn(ROWS, IN, device="cuda", requires_grad=True)
     # Small enough for the loss scale to leave them inside fp16.
     weights = torch.randn(ROWS, OUT, device="cuda") * 2.0**-10
-    choices = nc.plan(model, policy, hardware=nc.probe(), emulate=emulate)
+    choices = nc.plan(
+        model, policy, hardware=nc.probe(), emulate=emulate, only_faster=False
+    )  # or a plan keeps layers as small as this one in bf16
     hows = {"emulated"} if emulate else {"native"}
     assert {m.how for m in choices.modules} == hows
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy=choices)

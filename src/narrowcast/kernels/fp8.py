@@ -2,9 +2,10 @@
 
 A product on fp8 tensor cores wants both operands contiguous along the dimension that is summed, so
 an activation is needed as it is for one product and transposed for the next. One pass reads 2 bytes
-an element and writes 1 for each layout; on the way it takes the largest magnitude, which is what
-the next step's scale comes from. Without a scale from the past, a pass before it takes that of the
-matrix itself. Rows are filled up with zeros to a multiple of 16, which adds nothing to a product.
+an element and writes 1 for each layout; on the way it notes the largest magnitude, which is what
+the next step's scale comes from, and how many values the cast lost. Without a scale from the past,
+a pass before it takes that of the matrix itself. Rows are filled up with zeros to a multiple of 16,
+which adds nothing to a product.
 
 Inside `torch.compile` this is one opaque operator, `narrowcast::quantize_fp8`: no graph break, and
 the same kernel as in eager mode. Where Triton has no kernels, plain torch does the same in more
@@ -23,6 +24,8 @@ MULTIPLE = 16
 """cuBLAS asks it of every dimension of an fp8 product, the summed one included."""
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+# Half of the smallest value, which rounds to zero.
+_FLUSHED = {448.0: 2.0**-10, 57344.0: 2.0**-17}
 
 # Addresses of the scales that have been set. Known to the host, so that no step asks the device,
 # and by address, because only tensors go through a compiled graph.
@@ -40,12 +43,21 @@ class Quantized(NamedTuple):
     """One fp32 power of two."""
 
 
+class LocallyQuantized(NamedTuple):
+    """A matrix in fp8 as it is and transposed, with scales of its lines or blocks for either."""
+
+    rows: Tensor
+    columns: Tensor
+    rows_inverse: Tensor
+    columns_inverse: Tensor
+
+
 def quantize(
     x: Tensor,
     target: torch.dtype,
     *,
     inverse: Tensor | None = None,
-    seen: Tensor | None = None,
+    notes: Tensor | None = None,
     rows: bool = True,
     columns: bool = True,
     activation: str = "",
@@ -55,16 +67,18 @@ def quantize(
 
     Without `inverse` the scale is the largest power of two that keeps every value. With it, one
     number on the device, that scale is used and larger values saturate; the first time the matrix
-    itself decides it. Into `seen`, an int32, goes the largest magnitude as bits if it is larger
-    than what is there. What is not finite becomes NaN. With an activation the matrix is quantised
-    after it: `gelu` of x, or `gelu_backward`, x times the derivative at `beside`.
+    itself decides it. `notes` are four int32, of which the first becomes the largest magnitude as
+    bits if it is larger than what is there; to the others are added how many values were looked at
+    (by a kernel, about one in eight), how many of these were beyond the format's range, and how
+    many became zero that were not. What is not finite becomes NaN. With an activation the matrix is
+    quantised after it: `gelu` of x, or `gelu_backward`, x times the derivative at `beside`.
     """
     call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _quantize
-    found = call(x, target, inverse, seen, rows, columns, activation, beside)
+    found = call(x, target, inverse, notes, rows, columns, activation, beside)
     return Quantized(found[0], found[1], found[2] if inverse is None else inverse)
 
 
-def quantize_into(into: Quantized, x: Tensor, *, seen: Tensor | None, by_itself: bool) -> None:
+def quantize_into(into: Quantized, x: Tensor, *, notes: Tensor | None, by_itself: bool) -> None:
     """Quantise into a result that exists; `by_itself`: with a new scale, of this matrix.
 
     A scale that no matrix has set yet, or that was taken back, is of this matrix too.
@@ -75,7 +89,7 @@ def quantize_into(into: Quantized, x: Tensor, *, seen: Tensor | None, by_itself:
     work = _by_triton if not why_not(x.device) else _plainly
     largest = LARGEST[into.rows.dtype]
     # As `.data`: other layers' notes lie in the same memory, and autograd may be keeping those.
-    scale, noted = into.inverse.data, None if seen is None else seen.data
+    scale, noted = into.inverse.data, None if notes is None else notes.data
     work(x.contiguous(), into.rows, into.columns, scale, noted, by_itself, largest, "", None)
 
 
@@ -110,7 +124,7 @@ def _quantize(
     x: Tensor,
     target: torch.dtype,
     inverse: Tensor | None,
-    seen: Tensor | None,
+    notes: Tensor | None,
     rows: bool,
     columns: bool,
     activation: str,
@@ -132,7 +146,7 @@ def _quantize(
     work = _by_triton if not why_not(x.device) else _plainly
     # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
     # they may be set for the first time.
-    given, noted = given.data, None if seen is None else seen.data
+    given, noted = given.data, None if notes is None else notes.data
     work(x, in_rows, in_columns, given, noted, by_itself, LARGEST[target], activation, beside)
     return in_rows, in_columns, fresh
 
@@ -142,7 +156,7 @@ def _by_triton(
     rows: Tensor,
     columns: Tensor,
     inverse: Tensor,
-    seen: Tensor | None,
+    notes: Tensor | None,
     by_itself: bool,
     largest: float,
     activation: str,
@@ -153,14 +167,14 @@ def _by_triton(
     measured = None
     if by_itself:
         measured = largest_magnitude(x, activation=activation, beside=beside)
-        if seen is not None:
-            torch.maximum(seen, measured.view(seen.shape), out=seen)
+        if notes is not None:
+            torch.maximum(notes[:1], measured, out=notes[:1])
     quantize_into(
         rows,
         columns,
         x,
         inverse=inverse,
-        seen=seen,
+        notes=notes,
         measured=measured,
         largest=largest,
         activation=activation,
@@ -173,7 +187,7 @@ def _plainly(
     rows: Tensor,
     columns: Tensor,
     inverse: Tensor,
-    seen: Tensor | None,
+    notes: Tensor | None,
     by_itself: bool,
     largest: float,
     activation: str,
@@ -189,9 +203,13 @@ def _plainly(
     amax = value.abs().amax()
     if by_itself:
         inverse.copy_(inverse_for(amax, largest))
-    if seen is not None:
-        torch.maximum(seen, amax.view(torch.int32).view(seen.shape), out=seen)
     scaled = value / inverse
+    if notes is not None:
+        torch.maximum(notes[:1], amax.view(1).view(torch.int32), out=notes[:1])
+        saturated = (scaled.abs() > largest) & value.isfinite()
+        flushed = (scaled.abs() <= _FLUSHED[largest]) & (value != 0)
+        notes[1] += value.numel()
+        notes[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
     kept = scaled.clamp(-largest, largest) + value * 0  # what is not finite becomes NaN
     count = x.shape[0]
     if rows.numel():
@@ -207,7 +225,7 @@ def _plainly(
 # Registered by hand, at a fifth of what torch's decorator costs the host a call.
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
-    "quantize_fp8(Tensor x, ScalarType target, Tensor? inverse, Tensor? seen, bool rows, "
+    "quantize_fp8(Tensor x, ScalarType target, Tensor? inverse, Tensor? notes, bool rows, "
     "bool columns, str activation, Tensor? beside) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
 )
@@ -219,7 +237,7 @@ def _shapes(
     x: Tensor,
     target: torch.dtype,
     inverse: Tensor | None,
-    seen: Tensor | None,
+    notes: Tensor | None,
     rows: bool,
     columns: bool,
     activation: str,

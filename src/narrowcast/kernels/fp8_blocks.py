@@ -3,44 +3,31 @@
 A block is 128 values along the dimension that is summed, or 128 × 128 of a weight, so its scale is
 made from what the program has just read: no pass before it, no history, and an outlier spoils 128
 values. As it is and transposed a matrix has different blocks, and so different codes. Rows are
-filled up with zeros to a multiple of 128. Inside `torch.compile` this is the operator
+filled up with zeros to a multiple of 128. The scales lie as cuBLAS reads them: (blocks, rows) for
+blocks of 1 × 128, and for 128 × 128 (blocks of rows, blocks of columns), each line filled up to a
+multiple of four. Inside `torch.compile` this is the operator
 `narrowcast::quantize_fp8_blocks`.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import LARGEST, inverse_for
+from narrowcast.kernels.fp8 import LARGEST, LocallyQuantized, inverse_for
 from narrowcast.kernels.launch import why_not
 
 BLOCK = 128
 
 
-class BlockQuantized(NamedTuple):
-    """A matrix in fp8 as it is and transposed, and the inverse scales of either.
-
-    The scales lie as cuBLAS reads them: (blocks, rows) for blocks of 1 × 128, and for 128 × 128
-    (blocks of rows, blocks of columns), each line filled up to a multiple of four.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    rows_inverse: Tensor
-    columns_inverse: Tensor
-
-
 def quantize_blocks(
     x: Tensor, target: torch.dtype, *, square: bool = False, rows: bool = True, columns: bool = True
-) -> BlockQuantized:
+) -> LocallyQuantized:
     """Return a matrix whose width is a multiple of 128 in fp8; an unwanted layout is empty.
 
     What is not finite becomes NaN.
     """
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.quantize_fp8_blocks if compiling else _quantize
-    return BlockQuantized(*call(x, target, square, rows, columns))
+    return LocallyQuantized(*call(x, target, square, rows, columns))
 
 
 def _empty(

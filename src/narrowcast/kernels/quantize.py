@@ -7,10 +7,33 @@ from torch import Tensor
 
 from narrowcast.kernels.launch import interpreted
 
-# Rows, columns and warps of a program: the best of four to fourteen, measured on an H200 over
-# matrices of 16384 × 4096 and 16384 × 16384.
-_TILES = {"": (128, 64, 8), "gelu": (64, 64, 4), "gelu_backward": (64, 64, 4)}
+# Rows, columns and warps of a program: the best of six to fourteen, measured on an H200 over
+# matrices of 16384 × 4096 and 16384 × 16384; and the registers of a thread, which else go to
+# counting, for which few programs stop.
+_TILES = {"": (128, 64, 8, 64), "gelu": (64, 64, 4, 56), "gelu_backward": (64, 64, 4, 64)}
 _BLOCK = 16384
+_COUNTED = tl.constexpr(8)  # one tile in so many
+
+
+def _assembly(name: str) -> tl.constexpr:
+    """Return the instructions that cast four floats and pack the codes into a word.
+
+    As one piece: where codes are used both singly and packed into words, the ptxas that comes with
+    Triton 3.6 reads a register it has never written.
+    """
+    return tl.constexpr(
+        f"""
+        {{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.{name}x2.f32 low, $2, $1;
+        cvt.rn.satfinite.{name}x2.f32 high, $4, $3;
+        mov.b32 $0, {{low, high}};
+        }}
+        """
+    )
+
+
+_TO_E4M3, _TO_E5M2 = _assembly("e4m3"), _assembly("e5m2")
 
 
 def quantize_into(
@@ -19,7 +42,7 @@ def quantize_into(
     x: Tensor,
     *,
     inverse: Tensor,
-    seen: Tensor | None,
+    notes: Tensor | None,
     measured: Tensor | None,
     largest: float,
     activation: str,
@@ -28,26 +51,29 @@ def quantize_into(
     """Write `x` in fp8 into `rows` and, transposed, into `columns`; an empty one is left out.
 
     With `measured`, the bits of the largest magnitude, the scale is made from it and its inverse
-    written; without it `inverse` is read, and the largest magnitude goes into `seen`.
+    written; without it `inverse` is read, and the largest magnitude goes into the first note. The
+    other three count the values of one tile in eight: all of them, the saturated, and the flushed.
     """
     count, width = x.shape
     target = rows.dtype
     padded = rows.shape[0] if rows.numel() else columns.shape[-1]
     exact = interpreted()  # its own casts to fp8 are wrong
-    tile_rows, tile_columns, warps = _TILES[activation]
+    tile_rows, tile_columns, warps, registers = _TILES[activation]
     _quantize_tile[(triton.cdiv(width, tile_columns), triton.cdiv(padded, tile_rows))](
         x,
         x if beside is None else beside,
         rows.view(torch.uint8),
         columns.view(torch.int32),
         inverse,
-        measured if measured is not None else seen if seen is not None else inverse,
+        inverse if measured is None else measured,
+        inverse if notes is None else notes,
         count,
         width,
         padded,
         LARGEST=largest,
         FIXED=measured is None,
-        RECORD=measured is None and seen is not None,
+        RECORD=measured is None and notes is not None,
+        COUNT=notes is not None,
         ROWS=bool(rows.numel()),
         COLUMNS=bool(columns.numel()),
         ACTIVATION=activation,
@@ -56,6 +82,7 @@ def quantize_into(
         FOURS=tile_rows // 4,
         TILE_COLUMNS=tile_columns,
         num_warps=warps,
+        maxnreg=registers,
     )
 
 
@@ -170,16 +197,30 @@ def _scaled(
     ACTIVATION: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Some elements, scaled and saturated, and the bits of their magnitudes before that"""
+    """Some elements, scaled and ready to be cast, and their magnitudes before that"""
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     other = value
     if ACTIVATION == "gelu_backward":
         other = tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
     value = _activated(value, other, ACTIVATION, BY_BITS)
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    kept = tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST)
+    return _castable(value, scale, LARGEST, BY_BITS), tl.abs(value)
+
+
+@triton.jit
+def _castable(value, scale, LARGEST: tl.constexpr, BY_BITS: tl.constexpr):
+    """Values scaled; saturated, where the cast does not do so; NaN where they are not finite"""
     # Saturating must not hide what is not finite.
-    return tl.where(bits < 0x7F800000, kept, float("nan")), bits
+    if BY_BITS:
+        kept = tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST)
+        return tl.where(tl.abs(value) < float("inf"), kept, float("nan"))
+    else:
+        return value * scale + value * 0.0  # zero times what is not finite is NaN
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger of two magnitudes; NaN is larger than all"""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -189,40 +230,62 @@ def _word(a, b, c, d, E5M2: tl.constexpr, BY_BITS: tl.constexpr):
         low = _fp8_bits(a, E5M2).to(tl.uint32) | (_fp8_bits(b, E5M2).to(tl.uint32) << 8)
         high = _fp8_bits(c, E5M2).to(tl.uint32) | (_fp8_bits(d, E5M2).to(tl.uint32) << 8)
         return low | (high << 16)
-    # As one piece of assembly: where codes are used both singly and packed into words, the ptxas
-    # that comes with Triton 3.6 reads a register it has never written.
     elif E5M2:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
+        return _four_codes(a, b, c, d, _TO_E5M2)
     else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """,
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
+        return _four_codes(a, b, c, d, _TO_E4M3)
+
+
+@triton.jit
+def _four_codes(a, b, c, d, ASSEMBLY: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,f,f,f,f", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _count(
+    x,
+    beside,
+    notes,
+    at,
+    row,
+    count,
+    width,
+    within,
+    inverse,
+    LARGEST: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
+    """Add to the notes how many values were looked at, saturated and flushed to zero
+
+    Read again, which costs little where the cache still has them, and nothing where nobody counts:
+    kept in registers from the pass itself they made every tile slower.
+    """
+    # What is at most half of the smallest value rounds to zero. As bits of magnitudes.
+    half: tl.constexpr = 2.0**-10 if LARGEST == 448.0 else 2.0**-17
+    high = (inverse * LARGEST).to(tl.int32, bitcast=True)
+    low = (inverse * half).to(tl.int32, bitcast=True)
+    lost = tl.zeros(at.shape, dtype=tl.int32)  # saturated above bit 16, flushed below
+    for k in range(4):  # not unrolled: the fewer registers, the more programs at once
+        here = (row + k < count)[:, None] & within
+        value = tl.load(x + at + k * width, mask=here, other=0.0).to(tl.float32)
+        other = value
+        if ACTIVATION == "gelu_backward":
+            other = tl.load(beside + at + k * width, mask=here, other=0.0).to(tl.float32)
+        value = _activated(value, other, ACTIVATION, BY_BITS)
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        lost += ((bits > high) & (bits < 0x7F800000)).to(tl.int32) << 16
+        lost += ((bits > 0) & (bits <= low)).to(tl.int32)
+    rows = tl.sum((row < count).to(tl.int32) + (row + 1 < count), 0)
+    rows += tl.sum((row + 2 < count).to(tl.int32) + (row + 3 < count), 0)
+    looked = rows * tl.sum(tl.sum(within.to(tl.int32), 1), 0)
+    # A program has at most 8,192 values.
+    lost = tl.sum(tl.sum(lost, 1), 0)
+    tl.atomic_add(notes + 1, looked)
+    tl.atomic_add(notes + 2, lost >> 16, mask=lost > 0xFFFF)  # most have nothing to add
+    tl.atomic_add(notes + 3, lost & 0xFFFF, mask=(lost & 0xFFFF) > 0)
 
 
 @triton.jit
@@ -232,13 +295,15 @@ def _quantize_tile(
     out_rows,
     out_columns,
     inverse,
-    seen,
+    measured,
+    notes,
     count,
     width,
     padded,
     LARGEST: tl.constexpr,
     FIXED: tl.constexpr,
     RECORD: tl.constexpr,
+    COUNT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -255,7 +320,7 @@ def _quantize_tile(
     if FIXED:
         inv = tl.load(inverse)
     else:
-        inv = _inverse_for(tl.load(seen), LARGEST)
+        inv = _inverse_for(tl.load(measured), LARGEST)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inverse, inv)
     scale = 1.0 / inv
@@ -264,14 +329,14 @@ def _quantize_tile(
     here = (row < count)[:, None] & within
     a, largest = _scaled(x, beside, at, here, scale, LARGEST, ACTIVATION, BY_BITS)
     here = (row + 1 < count)[:, None] & within
-    b, bits = _scaled(x, beside, at + width, here, scale, LARGEST, ACTIVATION, BY_BITS)
-    largest = tl.maximum(largest, bits)
+    b, size = _scaled(x, beside, at + width, here, scale, LARGEST, ACTIVATION, BY_BITS)
+    largest = _larger(largest, size)
     here = (row + 2 < count)[:, None] & within
-    c, bits = _scaled(x, beside, at + 2 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
-    largest = tl.maximum(largest, bits)
+    c, size = _scaled(x, beside, at + 2 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
+    largest = _larger(largest, size)
     here = (row + 3 < count)[:, None] & within
-    d, bits = _scaled(x, beside, at + 3 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
-    largest = tl.maximum(largest, bits)
+    d, size = _scaled(x, beside, at + 3 * width, here, scale, LARGEST, ACTIVATION, BY_BITS)
+    largest = _larger(largest, size)
     word = _word(a, b, c, d, E5M2, BY_BITS)
     if ROWS:
         stored = (row < padded)[:, None] & within  # a multiple of 16: all four or none
@@ -283,4 +348,8 @@ def _quantize_tile(
         stored = (column < width)[:, None] & (row < padded)[None, :]
         tl.store(out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored)
     if RECORD:
-        tl.atomic_max(seen, tl.max(tl.max(largest, 1), 0))
+        bits = largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(notes, tl.max(tl.max(bits, 1), 0))
+    # On diagonals, so that every row and every column of tiles has its share.
+    if COUNT and (tl.program_id(0) + tl.program_id(1)) % _COUNTED == 0:
+        _count(x, beside, notes, at, row, count, width, within, inv, LARGEST, ACTIVATION, BY_BITS)

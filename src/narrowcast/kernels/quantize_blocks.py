@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.quantize import _inverse_for, _word
+from narrowcast.kernels.quantize import _castable, _inverse_for, _word
 
 BLOCK = 128
 
@@ -56,14 +56,6 @@ def _loaded(x, at, here):
 
 
 @triton.jit
-def _kept(value, inverse, LARGEST: tl.constexpr):
-    kept = tl.minimum(tl.maximum(value * (1.0 / inverse), -LARGEST), LARGEST)
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    # Saturating must not hide what is not finite.
-    return tl.where(bits < 0x7F800000, kept, float("nan"))
-
-
-@triton.jit
 def _quantize_block(
     x,
     out_rows,
@@ -101,10 +93,10 @@ def _quantize_block(
     if SQUARE:
         one = _inverse_for(tl.max(highest, 0), LARGEST)
         word = _word(
-            _kept(a, one, LARGEST),
-            _kept(b, one, LARGEST),
-            _kept(c, one, LARGEST),
-            _kept(d, one, LARGEST),
+            _castable(a, 1.0 / one, LARGEST, BY_BITS),
+            _castable(b, 1.0 / one, LARGEST, BY_BITS),
+            _castable(c, 1.0 / one, LARGEST, BY_BITS),
+            _castable(d, 1.0 / one, LARGEST, BY_BITS),
             E5M2,
             BY_BITS,
         )
@@ -125,10 +117,10 @@ def _quantize_block(
             inv_c = _inverse_for(tl.max(bits_c, 1), LARGEST)
             inv_d = _inverse_for(tl.max(bits_d, 1), LARGEST)
             word = _word(
-                _kept(a, inv_a[:, None], LARGEST),
-                _kept(b, inv_b[:, None], LARGEST),
-                _kept(c, inv_c[:, None], LARGEST),
-                _kept(d, inv_d[:, None], LARGEST),
+                _castable(a, 1.0 / inv_a[:, None], LARGEST, BY_BITS),
+                _castable(b, 1.0 / inv_b[:, None], LARGEST, BY_BITS),
+                _castable(c, 1.0 / inv_c[:, None], LARGEST, BY_BITS),
+                _castable(d, 1.0 / inv_d[:, None], LARGEST, BY_BITS),
                 E5M2,
                 BY_BITS,
             )
@@ -143,10 +135,10 @@ def _quantize_block(
         if COLUMNS:
             inv = _inverse_for(highest, LARGEST)
             word = _word(
-                _kept(a, inv[None, :], LARGEST),
-                _kept(b, inv[None, :], LARGEST),
-                _kept(c, inv[None, :], LARGEST),
-                _kept(d, inv[None, :], LARGEST),
+                _castable(a, 1.0 / inv[None, :], LARGEST, BY_BITS),
+                _castable(b, 1.0 / inv[None, :], LARGEST, BY_BITS),
+                _castable(c, 1.0 / inv[None, :], LARGEST, BY_BITS),
+                _castable(d, 1.0 / inv[None, :], LARGEST, BY_BITS),
                 E5M2,
                 BY_BITS,
             )

@@ -19,6 +19,8 @@ from narrowcast.precision.operands import ProductFormats, is_delayed
 ROLES = ("input", "weight", "grad_output")
 LENGTH = 16
 """Steps remembered."""
+COUNTS = ("looked at", "saturated", "flushed to zero")
+"""Of values, beside the largest magnitude, in a cast's notes."""
 _APART = 4
 
 
@@ -30,9 +32,11 @@ class AmaxHistories:
         self.amax = torch.zeros(*shape, LENGTH, device=device)
         # cuBLAS reads scales only from addresses that are multiples of 16 bytes, and a compiled
         # graph works on a copy of what is not at one.
-        self.seen = torch.zeros(*shape, _APART, dtype=torch.int32, device=device)[..., 0]
+        self.notes = torch.zeros(*shape, _APART, dtype=torch.int32, device=device)
         self.inverse = torch.zeros(*shape, _APART, device=device)[..., 0]
         self._largest = torch.tensor([_largest(each) for each in formats], device=device)
+        self.counts = torch.zeros(*shape, len(COUNTS), dtype=torch.int64, device=device)
+        """What casts to fp8 have lost since somebody last set this to zero."""
         self.moves = 0
         """How often the scales may have changed."""
         distrust(self._addresses)
@@ -50,11 +54,12 @@ class AmaxHistories:
 
     def advance(self, finite: Tensor) -> None:
         """Take in what a step has seen, if it was applied, and set the scales of the next."""
-        amax = self.seen.contiguous().view(torch.float32)
+        amax = self.notes[..., 0].contiguous().view(torch.float32)
         amax = torch.where(amax.isfinite(), amax, 0.0)
         moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
         self.amax.copy_(torch.where(finite, moved, self.amax))
-        self.seen.zero_()
+        self.counts += self.notes[..., 1:]
+        self.notes.zero_()
         self.moves += 1
         past = self.amax.amax(-1)
         self.inverse.copy_(torch.where(past > 0, inverse_for(past, self._largest), self.inverse))
@@ -67,7 +72,7 @@ class AmaxHistories:
         """Take up where saved histories stood. Waits for the device."""
         self.amax.copy_(state["amax"])
         self.inverse.copy_(state["inverse"])
-        self.seen.zero_()
+        self.notes.zero_()
         self.moves += 1
         self._trust_what_is_known()
 
@@ -97,16 +102,16 @@ class AmaxHistory:
         self.whole = whole  # holds the memory
         self.amax = whole.amax[module]
         self._inverse = [_single(whole.inverse[module, i]) for i in range(len(ROLES))]
-        self._seen = [_single(whole.seen[module, i]) for i in range(len(ROLES))]
+        self._notes = list(whole.notes[module])
 
     def inverse(self, role: str) -> Tensor:
         """Return the inverse scale of a role: one number, zero until it is first used."""
         return self._inverse[ROLES.index(role)]
 
-    def seen(self, role: str) -> Tensor | None:
-        """Return where the largest magnitude of a role is noted; of inputs, only in training."""
+    def notes(self, role: str) -> Tensor | None:
+        """Return where a cast notes what it met in a role; of inputs, only in training."""
         noted = torch.is_grad_enabled() or role != "input"
-        return self._seen[ROLES.index(role)] if noted else None
+        return self._notes[ROLES.index(role)] if noted else None
 
     @property
     def moves(self) -> int:
@@ -120,10 +125,10 @@ class AmaxHistory:
         amax, inverse = x.detach().abs().amax().float(), self.inverse(role)
         own = scale_for(amax, target)
         scale = torch.where(inverse[0] > 0, inverse[0].reciprocal(), own)
-        seen = self.seen(role)
-        if seen is not None:
+        notes = self.notes(role)
+        if notes is not None:
             inverse.copy_(scale.reciprocal())
-            seen.copy_(torch.maximum(seen, amax.view(1).view(torch.int32)))
+            notes[:1] = torch.maximum(notes[:1], amax.view(1).view(torch.int32))
         return scale
 
 

@@ -267,7 +267,7 @@ def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict
 
 def _fp8_bytes(policy: Policy, module: nn.Module, how: How) -> dict[str, int]:
     """Return what the weight takes that a layer keeps in fp8 as well, in both layouts."""
-    keeps = how == "native" and _is_fp8_product(policy) and policy.scaling != "row"
+    keeps = how == "native" and _is_fp8_product(policy)
     if not keeps or not isinstance(module, nn.Linear):
         return {}
     layouts = 1 + (policy.grad_input in NARROW)

@@ -1,9 +1,7 @@
 """Two fp8 linear layers and the GELU between them, which is never written in 16 bits.
 
 The activation and its derivative are computed where the matrix is read to be quantised, in both
-directions: of the four passes over the widest tensors of a transformer, two disappear. A module
-takes part by saying what it is: `fused_chain = ("up", "gelu", "down")` promises that its forward is
-`down(gelu(up(x)))` with the exact GELU.
+directions: of the four passes over the widest tensors of a transformer, two disappear.
 """
 
 from typing import Any, cast
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.fp8 import quantize
+from narrowcast.precision.chain import is_watched, promised_ends
 from narrowcast.precision.fp8_linear import Fp8Linear, dtype_of, product
 from narrowcast.precision.operands import ProductFormats, is_narrow
 
@@ -26,7 +25,7 @@ class Fp8Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return down(gelu(up(x))) in the formats of the two layers."""
         first, last = (getattr(self, name) for name in self.nc_ends)
-        if _is_watched(first) or _is_watched(last):
+        if is_watched(first, last):
             plain: Tensor = super().forward(x)  # somebody wants to see what is between them
             return plain
         if not torch.compiler.is_compiling():
@@ -54,10 +53,10 @@ class Fp8Chain(nn.Module):
 
 def can_chain(module: nn.Module) -> bool:
     """Say whether a module promises a chain whose two layers have products that can be joined."""
-    chain: tuple[str, str, str] | None = getattr(type(module), "fused_chain", None)
-    if chain is None or chain[1] != "gelu" or not _keeps_its_promise(module):
+    ends = promised_ends(module)
+    if ends is None:
         return False
-    first, last = (getattr(module, chain[i], None) for i in (0, 2))
+    first, last = (getattr(module, name, None) for name in ends)
     if not (isinstance(first, Fp8Linear) and isinstance(last, Fp8Linear)):
         return False
     formats, bias = first.nc_formats, cast("Tensor | None", first.bias)
@@ -66,25 +65,6 @@ def can_chain(module: nn.Module) -> bool:
         and formats == last.nc_formats
         and formats.grad_input == formats.grad_weight
         and is_narrow(formats.grad_input.name)
-    )
-
-
-def _keeps_its_promise(module: nn.Module) -> bool:
-    """Say whether the forward is the one the promise was made for, and not a subclass's own."""
-    plain: type[nn.Module] = module.__dict__.get("nc_plain_class", type(module))
-    told, done = (
-        next(each for each in plain.__mro__ if name in vars(each))
-        for name in ("fused_chain", "forward")
-    )
-    return issubclass(told, done)
-
-
-def _is_watched(layer: nn.Module) -> bool:
-    return bool(
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
     )
 
 
@@ -102,22 +82,22 @@ class _Chain(torch.autograd.Function):
         last_columns: Tensor,
         last_inverse: Tensor,
         x_inverse: Tensor | None,
-        x_seen: Tensor | None,
+        x_notes: Tensor | None,
         between_inverse: Tensor | None,
-        between_seen: Tensor | None,
+        between_notes: Tensor | None,
         back_inverse: Tensor | None,
-        back_seen: Tensor | None,
+        back_notes: Tensor | None,
         between_back_inverse: Tensor | None,
-        between_back_seen: Tensor | None,
+        between_back_notes: Tensor | None,
         formats: ProductFormats,
     ) -> Tensor:
         target, output = dtype_of(formats.forward), dtype_of(formats.output)
-        into = quantize(x, target, inverse=x_inverse, seen=x_seen)
+        into = quantize(x, target, inverse=x_inverse, notes=x_notes)
         wide = product(
             into.rows, first_rows, (into.inverse, first_inverse), dtype=output, fast=formats.fast
         )
         between = quantize(
-            wide, target, inverse=between_inverse, seen=between_seen, activation="gelu"
+            wide, target, inverse=between_inverse, notes=between_notes, activation="gelu"
         )
         result = product(
             between.rows,
@@ -129,7 +109,7 @@ class _Chain(torch.autograd.Function):
         ctx.save_for_backward(
             into.columns, into.inverse, wide, between.columns, between.inverse,
             first_columns, first_inverse, last_columns, last_inverse,
-            back_inverse, back_seen, between_back_inverse, between_back_seen,
+            back_inverse, back_notes, between_back_inverse, between_back_notes,
         )  # fmt: skip
         ctx.formats, ctx.rows, ctx.x_dtype = formats, x.shape[0], x.dtype
         ctx.dtypes = first.dtype, last.dtype
@@ -141,19 +121,19 @@ class _Chain(torch.autograd.Function):
         (
             x, x_inverse, wide, between, between_inverse,
             first, first_inverse, last, last_inverse,
-            inverse, seen, wide_inverse, wide_seen,
+            inverse, notes, wide_inverse, wide_notes,
         ) = ctx.saved_tensors  # fmt: skip
         target, output = dtype_of(ctx.formats.grad_input), dtype_of(ctx.formats.output)
         grad_x = grad_first = grad_last = None
         needs_x, needs_first, needs_last = ctx.needs_input_grad[:3]
-        found = quantize(grad, target, inverse=inverse, seen=seen, columns=needs_last)
+        found = quantize(grad, target, inverse=inverse, notes=notes, columns=needs_last)
         if needs_x or needs_first:
             widened = product(found.rows, last, (found.inverse, last_inverse), dtype=output)
             through = quantize(
                 widened,
                 target,
                 inverse=wide_inverse,
-                seen=wide_seen,
+                notes=wide_notes,
                 rows=needs_x,
                 columns=needs_first,
                 activation="gelu_backward",

@@ -44,11 +44,11 @@ class Fp8Linear(nn.Linear):
         history = self.nc_history
         if history is None:
             return (None, None), (None, None)
-        of_input: Scale = history.inverse("input"), history.seen("input")
+        of_input: Scale = history.inverse("input"), history.notes("input")
         known = torch.compiler.is_compiling() or is_trusted(history.inverse("input"))
         if of_input[1] is None and not known:
             of_input = None, None  # an evaluation before the first step decides nothing for it
-        return of_input, (history.inverse("grad_output"), history.seen("grad_output"))
+        return of_input, (history.inverse("grad_output"), history.notes("grad_output"))
 
     def nc_refresh(self) -> None:
         """Make the weight in fp8 anew if it has changed.
@@ -67,16 +67,16 @@ class Fp8Linear(nn.Linear):
 
     def _nc_make(self, weight: Tensor, history: AmaxHistory | None) -> None:
         inverse = None if history is None else history.inverse("weight")
-        seen = None if history is None else history.seen("weight")
+        notes = None if history is None else history.notes("weight")
         made, shared = self.nc_weight, self.nc_history and self.nc_history.inverse("weight")
         # Frozen or thawed on the way: its scale is another one from now on.
         if made is None or (made.inverse is shared) != (history is not None):
             both = is_narrow(self.nc_formats.grad_input.name)
             target = dtype_of(self.nc_formats.forward)
-            self.nc_weight = quantize(weight, target, inverse=inverse, seen=seen, columns=both)
+            self.nc_weight = quantize(weight, target, inverse=inverse, notes=notes, columns=both)
         else:
             # In the same memory: a captured step reads from there.
-            quantize_into(made, weight, seen=seen, by_itself=history is None)
+            quantize_into(made, weight, notes=notes, by_itself=history is None)
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""
@@ -108,14 +108,14 @@ class _Fp8Product(torch.autograd.Function):
         weight_columns: Tensor,
         weight_inverse: Tensor,
         x_inverse: Tensor | None,
-        x_seen: Tensor | None,
+        x_notes: Tensor | None,
         grad_inverse: Tensor | None,
-        grad_seen: Tensor | None,
+        grad_notes: Tensor | None,
         formats: ProductFormats,
     ) -> Tensor:
         narrow_x = is_narrow(formats.grad_weight.name)
         found = quantize(
-            x, dtype_of(formats.forward), inverse=x_inverse, seen=x_seen, columns=narrow_x
+            x, dtype_of(formats.forward), inverse=x_inverse, notes=x_notes, columns=narrow_x
         )
         output = product(
             found.rows,
@@ -133,7 +133,7 @@ class _Fp8Product(torch.autograd.Function):
             weight_columns if narrow_weight else weight,
             weight_inverse,
             grad_inverse,
-            grad_seen,
+            grad_notes,
         )
         ctx.formats, ctx.bias_dtype = formats, None if bias is None else bias.dtype
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
@@ -143,7 +143,7 @@ class _Fp8Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         formats: ProductFormats = ctx.formats
-        x, x_inverse, weight, weight_inverse, inverse, seen = ctx.saved_tensors
+        x, x_inverse, weight, weight_inverse, inverse, notes = ctx.saved_tensors
         to_input, to_weight = formats.grad_input, formats.grad_weight
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         both = to_input == to_weight and is_narrow(to_input.name)
@@ -154,7 +154,7 @@ class _Fp8Product(torch.autograd.Function):
                 grad,
                 dtype_of(to_input),
                 inverse=inverse,
-                seen=seen,
+                notes=notes,
                 rows=needs_x,
                 columns=both and needs_weight,
             )

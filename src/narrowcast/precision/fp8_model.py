@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.precision.amax import AmaxHistory
-from narrowcast.precision.fp8_blocks import Fp8BlockLinear
 from narrowcast.precision.fp8_linear import Fp8Linear
+from narrowcast.precision.fp8_local import Fp8LocalLinear
 
 
 class Fp8Model:
     """Every module of a model with fp8 weights or delayed scaling; often none."""
 
     def __init__(self, model: nn.Module) -> None:
-        kinds = Fp8Linear | Fp8BlockLinear
+        kinds = Fp8Linear | Fp8LocalLinear
         self._layers = [m for m in model.modules() if isinstance(m, kinds)]
         remembered = (m.__dict__.get("nc_history") for m in model.modules())
         self._histories = next((h.whole for h in remembered if isinstance(h, AmaxHistory)), None)
@@ -49,7 +49,7 @@ class Fp8Model:
             yield
             return
         # As `.data`: autograd may be keeping it for a backward pass.
-        noted = self._histories.seen.data
+        noted = self._histories.notes.data
         before = noted.clone()
         try:
             yield

@@ -139,12 +139,11 @@ def _is_fp8(head: nn.Linear, terms: LossTerms) -> bool:
     """Say whether a head multiplies in fp8 on this device, and can be called for each chunk."""
     if torch.compiler.is_compiling() or _is_emulated() or _is_hooked(head):
         return False  # the compiler cannot trace a backward pass inside a forward pass
-    from narrowcast.precision.fp8_blocks import Fp8BlockLinear
     from narrowcast.precision.fp8_linear import Fp8Linear
-    from narrowcast.precision.fp8_rows import Fp8RowLinear
+    from narrowcast.precision.fp8_local import Fp8LocalLinear
 
     if (
-        not isinstance(head, Fp8Linear | Fp8RowLinear | Fp8BlockLinear)
+        not isinstance(head, Fp8Linear | Fp8LocalLinear)
         or head.nc_formats.output.dtype == torch.float16
     ):
         return False

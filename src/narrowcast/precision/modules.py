@@ -147,8 +147,9 @@ def swap(module: nn.Module, mixin: type[nn.Module], **attributes: Any) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Undo every `swap` in a model."""
+    """Undo every `swap` in a model, and leave its kernels to what they would be without."""
     for module in model.modules():
+        module.__dict__.pop("nc_kernels", None)
         plain = module.__dict__.pop("nc_plain_class", None)
         if plain is not None:
             module.__class__ = plain

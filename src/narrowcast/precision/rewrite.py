@@ -5,13 +5,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from narrowcast.kernels.launch import why_not
 from narrowcast.numerics import plain_format
 from narrowcast.precision.amax import AmaxHistories
+from narrowcast.precision.chain import promised_ends
 from narrowcast.precision.choice import ModulePlan, is_uniform, widens
 from narrowcast.precision.fp8_blocks import Fp8BlockLinear
 from narrowcast.precision.fp8_chain import Fp8Chain, can_chain
 from narrowcast.precision.fp8_linear import Fp8Linear
 from narrowcast.precision.fp8_rows import Fp8RowLinear
+from narrowcast.precision.gelu_chain import GeluChain
+from narrowcast.precision.gelu_chain import can_chain as can_chain_16_bits
 from narrowcast.precision.modules import (
     InRegion,
     MatchingInput,
@@ -54,10 +58,8 @@ def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
                 if chosen.kind == "recurrent" and chosen.policy.params != "fp32":
                     swap(module, MatchingInput)
     _give_histories(model, plan)
-    for module in model.modules():
-        if can_chain(module):
-            first, _, last = type(module).fused_chain  # type: ignore[attr-defined]
-            swap(module, Fp8Chain, nc_ends=(first, last))
+    _join_chains(model, plan)
+    _allow_kernels(model, plan)
     narrowed = _narrow_weights(model, plan)
     whole = regions[""]
     if whole != Region("fp32", False, device_type):
@@ -116,6 +118,41 @@ def _give_histories(model: nn.Module, plan: Plan) -> None:
     histories = AmaxHistories([module.nc_formats for module in delayed], device)
     for i, module in enumerate(delayed):
         module.nc_history = histories.of(i)
+
+
+def _join_chains(model: nn.Module, plan: Plan) -> None:
+    """Run modules as one that promise to be a chain of layers in the same formats."""
+    chosen = {each.name: each for each in plan.modules}
+    for name, module in list(model.named_modules()):
+        ends = promised_ends(module)
+        if ends is None:
+            continue
+        if can_chain(module):
+            swap(module, Fp8Chain, nc_ends=ends)
+        elif can_chain_16_bits(module, device=torch.device(plan.hardware.device)):
+            plans = [chosen.get(f"{name}.{end}".lstrip(".")) for end in ends]
+            formats = {_format_of_16_bits(each) for each in plans}
+            if len(formats) == 1 and (one := formats.pop()):
+                swap(module, GeluChain, nc_ends=ends, nc_dtype=_dtype(one))
+
+
+def _format_of_16_bits(chosen: ModulePlan | None) -> str:
+    """Return the one format of all products of a module on a GPU; nothing where that is not so."""
+    if chosen is None or chosen.how != "native" or not is_uniform(chosen.policy):
+        return ""
+    return chosen.policy.forward if chosen.policy.forward in ("bf16", "fp16") else ""
+
+
+def _allow_kernels(model: nn.Module, plan: Plan) -> None:
+    """Let modules take the faster way they have for 16 bits on a GPU."""
+    device = torch.device(plan.hardware.device)
+    region = plan.region
+    if device.type != "cuda" or why_not(device) or region.emulated:
+        return
+    if region.format_name in ("bf16", "fp16"):
+        for module in model.modules():
+            if hasattr(type(module), "nc_kernels"):
+                module.__dict__["nc_kernels"] = True
 
 
 def _rewrite_norm(module: nn.Module, chosen: ModulePlan, policy: Policy) -> None:

@@ -118,6 +118,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention in which groups of query heads may share one key and value head."""
 
+    nc_kernels: bool = False
+    """Whether heads are turned by a kernel for 16 bits; a prepared model on a GPU sets it."""
+
     def __init__(self, settings: LmModel) -> None:
         super().__init__()
         self.heads = settings.heads
@@ -130,10 +133,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """Return what each position gathers from itself and before: (batch, length, width)."""
         heads: Tensor = self.qkv(x).unflatten(-1, (-1, self.head_width))  # (batch, length, head, …)
-        # Queries and keys turn alike, so one call turns both.
-        turning = self.heads + self.kv_heads
-        turned, value = rotate(heads[:, :, :turning], rotary), heads[:, :, turning:]
-        query, key = turned[:, :, : self.heads], turned[:, :, self.heads :]
+        query, key, value = self._turned(heads, rotary)
         gathered = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -143,6 +143,17 @@ class Attention(nn.Module):
         )
         out: Tensor = self.out(gathered.transpose(1, 2).flatten(2))
         return out
+
+    def _turned(self, heads: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, turned by their positions, and values."""
+        if self.nc_kernels and heads.dtype in (torch.bfloat16, torch.float16):
+            from narrowcast.kernels.rotary import turn_heads  # Triton is not everywhere
+
+            return turn_heads(heads, rotary, queries=self.heads)
+        # Queries and keys turn alike, so one call turns both.
+        turning = self.heads + self.kv_heads
+        turned = rotate(heads[:, :, :turning], rotary)
+        return turned[:, :, : self.heads], turned[:, :, self.heads :], heads[:, :, turning:]
 
 
 class MLP(nn.Module):

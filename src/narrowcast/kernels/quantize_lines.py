@@ -1,0 +1,160 @@
+"""The Triton kernels of `narrowcast.kernels.fp8_lines`: magnitudes of all lines, then the casts."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.quantize import _castable, _inverse_for, _word
+from narrowcast.kernels.quantize_blocks import _loaded
+
+_TILE_ROWS, _TILE_COLUMNS = 128, 64
+_STRIP = tl.constexpr(8)  # tiles side by side that one program measures
+
+
+def quantize_lines_into(
+    rows: Tensor,
+    columns: Tensor,
+    rows_inverse: Tensor,
+    columns_inverse: Tensor,
+    x: Tensor,
+    *,
+    largest: float,
+) -> None:
+    """Write `x` in fp8 as it is and transposed, with the inverse scale of each row of either.
+
+    An empty result is left out. Allocates one int32 for each line.
+    """
+    count, width = x.shape
+    padded = rows.shape[0] if rows.numel() else columns.shape[-1]
+    by_rows, by_columns = bool(rows.numel()), bool(columns.numel())
+    measured = torch.zeros(padded + width, dtype=torch.int32, device=x.device)
+    across, down = triton.cdiv(width, _TILE_COLUMNS), triton.cdiv(padded, _TILE_ROWS)
+    shared = {
+        "ROWS": by_rows,
+        "COLUMNS": by_columns,
+        "TILE_COLUMNS": _TILE_COLUMNS,
+    }
+    _largest_of_lines[(triton.cdiv(across, _STRIP.value), down)](
+        x, measured, count, width, padded, TILE_ROWS=_TILE_ROWS, num_warps=8, **shared
+    )
+    _quantize_tile[(across, down)](
+        x,
+        rows.view(torch.uint8),
+        columns.view(torch.int32),
+        rows_inverse,
+        columns_inverse,
+        measured,
+        count,
+        width,
+        padded,
+        LARGEST=largest,
+        BY_BITS=interpreted(),
+        E5M2=rows.dtype == torch.float8_e5m2,
+        FOURS=_TILE_ROWS // 4,
+        num_warps=16,  # with 8, half as many fit at once: two casts take registers
+        **shared,
+    )
+
+
+@triton.jit
+def _largest_of_lines(
+    x,
+    measured,
+    count,
+    width,
+    padded,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    first = tl.program_id(0).to(tl.int64) * (TILE_COLUMNS * _STRIP)
+    of_rows = tl.zeros([TILE_ROWS], dtype=tl.int32)
+    for k in tl.static_range(_STRIP):
+        column = first + k * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        here = (row < count)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        of_rows = tl.maximum(of_rows, tl.max(bits, 1))
+        if COLUMNS:
+            tl.atomic_max(measured + padded + column, tl.max(bits, 0), mask=column < width)
+    if ROWS:
+        tl.atomic_max(measured + row, of_rows, mask=row < count)
+
+
+@triton.jit
+def _quantize_tile(
+    x,
+    out_rows,
+    out_columns,
+    rows_inverse,
+    columns_inverse,
+    measured,
+    count,
+    width,
+    padded,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    E5M2: tl.constexpr,
+    FOURS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    # Rows in fours, whose codes are transposed as one word; see the kernel for whole matrices.
+    four = tl.program_id(1).to(tl.int64) * FOURS + tl.arange(0, FOURS)
+    column = tl.program_id(0).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    row = four * 4
+    within = (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    a, _ = _loaded(x, at, (row < count)[:, None] & within)
+    b, _ = _loaded(x, at + width, (row + 1 < count)[:, None] & within)
+    c, _ = _loaded(x, at + 2 * width, (row + 2 < count)[:, None] & within)
+    d, _ = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
+    if ROWS:
+        by_a = _row_scale(measured, rows_inverse, row, padded, LARGEST)
+        by_b = _row_scale(measured, rows_inverse, row + 1, padded, LARGEST)
+        by_c = _row_scale(measured, rows_inverse, row + 2, padded, LARGEST)
+        by_d = _row_scale(measured, rows_inverse, row + 3, padded, LARGEST)
+        word = _word(
+            _castable(a, by_a, LARGEST, BY_BITS),
+            _castable(b, by_b, LARGEST, BY_BITS),
+            _castable(c, by_c, LARGEST, BY_BITS),
+            _castable(d, by_d, LARGEST, BY_BITS),
+            E5M2,
+            BY_BITS,
+        )
+        stored = (row < padded)[:, None] & within  # a multiple of 16: all four or none
+        for k in tl.static_range(4):
+            code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
+            tl.store(out_rows + at + k * width, code, mask=stored)
+    if COLUMNS:
+        inside = column < width
+        inverse = _inverse_for(tl.load(measured + padded + column, mask=inside, other=0), LARGEST)
+        if tl.program_id(1) == 0:
+            tl.store(columns_inverse + column, inverse, mask=inside)
+        scale = (1.0 / inverse)[None, :]
+        word = _word(
+            _castable(a, scale, LARGEST, BY_BITS),
+            _castable(b, scale, LARGEST, BY_BITS),
+            _castable(c, scale, LARGEST, BY_BITS),
+            _castable(d, scale, LARGEST, BY_BITS),
+            E5M2,
+            BY_BITS,
+        )
+        turned = column[:, None] * (padded // 4) + four[None, :]
+        stored = inside[:, None] & (row < padded)[None, :]
+        tl.store(out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored)
+
+
+@triton.jit
+def _row_scale(measured, rows_inverse, row, padded, LARGEST: tl.constexpr):
+    """The scales of some rows, whose inverses the first program of these rows writes down"""
+    inverse = _inverse_for(tl.load(measured + row, mask=row < padded, other=0), LARGEST)
+    if tl.program_id(0) == 0:
+        tl.store(rows_inverse + row, inverse, mask=row < padded)
+    return (1.0 / inverse)[:, None]

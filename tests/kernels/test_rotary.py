@@ -1,0 +1,104 @@
+"""Turned heads, against complex numbers in float64 and torch's own gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowcast.kernels.rotary import turn_heads
+from narrowcast.workloads.lm.rotary import rotary_table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def heads_of(batch, length, count, width, *, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, length, count, width, generator=generator).to(dtype).to(DEVICE)
+
+
+def exactly(heads, table, queries):
+    """Queries, keys and values with complex numbers in float64."""
+    keys = (heads.shape[2] - queries) // 2
+    turning = heads[:, :, : queries + keys].double()
+    pairs = torch.view_as_complex(turning.unflatten(-1, (-1, 2)).contiguous())
+    angles = torch.view_as_complex(table.double().to(heads.device))
+    turned = torch.view_as_real(pairs * angles).flatten(-2)
+    return turned[:, :, :queries], turned[:, :, queries:], heads[:, :, queries + keys :].double()
+
+
+def table_for(length, width):
+    return rotary_table(length, width, base=1e4).to(DEVICE)
+
+
+# The interpreter cuts where a GPU rounds to nearest, so a whole step of the format.
+STEP = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def assert_near(found, exact, dtype):
+    # Before it is rounded, a difference of two products has the error of the larger one.
+    bound = STEP[dtype] * exact.abs() + 2.0**-22 * exact.abs().max()
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    batch=st.integers(1, 2), length=st.integers(1, 5), queries=st.integers(1, 5),
+    keys=st.integers(1, 3), width=st.sampled_from([2, 6, 16, 64]),
+    dtype=st.sampled_from(list(STEP)), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_heads_are_turned_and_gradients_turned_back(
+    batch, length, queries, keys, width, dtype, seed
+):
+    heads = heads_of(batch, length, queries + 2 * keys, width, dtype=dtype, seed=seed)
+    table = table_for(length, width)
+    heads.requires_grad_()
+    found = turn_heads(heads, table, queries=queries)
+    expected = exactly(heads.detach(), table, queries)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == dtype
+        assert_near(a.detach(), b, dtype)
+    grads = [heads_of(*part.shape, dtype=dtype, seed=seed + 1) for part in found]
+    (got,) = torch.autograd.grad(found, heads, grads)
+    wide = heads.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(
+        exactly(wide, table, queries), wide, [each.double() for each in grads]
+    )
+    assert_near(got, want, dtype)
+
+
+def test_gradients_in_another_layout_are_read_as_what_they_are():
+    heads = heads_of(2, 3, 6, 16, dtype=torch.bfloat16).requires_grad_()
+    found = turn_heads(heads, table_for(3, 16), queries=2)
+    grads = [heads_of(*part.shape, dtype=torch.bfloat16, seed=1) for part in found]
+    (plain,) = torch.autograd.grad(found, heads, grads, retain_graph=True)
+    # As attention gives them: heads before positions; and with a last dimension that is not dense.
+    by_heads = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in grads]
+    by_width = [each.transpose(1, 3).contiguous().transpose(1, 3) for each in grads]
+    for other in (by_heads, by_width):
+        (again,) = torch.autograd.grad(found, heads, other, retain_graph=True)
+        assert torch.equal(plain, again)
+
+
+def test_only_the_table_is_kept_for_the_backward_pass():
+    heads = heads_of(1, 4, 6, 16, dtype=torch.bfloat16).requires_grad_()
+    table, kept = table_for(4, 16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        turn_heads(heads, table, queries=2)
+    assert [each.data_ptr() for each in kept] == [table.data_ptr()]
+
+
+# Of torch's compiler itself, when it traces an autograd function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiler_sees_one_operator_each_way(dynamic):
+    heads = heads_of(2, 4, 6, 16, dtype=torch.bfloat16).requires_grad_()
+    table = table_for(4, 16)
+
+    def work(heads):
+        query, key, value = turn_heads(heads, table, queries=2)
+        return (query.float().sum() - (key * value).float().sum()).square()
+
+    compiled = torch.compile(work, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    results = [torch.autograd.grad(run(heads), heads)[0] for run in (work, compiled)]
+    assert torch.equal(*results)
