@@ -164,11 +164,13 @@ def a_course(steps: int, *, eval_every: int, seed: int = 0) -> list[Record]:
     records.append(
         FindingRecord(
             step=3,
+            since=2,
             module="blocks.3.mlp.down",
             role="grad_weight",
             what="the scale began too high: 2 steps in a row overflowed",
             why="amax 7.1e4 is beyond 65,504, the largest fp16",
             action="scale 131,072 → 32,768",
+            advice="begin lower: precision.loss_scale.initial=32768",
         )
     )
     return records

@@ -167,7 +167,14 @@ def test_what_the_run_wrote_cannot_become_part_of_the_page(make_run, plan_of, mo
             step(2, applied=False, why=hostile),
             EvalRecord(step=2, metrics={hostile: 1.0}),
             FindingRecord(
-                step=2, module=hostile, role=hostile, what=hostile, why=hostile, action=hostile
+                step=2,
+                since=2,
+                module=hostile,
+                role=hostile,
+                what=hostile,
+                why=hostile,
+                action=hostile,
+                advice=hostile,
             ),
             PrecisionRecord(step=2, module=hostile, before=hostile, after=hostile, reason=hostile),
         ],
