@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from narrowcast.report.story import Story
+from narrowcast.report.story import Story, by_kind
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
@@ -263,15 +263,8 @@ def story_fixture() -> Callable[..., Story]:
     """Make the story of a run from its records."""
 
     def make(records: Iterable[Record], *, steps: int, **changes: Any) -> Story:
-        found = list(records)
         return Story(
-            steps=tuple(r for r in found if isinstance(r, StepRecord)),
-            evals=tuple(r for r in found if isinstance(r, EvalRecord)),
-            findings=tuple(r for r in found if isinstance(r, FindingRecord)),
-            checkpoints=tuple(r for r in found if isinstance(r, CheckpointRecord)),
-            settings=settings(steps, **changes),
-            recipe_text="",
-            sessions=(),
+            **by_kind(records), settings=settings(steps, **changes), recipe_text="", sessions=()
         )
 
     return make

@@ -189,7 +189,7 @@ def test_what_the_run_wrote_cannot_become_part_of_the_page(make_run, plan_of, mo
     page = page_of(path)
     assert page.unbalanced == []
     assert page.all("img") == []
-    assert len(page.scripts) == len(plain.scripts) == 3
+    assert len(page.scripts) == len(plain.scripts) == 4
     assert page.text.count(hostile) >= 15
     assert page.scripts[-1] == plain.scripts[-1]
     assert not any("onerror" in name for _, found in page.elements for name in found)

@@ -80,6 +80,18 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.3g} %" if percent >= 10 else f"{percent:.1f} %".replace(".0 %", " %")
 
 
+def proportion(x: float) -> str:
+    """Write a share of elements, of which one in a million can matter."""
+    if x == 0:
+        return "none"
+    return value(x) if x < 1e-3 else share(x, 1)
+
+
+def decibels(x: float) -> str:
+    """Write a ratio of powers: `31.5 dB`."""
+    return f"{x:.1f} dB".replace("-", "−")
+
+
 def _with_unit(n: float, *, base: float, units: tuple[str, ...]) -> str:
     if not math.isfinite(n):
         return value(n)
