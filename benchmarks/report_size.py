@@ -69,8 +69,8 @@ def course(steps: int, modules: int) -> Iterator[Record]:
         for k, size in enumerate(SIZES)
     }
     sites = [(module, role) for module in names(modules) for role in ROLES]
-    begins = [chance.randrange(8, 18) for _ in sites]
-    drifts = [chance.choice((0, 0, 0, 0, 1, 3, -2)) for _ in sites]
+    begins = [chance.randrange(13, 20) for _ in sites]
+    drifts = [chance.choices((0, 3, 7, -7, -14), (90, 4, 3, 2, 1))[0] for _ in sites]
     scale = 65536.0
     for n in range(1, steps + 1):
         skipped = chance.random() < 0.002
@@ -92,7 +92,10 @@ def course(steps: int, modules: int) -> Iterator[Record]:
         if n % 500 == 0:
             yield EvalRecord(step=n, metrics={"loss": 1.95 + 3.7 * math.exp(-5 * done)})
         if n % 10 == 0:
-            places = [round(b + d * done) for b, d in zip(begins, drifts, strict=True)]
+            places = [
+                round(b + d * done) + chance.choice((-1, 0, 0, 1))
+                for b, d in zip(begins, drifts, strict=True)
+            ]
             yield sample(n, sites, places, bank, chance)
         if n % 2500 == 0:
             yield from events(n, sites, chance, generator)
@@ -118,7 +121,8 @@ def sample(
 def events(
     step: int, sites: list[tuple[str, str]], chance: random.Random, generator: torch.Generator
 ) -> Iterator[Record]:
-    for module, role in chance.sample(sites, 6):
+    narrow = [site for site in sites if site[1] not in ("grad_weight", "update")]
+    for module, role in chance.sample(narrow, 6):
         target = FORMATS.get(role, E4M3)
         x = torch.randn(65_536, generator=generator) * chance.choice(SIZES)
         exponents = torch.frexp(x[x != 0]).exponent - 1

@@ -117,11 +117,7 @@ def _edges(steps: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[float]
 
 def _columns(tensor: Tensor, measure: str, cuts: Sequence[tuple[int, int]]) -> list[float | None]:
     values = tensor.values[measure]
-    columns: list[float | None] = []
-    for a, b in cuts:
-        seen = [x for x in values[a:b] if x is not None]
-        columns.append(worst(measure, seen) if seen else None)
-    return columns
+    return [worst(measure, values[a:b]) for a, b in cuts] if any(values) else [0.0] * len(cuts)
 
 
 def _short(columns: list[float | None], measure: str) -> float | list[float | None] | None:
@@ -138,17 +134,16 @@ def _any(found: Sequence[Tensor], measure: str) -> bool:
 
 
 def _badness(tensor: Tensor) -> tuple[float, ...]:
-    """Sort tensors by what hurts most: not finite, then overflow, then little signal."""
+    """Sort tensors by what hurts most: not finite, then little signal, then overflow."""
     snr, *shares = [tensor.worst(m) for m in MEASURES]
     overflow, underflow, nonfinite = [found[0] if found else 0.0 for found in shares]
-    return (-nonfinite, -overflow, snr[0] if snr else EXACT, -underflow)
+    return (-nonfinite, snr[0] if snr else EXACT, -overflow, -underflow)
 
 
 def _told(tensor: Tensor, steps: Sequence[int]) -> WorstTensor:
     found = {m: tensor.worst(m) for m in COLLECTED}
-    grave = next((x for m in ("nonfinite", "overflow") if (x := found[m]) and x[0] > 0), None)
-    decisive = grave or found["snr_db"]
-    snr, amax = found["snr_db"], found["amax"]
+    snr, amax, broken = found["snr_db"], found["amax"], found["nonfinite"]
+    decisive = broken if broken and broken[0] > 0 else snr or found["overflow"]
     shares = {
         m: proportion(x[0]) if (x := found[m]) else "–"
         for m in ("overflow", "underflow", "nonfinite", "subnormal")

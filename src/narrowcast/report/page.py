@@ -77,5 +77,6 @@ def _tables(story: Story) -> dict[str, Any]:
         "chosen": chosen,
         "defaults": defaults,
         "surroundings": tables.surroundings(story),
+        "few_rows": tables.FEW_ROWS,
         "most_rows": tables.MOST_ROWS,
     }

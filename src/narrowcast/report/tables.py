@@ -13,6 +13,8 @@ from narrowcast.runs.records import FindingRecord
 
 MOST_ROWS = 200
 """Rows after which a table of events only says how many more there are."""
+FEW_ROWS = 10
+"""Rows of a table of events that are shown before a reader opens the rest."""
 
 _SCALE_CHANGE = re.compile(r"; loss scale \S+ → \S+$")
 

@@ -37,7 +37,8 @@
     if (place.id !== "heat") return figures[place.id];
     const edges = heat.edges;
     const range = figures.loss?.layout.xaxis.range ?? [edges[0], edges[edges.length - 1]];
-    const figure = heatMap.figure(heat, chosenHeat(), { range, narrow: !printing && innerWidth < 640 });
+    const quiet = getComputedStyle(root).getPropertyValue("--quiet").trim();
+    const figure = heatMap.figure(heat, chosenHeat(), { range, quiet, narrow: !printing && innerWidth < 640 });
     const { rows, of } = figure;
     named("heat-more").hidden = of <= heat.most;
     named("heat-more").lastElementChild.textContent = `all ${of} rows`;
