@@ -58,7 +58,7 @@ def statistics(target: Format, size: float, generator: torch.Generator) -> Stati
 def names(modules: int) -> list[str]:
     parts = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
     found = [f"blocks.{i}.{part}" for i in range(modules) for part in parts]
-    return ["embed", *found][: modules - 1] + ["head"]
+    return ["embed", *found[: modules - 2], "head"]
 
 
 def course(steps: int, modules: int) -> Iterator[Record]:

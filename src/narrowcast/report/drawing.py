@@ -89,7 +89,7 @@ def events(
     return {**_track(name, found, row=row), "marker": marker}
 
 
-def uprights(steps: Sequence[int], *, color: str) -> list[dict[str, Any]]:
+def uprights(steps: Sequence[float], *, color: str) -> list[dict[str, Any]]:
     """Draw a dotted line from top to bottom at each of the steps."""
     return [
         {

@@ -117,7 +117,9 @@ def _edges(steps: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[float]
 
 def _columns(tensor: Tensor, measure: str, cuts: Sequence[tuple[int, int]]) -> list[float | None]:
     values = tensor.values[measure]
-    return [worst(measure, values[a:b]) for a, b in cuts] if any(values) else [0.0] * len(cuts)
+    if measure != "snr_db" and None not in values and not any(values):
+        return [0.0] * len(cuts)  # as most are
+    return [worst(measure, values[a:b]) for a, b in cuts]
 
 
 def _short(columns: list[float | None], measure: str) -> float | list[float | None] | None:

@@ -23,6 +23,11 @@ class Reach:
     normal: int
     largest: int
 
+    @property
+    def lowest(self) -> int:
+        """The first power of two that does not become zero: more than half the smallest value."""
+        return self.smallest - 1
+
 
 _E4M3, _E2M1 = Reach(-9, -6, 8), Reach(-1, 0, 2)
 REACHES = {
@@ -62,7 +67,7 @@ def _lost(record: ExponentRecord) -> tuple[float, float]:
     reach, total = REACHES.get(record.format), sum(record.counts)
     if reach is None:
         return 0.0, 0.0
-    below = sum(n for e, n in _bins(record) if e < reach.smallest)
+    below = sum(n for e, n in _bins(record) if e < reach.lowest)
     above = sum(n for e, n in _bins(record) if e > reach.largest)
     return below / total, above / total
 
@@ -130,14 +135,14 @@ def _bars(record: ExponentRecord, reach: Reach | None) -> dict[str, Any]:
 def _where(exponent: int, reach: Reach | None) -> str:
     if reach is None or reach.normal <= exponent <= reach.largest:
         return "held"
-    return "subnormal" if reach.smallest <= exponent < reach.normal else "lost"
+    return "subnormal" if reach.lowest <= exponent < reach.normal else "lost"
 
 
 def _frame(low: int, high: int, reach: Reach | None) -> tuple[int, int]:
     """Show all that was counted, and the ends of the format where they are near."""
     if reach is not None:
-        if low - reach.smallest < 24:
-            low = min(low, reach.smallest - 1)
+        if low - reach.lowest < 24:
+            low = min(low, reach.lowest - 1)
         if reach.largest - high < 24:
             high = max(high, reach.largest + 1)
     return low - 1, high + 1
@@ -149,7 +154,7 @@ def _ranges(reach: Reach | None, low: int, high: int) -> list[dict[str, Any]]:
         return []
     spans = [
         (reach.normal, reach.largest, "@held"),
-        (reach.smallest, reach.normal - 1, "@partly"),
+        (reach.lowest, reach.normal - 1, "@partly"),
     ]
     return [
         {
