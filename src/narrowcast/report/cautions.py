@@ -45,7 +45,8 @@ def cautions(
 
 
 def _machine(run: Run, key: str) -> str:
-    return str([session.get(key) for session in run.story.sessions])
+    # A run that was continued on the same machine has it twice.
+    return str(sorted({str(session.get(key)) for session in run.story.sessions}))
 
 
 def _seeds(grouped: Sequence[Sequence[Run]]) -> Iterator[str]:

@@ -18,6 +18,8 @@ from narrowcast.report.series import series
 
 COLOURS = 8
 """Groups that have a colour of their own; after them the colours begin again."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""So that lines on one another can be seen, and told apart without their colours."""
 
 
 def write_comparison(comparison: Comparison, target: str | Path) -> Path:
@@ -99,6 +101,7 @@ def _lines(group: Group, place: int, x: Callable[[Point], float]) -> list[dict[s
         curve = series(range(len(run.points)), [p.value for p in run.points])
         trace = drawing.line(curve, name=group.label, color=_colour(place), width=1.75)
         trace["x"] = [drawing.rounded(x(p)) for p in run.points]
+        trace["line"]["dash"] = DASHES[place % len(DASHES)]
         trace |= {"legendgroup": str(place), "showlegend": number == 0}
         found.append(trace)
     return found
@@ -125,6 +128,7 @@ def _band(group: Group, place: int) -> list[dict[str, Any]]:
     }
     mean = series([step for step, _ in known], [m.mean for _, m in known])
     line = drawing.line(mean, name=group.label, color=_colour(place), width=2)
+    line["line"]["dash"] = DASHES[place % len(DASHES)]
     return [band, {**line, "legendgroup": str(place)}]
 
 

@@ -125,7 +125,8 @@ def _against(group: Group, base: Group) -> str:
     if found is None or reference is None or not reference.mean:
         return NOTHING
     percent = 100 / abs(reference.mean)
-    told = f"{found.mean * percent:+.2f}"
+    # Adding zero takes the sign off a zero.
+    told = f"{round(found.mean * percent, 2) + 0.0:+.2f}"
     if found.half_width is not None:
         told += f" ± {found.half_width * percent:.2f}"
     return f"{told} %".replace("-", "−")
