@@ -99,6 +99,7 @@ def _chart(record: ExponentRecord, number: int) -> Chart:
         tickprefix="2<sup>",
         ticksuffix="</sup>",
         tickformat="d",
+        tickangle=0,
     )
     layout["xaxis"].pop("unifiedhovertitle")
     layout["yaxis"].update(type="log", tickformat=".0~p", nticks=4, range=[_floor(record), 0.1])
