@@ -40,12 +40,12 @@ def write_comparison(comparison: Comparison, target: str | Path) -> Path:
 def _by_step(comparison: Comparison) -> Chart:
     data = []
     for place, group in enumerate(comparison.groups):
-        data += _band(group, place) if len(group.seeds) > 1 else _lines(group, place, _step)
+        data += _band(group, place) if len(group.seeds) > 1 else _lines(group, place, x=_step)
     terms = comparison.terms
     return Chart(
         name="bystep",
         title=f"{said(terms.metric).capitalize()} over steps",
-        alt=_alt(comparison, "at_step", f"At step {count(terms.step)}"),
+        alt=_alt(comparison, "at_step", when=f"At step {count(terms.step)}"),
         data=data,
         layout=_layout(comparison, _step, axis="step"),
         log_switch=_positive(comparison),
@@ -58,7 +58,7 @@ def _by_step(comparison: Comparison) -> Chart:
 def _by_seconds(comparison: Comparison) -> Chart:
     data = []
     for place, group in enumerate(comparison.groups):
-        data += _lines(group, place, _seconds)
+        data += _lines(group, place, x=_seconds)
     terms = comparison.terms
     layout = _layout(comparison, _seconds, axis="seconds")
     layout["xaxis"].update(
@@ -72,7 +72,7 @@ def _by_seconds(comparison: Comparison) -> Chart:
     return Chart(
         name="byseconds",
         title=f"{said(terms.metric).capitalize()} over seconds in steps",
-        alt=_alt(comparison, "at_seconds", f"After {duration(terms.seconds)}"),
+        alt=_alt(comparison, "at_seconds", when=f"After {duration(terms.seconds)}"),
         data=data,
         layout=layout,
         log_switch=_positive(comparison),
@@ -94,7 +94,7 @@ def _colour(place: int) -> str:
     return f"@group{place % COLOURS}"
 
 
-def _lines(group: Group, place: int, x: Callable[[Point], float]) -> list[dict[str, Any]]:
+def _lines(group: Group, place: int, *, x: Callable[[Point], float]) -> list[dict[str, Any]]:
     """Draw each run of a group, under one name in the legend."""
     found = []
     for number, run in enumerate(group.runs):
@@ -155,7 +155,7 @@ def _positive(comparison: Comparison) -> bool:
     return min(values) > 0
 
 
-def _alt(comparison: Comparison, field: str, when: str) -> str:
+def _alt(comparison: Comparison, field: str, *, when: str) -> str:
     told = [
         f"{group.label} {value(found.mean)}"
         for group in comparison.groups

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from narrowcast.report.cautions import different_data
 from narrowcast.report.comparison import Comparison
-from narrowcast.report.groups import Group, difference, values_by_seed
+from narrowcast.report.groups import Group, Terms, difference, values_by_seed
 from narrowcast.report.intervals import Estimate
 from narrowcast.report.phrases import count, duration, large, size, value
 from narrowcast.report.runs_compared import TRAINING
@@ -52,7 +52,7 @@ def headline(comparison: Comparison) -> str:
     told = f"{best.label} has the best {metric} at step {count(terms.step)}: "
     told += interval(best.at_step)
     rivals = [group for group in comparison.groups if group is not best and group.at_step]
-    gaps = [_gap(best, group, comparison) for group in rivals]
+    gaps = [_gap(best, group, terms=terms) for group in rivals]
     widths = [gap.half_width for gap in gaps if gap is not None and gap.half_width is not None]
     if not rivals or len(widths) < len(rivals):
         return f"{told}."
@@ -140,8 +140,7 @@ def _best(comparison: Comparison) -> Group | None:
     return min(found, key=lambda g: sign * g.at_step.mean if g.at_step else 0.0, default=None)
 
 
-def _gap(a: Group, b: Group, comparison: Comparison) -> Estimate | None:
-    terms = comparison.terms
+def _gap(a: Group, b: Group, *, terms: Terms) -> Estimate | None:
     return difference(values_by_seed(a.runs, terms), values_by_seed(b.runs, terms))
 
 

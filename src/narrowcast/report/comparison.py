@@ -66,12 +66,12 @@ def compare(
         for label, story in stories.items()
     ]
     _refuse_pointless(runs, metric)
-    terms = _terms(runs, metric, target)
+    terms = _terms(runs, metric, target=target)
     together = grouped(runs)
     apart = differing(together)
     groups = [
         group_of(
-            label_of(apart, place, members[0]),
+            label_of(apart, members[0], place=place),
             members,
             first=together[0] if place else None,
             terms=terms,
@@ -131,7 +131,7 @@ def _common_step(runs: Sequence[Run]) -> int:
     return max(shared) if shared else min(run.points[-1].step for run in runs)
 
 
-def _terms(runs: Sequence[Run], metric: str, target: float | None) -> Terms:
+def _terms(runs: Sequence[Run], metric: str, *, target: float | None) -> Terms:
     lower = lower_is_better(metric)
     best = [x for run in runs if (x := run.best(lower=lower)) is not None]
     goal = max(best) if lower else min(best)

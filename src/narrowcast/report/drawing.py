@@ -16,6 +16,14 @@ from narrowcast.report.series import Mark, Series
 STRIP_ROW = 0.055
 """Share of a chart's height that one row of marks takes."""
 
+_AXIS = {
+    "gridcolor": "@grid",
+    "zeroline": False,
+    "linecolor": "@line",
+    "tickcolor": "@line",
+    "tickfont": {"color": "@quiet", "size": 12},
+}
+
 
 def line(drawn: Series, *, name: str, color: str, width: float) -> dict[str, Any]:
     """Draw a thin line, or a dot where there is but one point."""
@@ -162,13 +170,6 @@ def layout(steps: Sequence[int], *, height: int) -> dict[str, Any]:
     """Lay a chart over `steps` out: quiet axes, no box, the legend above."""
     # The same range in every chart, whatever it marks, so that they stand under one another.
     spare = max(1, steps[-1] - steps[0]) * 0.01
-    axis = {
-        "gridcolor": "@grid",
-        "zeroline": False,
-        "linecolor": "@line",
-        "tickcolor": "@line",
-        "tickfont": {"color": "@quiet", "size": 12},
-    }
     return {
         "height": height,
         # Charts of one name are zoomed together.
@@ -178,7 +179,7 @@ def layout(steps: Sequence[int], *, height: int) -> dict[str, Any]:
         "plot_bgcolor": "@paper",
         "font": {"color": "@ink", "size": 13},
         "xaxis": {
-            **axis,
+            **_AXIS,
             "range": [rounded(steps[0] - spare), rounded(steps[-1] + spare)],
             # Few steps would be labelled in fractions, all rounded to the same number.
             **({"dtick": 1} if steps[-1] - steps[0] < 10 else {}),
@@ -189,7 +190,7 @@ def layout(steps: Sequence[int], *, height: int) -> dict[str, Any]:
             "ticks": "outside",
             "ticklen": 4,
         },
-        "yaxis": {**axis, "nticks": 6},
+        "yaxis": {**_AXIS, "nticks": 6},
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "xanchor": "left"},
         "hovermode": "x unified",
         "hoverlabel": {

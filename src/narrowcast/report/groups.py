@@ -81,10 +81,10 @@ def group_of(
         label=label,
         runs=tuple(runs),
         at_step=mean_of(list(values.values())),
-        at_seconds=mean_of(list(_by_seed(runs, in_time, "value").values())),
+        at_seconds=mean_of(list(_by_seed(runs, in_time, field="value").values())),
         against=difference(values, values_by_seed(first, terms)) if first else None,
-        seconds_to=mean_of(list(_by_seed(runs, reached, "seconds").values())),
-        steps_to=mean_of(list(_by_seed(runs, reached, "step").values())),
+        seconds_to=mean_of(list(_by_seed(runs, reached, field="seconds").values())),
+        steps_to=mean_of(list(_by_seed(runs, reached, field="step").values())),
         reached=sum(point is not None for point in reached),
         tokens_per_second=sum(r.tokens for r in steps) / spent if spent > 0 else 0.0,
         skipped=sum(not record.applied for record in steps),
@@ -108,7 +108,7 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, tuple[str, ...]]:
     return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 
-def label_of(differing: Mapping[str, tuple[str, ...]], place: int, run: Run) -> str:
+def label_of(differing: Mapping[str, tuple[str, ...]], run: Run, *, place: int) -> str:
     """Name a group by what sets it apart, or by its recipe where nothing does."""
     if not differing:
         return f"{run.story.name} in {run.story.policy}"
@@ -121,7 +121,7 @@ def label_of(differing: Mapping[str, tuple[str, ...]], place: int, run: Run) -> 
 
 def values_by_seed(runs: Sequence[Run], terms: Terms) -> dict[str, float]:
     """Return the metric at the step of the comparison, by seed."""
-    return _by_seed(runs, [run.at_step(terms.step) for run in runs], "value")
+    return _by_seed(runs, [run.at_step(terms.step) for run in runs], field="value")
 
 
 def difference(values: Mapping[str, float], reference: Mapping[str, float]) -> Estimate | None:
@@ -136,7 +136,10 @@ def difference(values: Mapping[str, float], reference: Mapping[str, float]) -> E
 
 
 def _by_seed(
-    runs: Sequence[Run], points: Sequence[Point | None], field: Literal["value", "seconds", "step"]
+    runs: Sequence[Run],
+    points: Sequence[Point | None],
+    *,
+    field: Literal["value", "seconds", "step"],
 ) -> dict[str, float]:
     """Return one value a seed: runs that share a seed are repetitions, and are averaged first."""
     found: dict[str, list[float]] = defaultdict(list)

@@ -82,7 +82,7 @@ def heat_map(records: Sequence[HealthRecord]) -> HeatMap | None:
     steps = [record.step for record in records]
     cuts = _cuts(len(steps))
     measures = [m for m in MEASURES if m == "snr_db" or _any(found, m)]
-    rows = {m: [_short(_columns(t, m, cuts), m) for t in found] for m in measures}
+    rows = {m: [_short(_columns(t, m, cuts=cuts), m) for t in found] for m in measures}
     ranked = sorted(found, key=_badness)
     return HeatMap(
         data={
@@ -92,7 +92,7 @@ def heat_map(records: Sequence[HealthRecord]) -> HeatMap | None:
             "measures": rows,
             "most": MOST_ROWS,
         },
-        alt=_alt(found, ranked[0], steps),
+        alt=_alt(found, ranked[0], samples=len(steps)),
         note=_note(len(steps), len(cuts)),
         measures=tuple((m, TITLES[m]) for m in measures),
         roles=tuple(sorted({t.role for t in found}, key=lambda r: (role_place(r), r))),
@@ -115,7 +115,9 @@ def _edges(steps: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[float]
     return [steps[0] - reach, *inner, steps[-1] + reach]
 
 
-def _columns(tensor: Tensor, measure: str, cuts: Sequence[tuple[int, int]]) -> list[float | None]:
+def _columns(
+    tensor: Tensor, measure: str, *, cuts: Sequence[tuple[int, int]]
+) -> list[float | None]:
     values = tensor.values[measure]
     if measure != "snr_db" and None not in values and not any(values):
         return [0.0] * len(cuts)  # as most are
@@ -168,7 +170,7 @@ def snr_text(x: float) -> str:
     return "not finite" if x == BROKEN else decibels(x)
 
 
-def _alt(found: Sequence[Tensor], first: Tensor, steps: Sequence[int]) -> str:
+def _alt(found: Sequence[Tensor], first: Tensor, *, samples: int) -> str:
     modules = count(len({t.module for t in found}), "module")
     snr, overflow = first.worst("snr_db"), first.worst("overflow")
     parts = [f"SNR {snr_text(snr[0])}"] if snr else []
@@ -176,7 +178,7 @@ def _alt(found: Sequence[Tensor], first: Tensor, steps: Sequence[int]) -> str:
         parts.append(f"{proportion(overflow[0])} overflowed")
     told = f", at its worst {', '.join(parts)}" if parts else ""
     return (
-        f"{modules}, {count(len(found), 'tensor')}, sampled at {count(len(steps), 'step')}; the "
+        f"{modules}, {count(len(found), 'tensor')}, sampled at {count(samples, 'step')}; the "
         f"worst is {first.role} of {first.module or 'the model itself'} in {first.format}{told}."
     )
 

@@ -80,7 +80,7 @@ def _chart(record: ExponentRecord, number: int) -> Chart:
     below, above = _lost(record)
     held = [e for e, n in _bins(record) if n]
     reach = REACHES.get(record.format)
-    low, high = _frame(held[0], held[-1], reach)
+    low, high = _frame(held[0], held[-1], reach=reach)
     lost = [f"{proportion(below)} below"] * (below > 0) + [f"{proportion(above)} above"] * (
         above > 0
     )
@@ -91,7 +91,7 @@ def _chart(record: ExponentRecord, number: int) -> Chart:
         showlegend=False,
         hovermode="closest",
         bargap=0.08,
-        shapes=_ranges(reach, low, high),
+        shapes=_ranges(low, high, reach=reach),
     )
     layout["xaxis"].update(
         range=[low - 0.5, high + 0.5],
@@ -139,7 +139,7 @@ def _where(exponent: int, reach: Reach | None) -> str:
     return "subnormal" if reach.lowest <= exponent < reach.normal else "lost"
 
 
-def _frame(low: int, high: int, reach: Reach | None) -> tuple[int, int]:
+def _frame(low: int, high: int, *, reach: Reach | None) -> tuple[int, int]:
     """Show all that was counted, and the ends of the format where they are near."""
     if reach is not None:
         if low - reach.lowest < 24:
@@ -149,7 +149,7 @@ def _frame(low: int, high: int, reach: Reach | None) -> tuple[int, int]:
     return low - 1, high + 1
 
 
-def _ranges(reach: Reach | None, low: int, high: int) -> list[dict[str, Any]]:
+def _ranges(low: int, high: int, *, reach: Reach | None) -> list[dict[str, Any]]:
     """Shade what the format holds behind the bars: normal numbers, and more faintly subnormal."""
     if reach is None:
         return []
