@@ -50,6 +50,23 @@ def test_the_band_is_the_interval_of_the_mean(runs, tmp_path):
     assert band["y"][3] == pytest.approx(at_end.low, rel=1e-5)
 
 
+def test_a_repeated_seed_does_not_narrow_the_band(make_run, step, tmp_path):
+    folders = []
+    for name, seed, loss in (("a", 0, 1.0), ("b", 0, 1.2), ("c", 1, 2.0)):
+        records = [step(1), EvalRecord(step=1, metrics={"loss": loss})]
+        folders.append(str(make_run(records, steps=1, folder=name, seed=seed)))
+    comparison = compare(folders)
+    band, line = figures_of(write_comparison(comparison, tmp_path / "p.html"))["bystep"]["data"]
+    assert line["y"] == [1.55]
+    assert band["y"][0] == pytest.approx(comparison.groups[0].at_step.high, rel=1e-5)
+
+
+@pytest.mark.parametrize(("target", "lines"), [(1.0, 2), (1e9, 1)])
+def test_the_target_is_drawn_where_the_curves_are(target, lines, runs, tmp_path):
+    page = write_comparison(compare(runs(["bf16"]), target=target), tmp_path / "page.html")
+    assert len(figures_of(page)["byseconds"]["layout"]["shapes"]) == lines
+
+
 def test_every_colour_is_in_the_style_sheet(runs, tmp_path):
     names = [f"policy{i}" for i in range(10)]
     page = write_comparison(compare(runs(names)), tmp_path / "page.html")

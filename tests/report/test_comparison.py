@@ -162,6 +162,12 @@ def test_a_run_is_not_compared_with_itself(again, make, tmp_path, monkeypatch):
         compare(["a", again])
 
 
+@pytest.mark.parametrize("target", [math.nan, math.inf])
+def test_a_target_that_is_no_number_is_refused(target, make):
+    with pytest.raises(RecipeError, match="write a finite number"):
+        compare([make("a"), make("b", seed=1)], target=target)
+
+
 def test_one_run_is_no_comparison(make):
     with pytest.raises(RecipeError, match="two or more"):
         compare([make("a")])

@@ -30,6 +30,13 @@ def test_a_finding_is_a_sentence_with_its_place_its_beginning_and_what_to_try(st
     ]
 
 
+def test_a_sentence_ends_with_one_point_and_keeps_its_capitals(story_of, step):
+    found = finding(what="NaN", why="a NaN.", advice="look at the data.", module="", role="")
+    assert told(story_of([step(1), found], steps=1)) == [
+        "NaN since step 4: a NaN. Look at the data."
+    ]
+
+
 def test_findings_that_say_the_same_are_told_once_from_their_first_beginning(story_of, step):
     story = story_of([step(1), finding(9), finding(20, since=15)], steps=1)
     (sentence,) = told(story)

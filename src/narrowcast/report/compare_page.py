@@ -9,9 +9,8 @@ from narrowcast.report import drawing
 from narrowcast.report.charts import Chart
 from narrowcast.report.compare_rows import headline, rows, said, titles
 from narrowcast.report.comparison import INTERVAL, Comparison
-from narrowcast.report.groups import Group
-from narrowcast.report.intervals import mean_of
-from narrowcast.report.phrases import count, duration, value
+from narrowcast.report.groups import Group, mean_curve
+from narrowcast.report.phrases import capital, count, duration, value
 from narrowcast.report.rendering import render, write_page
 from narrowcast.report.runs_compared import Point
 from narrowcast.report.series import series
@@ -44,7 +43,7 @@ def _by_step(comparison: Comparison) -> Chart:
     terms = comparison.terms
     return Chart(
         name="bystep",
-        title=f"{said(terms.metric).capitalize()} over steps",
+        title=f"{capital(said(terms.metric))} over steps",
         alt=_alt(comparison, "at_step", when=f"At step {count(terms.step)}"),
         data=data,
         layout=_layout(comparison, _step, axis="step"),
@@ -67,11 +66,11 @@ def _by_seconds(comparison: Comparison) -> Chart:
     layout["xaxis"].pop("dtick", None)
     layout["shapes"] = [
         *drawing.uprights([terms.seconds], color="@quiet"),
-        _level(terms.target),
+        *_level(terms.target, comparison),
     ]
     return Chart(
         name="byseconds",
-        title=f"{said(terms.metric).capitalize()} over seconds in steps",
+        title=f"{capital(said(terms.metric))} over seconds in steps",
         alt=_alt(comparison, "at_seconds", when=f"After {duration(terms.seconds)}"),
         data=data,
         layout=layout,
@@ -109,10 +108,7 @@ def _lines(group: Group, place: int, *, x: Callable[[Point], float]) -> list[dic
 
 def _band(group: Group, place: int) -> list[dict[str, Any]]:
     """Draw the mean of a group over its common steps, and its interval as a band."""
-    common = sorted(set.intersection(*({p.step for p in run.points} for run in group.runs)))
-    by_step = [{p.step: p.value for p in run.points} for run in group.runs]
-    means = [mean_of([values[step] for values in by_step]) for step in common]
-    known = [(step, m) for step, m in zip(common, means, strict=True) if m is not None]
+    known = mean_curve(group)
     edge = [(step, m.high) for step, m in known] + [(step, m.low) for step, m in known[::-1]]
     band = {
         "type": "scatter",
@@ -142,17 +138,24 @@ def _layout(comparison: Comparison, x: Callable[[Point], float], *, axis: str) -
     return layout
 
 
-def _level(y: float) -> dict[str, Any]:
+def _level(y: float, comparison: Comparison) -> list[dict[str, Any]]:
+    """Draw the target where the curves are; one far away would flatten them."""
+    values = _values(comparison)
+    if not min(values) <= y <= max(values):
+        return []
     line = {"color": "@quiet", "width": 1, "dash": "dot"}
-    return {
+    return [{
         "type": "line", "layer": "below", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
         "line": line,
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 def _positive(comparison: Comparison) -> bool:
-    values = [p.value for g in comparison.groups for run in g.runs for p in run.points]
-    return min(values) > 0
+    return min(_values(comparison)) > 0
+
+
+def _values(comparison: Comparison) -> list[float]:
+    return [p.value for g in comparison.groups for run in g.runs for p in run.points]
 
 
 def _alt(comparison: Comparison, field: str, *, when: str) -> str:

@@ -1,5 +1,6 @@
 """Runs side by side: at equal step, at equal seconds, and by the time they took to get as far."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ def compare(
     the best value that even the worst of the runs reached.
     """
     _refuse_repeated(folders)
+    if target is not None and not math.isfinite(target):
+        raise RecipeError(f"--target {target}: no run can reach it; write a finite number")
     stories = read_stories(folders)
     _refuse_different_workloads(stories)
     metric = _shared_metric(stories, metric)

@@ -124,6 +124,18 @@ def values_by_seed(runs: Sequence[Run], terms: Terms) -> dict[str, float]:
     return _by_seed(runs, [run.at_step(terms.step) for run in runs], field="value")
 
 
+def mean_curve(group: Group) -> list[tuple[int, Estimate]]:
+    """Return the mean of a group at every step at which all its runs have a value."""
+    points = [{p.step: p for p in run.points} for run in group.runs]
+    common = sorted(set.intersection(*(set(found) for found in points)))
+    curve = []
+    for step in common:
+        values = _by_seed(group.runs, [found[step] for found in points], field="value")
+        if (mean := mean_of(list(values.values()))) is not None:
+            curve.append((step, mean))
+    return curve
+
+
 def difference(values: Mapping[str, float], reference: Mapping[str, float]) -> Estimate | None:
     """Estimate how much values are above those of a reference, seed by seed where they share them.
 

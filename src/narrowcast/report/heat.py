@@ -111,7 +111,7 @@ def _cuts(samples: int) -> list[tuple[int, int]]:
 def _edges(steps: Sequence[int], cuts: Sequence[tuple[int, int]]) -> list[float]:
     """Draw the line between two columns halfway between their nearest samples."""
     inner = [(steps[b - 1] + steps[b]) / 2 for _, b in cuts[:-1]]
-    reach = (steps[1] - steps[0]) / 2 if len(steps) > 1 else 0.5
+    reach = max(0.5, (steps[1] - steps[0]) / 2) if len(steps) > 1 else 0.5
     return [steps[0] - reach, *inner, steps[-1] + reach]
 
 

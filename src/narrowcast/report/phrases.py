@@ -68,6 +68,11 @@ def power_of_two(x: float) -> str:
     return f"2{str(round(math.log2(x))).translate(_SUPERSCRIPTS)}"
 
 
+def capital(text: str) -> str:
+    """Begin a sentence: the first letter is a capital, the others stay as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def share(part: float, whole: float) -> str:
     """Write a share in percent; what is neither none nor all never reads as either."""
     if whole <= 0:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from narrowcast.report.in_force import WHOLE, in_force
-from narrowcast.report.phrases import count, share
+from narrowcast.report.phrases import capital, count, share
 from narrowcast.report.story import Story
 from narrowcast.report.summary import Tone
 from narrowcast.report.tables import Finding, findings
@@ -24,10 +24,7 @@ def sentences(story: Story) -> list[tuple[Tone, str]]:
     told += _changes(story)
     told += _skips(story)
     if not told:
-        sampled = (
-            ", and of the tensors that were sampled none called for one" if story.health else ""
-        )
-        told.append(("good", f"No step was skipped and nothing was found{sampled}."))
+        told.append(("good", "No step was skipped and nothing was found."))
     return told
 
 
@@ -35,9 +32,9 @@ def _finding(found: Finding) -> str:
     """Write a finding as one or two sentences."""
     where = f" in `{found.module}`" if found.module else ""
     role = f" ({found.role})" if found.role and found.module else ""
-    told = f"{_capital(found.what)}{where}{role} since step {count(found.since)}"
+    told = f"{capital(found.what)}{where}{role} since step {count(found.since)}"
     told += f": {found.why}" if found.why else ""
-    advice = f" {_capital(found.advice)}." if found.advice else ""
+    advice = f" {capital(found.advice).rstrip('.')}." if found.advice else ""
     return f"{told.rstrip('.')}.{advice}"
 
 
@@ -85,7 +82,3 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) <= 3:
         return ", ".join(f"`{name}`" for name in names)
     return f"`{names[0]}`, `{names[1]}` and {count(len(names) - 2, 'other module')}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -19,6 +19,8 @@ NAMES = ("module", "role", "format")
 SHARES = ("overflow", "underflow", "subnormal", "nonfinite")
 NUMBERS = ("amax", "amin", *SHARES, "snr_db")
 
+_LARGEST = 1.797e308
+
 
 @dataclass(frozen=True, kw_only=True)
 class HealthRecord:
@@ -106,15 +108,21 @@ def health_from_json(found: dict[str, Any]) -> HealthRecord:
 
 def _written(column: Sequence[float | None]) -> str:
     # Written by json, from numbers rounded one by one, a line takes three times as long.
-    if None not in column and math.isfinite(sum(map(abs, column))):  # type: ignore[arg-type]
-        return ",".join(["%.4g"] * len(column)) % tuple(column)
+    if None not in column and sum(map(abs, column)) < _LARGEST:  # type: ignore[arg-type]
+        text = ",".join(["%.4g"] * len(column)) % tuple(column)
+        # Only a negative zero is written so, and it would be read back as a whole number.
+        if "-0," not in f"{text},":
+            return text
     return ",".join(_word(x) for x in column)
 
 
 def _word(x: float | None) -> str:
     if x is None:
         return "null"
-    return f"{x:.4g}" if math.isfinite(x) else f'"{float(x)!r}"'
+    if not math.isfinite(x):
+        return f'"{float(x)!r}"'
+    # Four digits of the largest floats are beyond them.
+    return f"{x or 0.0:.4g}" if abs(x) < _LARGEST else repr(math.copysign(_LARGEST, x))
 
 
 def _column(name: str, found: dict[str, Any]) -> list[Any]:
