@@ -97,14 +97,16 @@ def test_evaluations_findings_and_changes_of_format_are_told(console, clock):
     found = {"module": "head", "role": "grad", "what": "overflow", "why": "too large"}
     with RunDisplay(console, Tally(steps=9), scaled=False) as display:
         display.show(EvalRecord(step=5, metrics={"loss": 1.5, "bits_per_byte": 2.0}))
-        display.show(FindingRecord(step=5, action="skipped", **found))
+        display.show(FindingRecord(step=5, since=4, action="skipped", advice="try fp32", **found))
+        display.show(FindingRecord(step=5, since=5, action="", advice="", **found))
         display.show(
             PrecisionRecord(step=5, module="head", before="e4m3", after="bf16", reason="overflow")
         )
         display.show(CheckpointRecord(step=5, seconds_blocked=0, seconds_total=0, bytes=0))
     assert shown(console) == [
         "step 5 evaluated: loss 1.500, bits per byte 2.000",
-        "step 5: head: overflow: too large; skipped",
+        "step 5: head: overflow: too large; skipped; try fp32",
+        "step 5: head: overflow: too large",
         "step 5: head e4m3 → bf16: overflow",
     ]
     assert display.metrics["loss"] == 1.5

@@ -135,6 +135,8 @@ def test_the_floor_is_a_finding_told_once(mlp):
     finding = found[1][0]
     assert (finding.step, finding.module) == (2, "3")
     assert "the scale is 1 and may not go lower" in finding.why
+    assert finding.since == 1
+    assert finding.advice.startswith('try precision.overrides={"3": fp32}')
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16-pure"])

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from narrowcast.report.story import Story
+from narrowcast.numerics import cast_loss, plain_format, round_to, snr_db
+from narrowcast.report.story import Story, by_kind
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
+    ExponentRecord,
     FindingRecord,
+    HealthRecord,
+    PrecisionRecord,
     Record,
     RunFolder,
     StepRecord,
@@ -164,14 +169,70 @@ def a_course(steps: int, *, eval_every: int, seed: int = 0) -> list[Record]:
     records.append(
         FindingRecord(
             step=3,
+            since=2,
             module="blocks.3.mlp.down",
             role="grad_weight",
             what="the scale began too high: 2 steps in a row overflowed",
             why="amax 7.1e4 is beyond 65,504, the largest fp16",
             action="scale 131,072 → 32,768",
+            advice="begin lower: precision.loss_scale.initial=32768",
         )
     )
     return records
+
+
+def tensor(size: float, *, seed: int = 0) -> torch.Tensor:
+    """Draw normal numbers of a standard deviation."""
+    return torch.randn(512, generator=torch.Generator().manual_seed(seed)) * size
+
+
+def a_sample(number: int, tensors: dict[tuple[str, str], tuple[str, torch.Tensor]]) -> HealthRecord:
+    """Measure what formats do to tensors, by module and role, as a run would."""
+    rows = []
+    for (name, role), (target, x) in tensors.items():
+        known = plain_format(target)
+        lost = cast_loss(x, known)
+        small = (x != 0) & (x.abs() < known.smallest_normal)
+        exact = target == "fp32"
+        rows.append(
+            {
+                "module": name,
+                "role": role,
+                "format": target,
+                "amax": float(x.abs().max()),
+                "amin": float(x[x != 0].abs().min()),
+                "overflow": lost.overflow_rate,
+                "underflow": lost.flush_rate,
+                "subnormal": float(small.double().mean()),
+                "nonfinite": lost.nonfinite / lost.elements,
+                "snr_db": None if exact else snr_db(x, round_to(x, known, saturate=True)),
+            }
+        )
+    columns = {key: tuple(row[key] for row in rows) for key in rows[0]}
+    return HealthRecord(step=number, **columns)
+
+
+def growing(steps: range, names: list[str]) -> list[HealthRecord]:
+    """Sample modules of which the activations of the last grow beyond e4m3."""
+    found = []
+    for n in steps:
+        tensors = {}
+        for i, name in enumerate(names):
+            grown = 2.0 ** (12 * n / steps[-1]) if i == len(names) - 1 else 1.0
+            tensors[name, "input"] = ("e4m3", tensor(grown, seed=i))
+            tensors[name, "grad_output"] = ("e5m2", tensor(1e-3, seed=100 + i))
+        found.append(a_sample(n, tensors))
+    return found
+
+
+def exponents_of(number: int, name: str, role: str, target: str, x: torch.Tensor) -> ExponentRecord:
+    """Count the exponents of a tensor."""
+    powers = torch.frexp(x[x != 0]).exponent - 1
+    lowest = int(powers.min())
+    counts = tuple(torch.bincount(powers - lowest).tolist())
+    return ExponentRecord(
+        step=number, module=name, role=role, format=target, lowest=lowest, counts=counts
+    )
 
 
 ENVIRONMENT = {
@@ -226,6 +287,58 @@ def run_folder(make_run: Callable[..., Path]) -> Path:
     return make_run(a_course(300, eval_every=100), steps=300, plan=a_plan(gpt_modules(4)))
 
 
+@pytest.fixture(scope="session", name="tensor")
+def tensor_fixture() -> Callable[..., torch.Tensor]:
+    """Draw normal numbers of a standard deviation."""
+    return tensor
+
+
+@pytest.fixture(scope="session", name="sample")
+def sample_fixture() -> Callable[..., HealthRecord]:
+    """Measure what formats do to tensors: a step, and format and tensor by module and role."""
+    return a_sample
+
+
+@pytest.fixture(scope="session", name="growing")
+def growing_fixture() -> Callable[..., list[HealthRecord]]:
+    """Sample modules over steps; the activations of the last one grow beyond e4m3."""
+    return growing
+
+
+@pytest.fixture(scope="session", name="exponents_of")
+def exponents_fixture() -> Callable[..., ExponentRecord]:
+    """Count the exponents of a tensor."""
+    return exponents_of
+
+
+@pytest.fixture
+def healthy_folder(make_run: Callable[..., Path]) -> Path:
+    """A run of 300 steps whose blocks.1.mlp.down outgrows e4m3 and is moved to bf16 at step 200."""
+    names = ["blocks.0.attn.qkv", "blocks.0.mlp.down", "blocks.1.attn.qkv", "blocks.1.mlp.down"]
+    change = PrecisionRecord(
+        step=200, module=names[-1], before="fp16", after="bf16", reason="saturated"
+    )
+    finding = FindingRecord(
+        step=200,
+        since=150,
+        module=names[-1],
+        role="input",
+        what="saturation",
+        why="amax 2,900 is beyond 448, the largest e4m3",
+        action="fp16 → bf16",
+        advice="keep it with precision.overrides",
+    )
+    records = [
+        *a_course(300, eval_every=100),
+        *growing(range(10, 301, 10), names),
+        exponents_of(300, names[-1], "input", "e4m3", tensor(2.0**9)),
+        exponents_of(300, names[0], "grad_output", "e5m2", tensor(2.0**-14)),
+        change,
+        finding,
+    ]
+    return make_run(records, steps=300, folder="healthy", plan=a_plan(gpt_modules(4)))
+
+
 @pytest.fixture(scope="session", name="step")
 def step_fixture() -> Callable[..., StepRecord]:
     """Make a step record: its number, and what differs from an ordinary one."""
@@ -261,15 +374,8 @@ def story_fixture() -> Callable[..., Story]:
     """Make the story of a run from its records."""
 
     def make(records: Iterable[Record], *, steps: int, **changes: Any) -> Story:
-        found = list(records)
         return Story(
-            steps=tuple(r for r in found if isinstance(r, StepRecord)),
-            evals=tuple(r for r in found if isinstance(r, EvalRecord)),
-            findings=tuple(r for r in found if isinstance(r, FindingRecord)),
-            checkpoints=tuple(r for r in found if isinstance(r, CheckpointRecord)),
-            settings=settings(steps, **changes),
-            recipe_text="",
-            sessions=(),
+            **by_kind(records), settings=settings(steps, **changes), recipe_text="", sessions=()
         )
 
     return make

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -15,7 +16,14 @@ import pytest
 
 from narrowcast.errors import CheckpointError
 from narrowcast.report import write_report
-from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, PrecisionRecord, RunFolder
+from narrowcast.runs import (
+    CheckpointRecord,
+    EvalRecord,
+    ExponentRecord,
+    FindingRecord,
+    PrecisionRecord,
+    RunFolder,
+)
 
 VOID = {"meta", "link", "br", "input", "img", "hr", "wbr"}
 LOADING = ("src", "href", "srcset", "action", "formaction", "data", "poster", "background", "cite")
@@ -139,6 +147,34 @@ def test_a_page_can_be_followed_without_seeing_it(run_folder):
     assert all(attributes.get("scope") for attributes in page.all("th"))
 
 
+def test_the_page_tells_what_became_of_the_tensors(healthy_folder):
+    page = page_of(healthy_folder)
+    assert page.unbalanced == []
+    for said in (
+        "Saturation in blocks.1.mlp.down (input) since step 150: amax 2,900 is beyond 448",
+        "Keep it with precision.overrides.",
+        "blocks.1.mlp.down changed its format in the run, still so at the end.",
+        "4 modules, 8 tensors, sampled at 30 steps; the worst is input of blocks.1.mlp.down",
+        "blocks.1.mlp.down · input",
+        "above the format",
+        "since 200",
+        "as asked",
+    ):
+        assert said in page.text
+    charts = [a["id"] for _, a in page.elements if a.get("class") == "chart"]
+    assert charts[-3:] == ["heat", "spread0", "spread1"]
+    labelled = {a.get("for") for a in page.all("label")}
+    assert {"heat-role", "heat-order"} <= labelled
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_run_without_statistics_says_so(run_folder):
+    text = page_of(run_folder).text
+    assert "No statistics of tensors were recorded." in text
+    assert "No format changed in the run" in text
+
+
 def test_the_page_tells_the_run(run_folder):
     text = page_of(run_folder).text
     for said in (
@@ -158,7 +194,9 @@ def test_the_page_tells_the_run(run_folder):
         assert said in text
 
 
-def test_what_the_run_wrote_cannot_become_part_of_the_page(make_run, plan_of, module, step):
+def test_what_the_run_wrote_cannot_become_part_of_the_page(
+    make_run, plan_of, module, step, sample, tensor
+):
     hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&amp;"
     plain = page_of(make_run([step(1)], folder="plain", steps=2, plan=plan_of([module("x")])))
     path = make_run(
@@ -167,9 +205,20 @@ def test_what_the_run_wrote_cannot_become_part_of_the_page(make_run, plan_of, mo
             step(2, applied=False, why=hostile),
             EvalRecord(step=2, metrics={hostile: 1.0}),
             FindingRecord(
-                step=2, module=hostile, role=hostile, what=hostile, why=hostile, action=hostile
+                step=2,
+                since=2,
+                module=hostile,
+                role=hostile,
+                what=hostile,
+                why=hostile,
+                action=hostile,
+                advice=hostile,
             ),
             PrecisionRecord(step=2, module=hostile, before=hostile, after=hostile, reason=hostile),
+            replace(sample(2, {(hostile, hostile): ("e4m3", tensor(1.0))}), format=(hostile,)),
+            ExponentRecord(
+                step=2, module=hostile, role=hostile, format=hostile, lowest=0, counts=(1,)
+            ),
         ],
         folder="hostile",
         steps=2,
@@ -182,8 +231,8 @@ def test_what_the_run_wrote_cannot_become_part_of_the_page(make_run, plan_of, mo
     page = page_of(path)
     assert page.unbalanced == []
     assert page.all("img") == []
-    assert len(page.scripts) == len(plain.scripts) == 3
-    assert page.text.count(hostile) >= 15
+    assert len(page.scripts) == len(plain.scripts) == 4
+    assert page.text.count(hostile) >= 25
     assert page.scripts[-1] == plain.scripts[-1]
     assert not any("onerror" in name for _, found in page.elements for name in found)
 
@@ -253,9 +302,17 @@ def test_a_resumed_run_shows_where_its_sessions_differ(run_folder):
     assert text.count("Example CPU") == 1
 
 
-def test_a_long_run_gives_a_small_page_soon(make_run, course, plan_of, module):
-    modules = [module(f"part{i}.proj") for i in range(100)]
-    path = make_run(course(10_000, eval_every=500), steps=10_000, plan=plan_of(modules))
+def test_a_long_run_gives_a_small_page_soon(make_run, course, plan_of, module, sample, tensor):
+    names = [f"part{i}.proj" for i in range(100)]
+    roles = ("input", "weight", "output", "grad_output", "grad_weight", "update")
+    sites = {(name, role): 4.0 ** (i % 8) for i, name in enumerate(names) for role in roles}
+    few = [
+        sample(0, {site: ("e4m3", tensor(x, seed=k)) for site, x in sites.items()})
+        for k in range(3)
+    ]
+    health = [replace(few[n % 3], step=10 * n) for n in range(1, 1001)]
+    records = [*course(10_000, eval_every=500), *health]
+    path = make_run(records, steps=10_000, plan=plan_of([module(name) for name in names]))
     began = time.process_time()
     page = write_report(path)
     assert time.process_time() - began < 5

@@ -44,7 +44,9 @@ def test_a_run_that_saved_its_last_step_was_stopped(story_of, step):
 
 def test_a_run_that_ends_on_as_many_skips_as_allowed_has_diverged(story_of, step):
     skips = [step(n, applied=False, why="inf in head", loss_scale=1.0) for n in range(2, 7)]
-    finding = FindingRecord(step=6, module="head", role="output", what="", why="", action="")
+    finding = FindingRecord(
+        step=6, since=6, module="head", role="output", what="", why="", action="", advice=""
+    )
     story = story_of([step(1), *skips, finding], steps=10, **{PATIENCE: 5})
     found = ending(story)
     assert (found.label, found.tone) == ("Diverged", "bad")

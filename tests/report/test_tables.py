@@ -5,7 +5,8 @@ from narrowcast.runs import EvalRecord, FindingRecord
 
 
 def finding(step, **changes):
-    values = {"module": "head", "role": "output", "what": "overflow", "why": "amax", "action": ""}
+    values = {"module": "head", "role": "output", "what": "overflow", "why": "amax"}
+    values |= {"action": "", "advice": "", "since": step}
     return FindingRecord(step=step, **{**values, **changes})
 
 

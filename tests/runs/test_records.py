@@ -10,6 +10,7 @@ from narrowcast.errors import CheckpointError
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
+    ExponentRecord,
     FindingRecord,
     PrecisionRecord,
     StepRecord,
@@ -40,11 +41,22 @@ RECORDS = st.one_of(
     st.builds(
         FindingRecord,
         step=WHOLE,
+        since=WHOLE,
         module=st.text(),
         role=st.text(),
         what=st.text(),
         why=st.text(),
         action=st.text(),
+        advice=st.text(),
+    ),
+    st.builds(
+        ExponentRecord,
+        step=WHOLE,
+        module=st.text(),
+        role=st.text(),
+        format=st.text(),
+        lowest=st.integers(-1100, 1100),
+        counts=st.lists(WHOLE, max_size=5).map(tuple),
     ),
     st.builds(
         PrecisionRecord,
@@ -91,7 +103,9 @@ def test_a_line_is_one_line_of_strict_json_with_its_kind_first(record):
     assert line.isascii()
     found = json.loads(line, parse_constant=refuse)
     assert next(iter(found)) == "kind"
-    assert all(isinstance(value, bool | int | float | str | None) for value in found.values())
+    assert all(
+        isinstance(value, bool | int | float | str | list | None) for value in found.values()
+    )
 
 
 @given(RECORDS)
@@ -156,7 +170,7 @@ LINE = to_line(STEP)
     [
         ("", "not a record"),
         ("{", "not a record"),
-        ("[]", "its kind is none of step, eval, finding, precision, checkpoint"),
+        ("[]", "its kind is none of step, eval, health, exponents, finding, precision, checkpoint"),
         ('{"kind": "stap", "step": 1}', "its kind is none of"),
         ('{"kind": ["step"]}', "its kind is none of"),
         ('{"kind": "eval"}', "step is not a whole number"),

@@ -14,6 +14,7 @@ import click
 
 from narrowcast import __version__
 from narrowcast.cli.bench import bench
+from narrowcast.cli.compare import compare
 from narrowcast.cli.doctor import doctor
 from narrowcast.cli.plan import plan
 from narrowcast.cli.recipes import recipes
@@ -27,7 +28,7 @@ from narrowcast.errors import NarrowcastError
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
 
-VERBS = (doctor, recipes, plan, train, resume, report, bench, verify_resume, schema)
+VERBS = (doctor, recipes, plan, train, resume, report, compare, bench, verify_resume, schema)
 """In the order somebody new meets them, which is the order of the help."""
 
 

@@ -49,13 +49,15 @@ class RunDisplay:
                 self._print(Text(f"step {record.step} evaluated: {measures(record.metrics)}"))
             case FindingRecord():
                 where = f"{record.module}: " if record.module else ""
-                found = f"step {record.step}: {where}{record.what}: {record.why}; {record.action}"
+                rest = "; ".join(part for part in (record.action, record.advice) if part)
+                found = f"step {record.step}: {where}{record.what}: {record.why}"
+                found += f"; {rest}" if rest else ""
                 self._findings.tell(lambda more: self._trouble(found + more))
             case PrecisionRecord():
                 change = f"{record.module} {record.before} → {record.after}: {record.reason}"
                 self._print(Text(f"step {record.step}: {change}"))
             case _:
-                pass  # a checkpoint is no news
+                pass  # a checkpoint or a sample of statistics is no news
 
     def _trouble(self, text: str) -> None:
         self._print(Text(text, style="yellow"))

@@ -64,8 +64,8 @@ class Ledger:
         raise DivergedError(
             f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had gradients that are "
             f"not finite{', with the loss scale at its smallest' if self._scaled else ''}; the "
-            f"weights are those of the last good step. Look at {stats.bad_module}: try "
-            f'precision.overrides={{"{stats.bad_module}": fp32}}, a lower optimizer.lr, or the data'
+            f"weights are those of the last good step. Look at {stats.bad_module}: "
+            f"{_remedy(stats.bad_module)}"
         )
 
     def _count(self, step: int, facts: Facts) -> str:
@@ -84,11 +84,17 @@ class Ledger:
             self._findings.append(
                 Finding(
                     step=step,
+                    since=step - self.stats.overflows_in_a_row + 1,
                     module=facts.bad_module,
                     role="grad_weight",
                     what="overflow at the smallest loss scale" if self._scaled else "overflow",
                     why=why + (floor if self._scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
+                    advice=_remedy(facts.bad_module),
                 )
             )
         return why
+
+
+def _remedy(module: str) -> str:
+    return f'try precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'

@@ -11,11 +11,14 @@ class Finding:
     """Something a user should know: what is wrong, where, since when, and what to do."""
 
     step: int
+    since: int
+    """The step at which it began."""
     module: str
     role: str
     what: str
     why: str
     action: str
+    advice: str
 
 
 @dataclass(kw_only=True)

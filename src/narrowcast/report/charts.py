@@ -24,6 +24,9 @@ from narrowcast.report.summary import metric
 SMALL_POINTS = 600
 """Points in a small chart, which is about 500 pixels wide."""
 
+MOST_UPRIGHTS = 40
+"""Lines across the losses before they hide them; the marks below stay however many there are."""
+
 _TICKS: dict[str, dict[str, Any]] = {
     "lost": {"tickformat": ".3~p"},
     "lr": {"exponentformat": "e"},
@@ -51,7 +54,7 @@ class Chart:
 
 
 def loss_chart(story: Story) -> Chart:
-    """Draw training loss, evaluations and skipped steps over steps."""
+    """Draw training loss and evaluations over steps, with skips, changes of format and findings."""
     whole = series([r.step for r in story.steps], [r.loss for r in story.steps])
     evals = _evaluations(story)
     marks = skip_marks(story.steps)
@@ -65,11 +68,15 @@ def loss_chart(story: Story) -> Chart:
     if evals.steps:
         data.append(drawing.points(evals, name=f"evaluated {metric(story)}"))
     layout = drawing.layout(whole.steps, height=400)
-    if marks:
-        data.append(drawing.strip(drawn(marks)))
-        layout["yaxis"]["domain"] = [0.1, 1]
-        layout["yaxis2"] = drawing.strip_axis()
+    tracks = _tracks(story, marks)
+    if tracks:
+        data += tracks
+        layout["yaxis"]["domain"] = [drawing.STRIP_ROW * len(tracks) + 0.04, 1]
+        layout["yaxis2"] = drawing.strip_axis(len(tracks))
         layout["xaxis"]["anchor"] = "y2"
+    switched = sorted({r.step for r in story.changes})
+    if len(switched) <= MOST_UPRIGHTS:
+        layout["shapes"] = drawing.uprights(switched, color="@changed")
     finite = whole.finite + evals.finite
     layout["yaxis"]["visible"] = bool(finite)
     top = _frame_top(finite)
@@ -78,7 +85,7 @@ def loss_chart(story: Story) -> Chart:
     return Chart(
         name="loss",
         title="Loss",
-        alt=_loss_alt(whole, evals, marks),
+        alt=_loss_alt(whole, evals, marks) + _changes_alt(story),
         data=data,
         layout=layout,
         note=_loss_note(whole, marks, top=top),
@@ -149,6 +156,27 @@ def _small(name: str, title: str, whole: Series, *, span: Sequence[int]) -> Char
     )
 
 
+def _tracks(story: Story, marks: Sequence[Mark]) -> list[dict[str, Any]]:
+    """Make a row of marks each for skips, changes of format and findings, where there are any."""
+    tracks = [drawing.strip(drawn(marks), row=0)] if marks else []
+    changed: dict[int, list[str]] = {}
+    for change in story.changes:
+        what = f"{change.module or 'all'} {change.before} → {change.after}, {change.reason}"
+        changed.setdefault(change.step, []).append(what)
+    found: dict[int, list[str]] = {}
+    for finding in story.findings:
+        where = f"{finding.module}: " if finding.module else ""
+        found.setdefault(finding.step, []).append(f"{where}{finding.what}")
+    for name, told, symbol, color in (
+        ("format changed", changed, "diamond", "@changed"),
+        ("finding", found, "triangle-up", "@found"),
+    ):
+        if told:
+            row = len(tracks)
+            tracks.append(drawing.events(name, told, row=row, symbol=symbol, color=color))
+    return tracks
+
+
 def _evaluations(story: Story) -> Series:
     key = metric(story)
     found = [(r.step, r.metrics[key]) for r in story.evals if key in r.metrics]
@@ -181,8 +209,15 @@ def _loss_note(whole: Series, marks: Sequence[Mark], *, top: float | None) -> st
         above = sum(y > top for y in whole.finite)
         notes.append(f"{count(above, 'step')} above the frame: double-click to see all.")
     if len(drawn(marks)) < len(marks):
-        notes.append(f"{count(len(drawn(marks)))} of {count(len(marks))} skip marks are drawn.")
+        notes.append("Skipped steps that lie close together share a mark.")
     return " ".join(notes)
+
+
+def _changes_alt(story: Story) -> str:
+    if not story.changes:
+        return ""
+    first = count(story.changes[0].step)
+    return f" {count(len(story.changes), 'change')} of format, the first at step {first}."
 
 
 def _loss_alt(whole: Series, evals: Series, marks: Sequence[Mark]) -> str:

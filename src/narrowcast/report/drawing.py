@@ -7,11 +7,22 @@ fills it in when it draws, so that charts follow a switch between light and dark
 import html
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowcast.report.phrases import count, power_of_two, scale
 from narrowcast.report.series import Mark, Series
+
+STRIP_ROW = 0.055
+"""Share of a chart's height that one row of marks takes."""
+
+_AXIS = {
+    "gridcolor": "@grid",
+    "zeroline": False,
+    "linecolor": "@line",
+    "tickcolor": "@line",
+    "tickfont": {"color": "@quiet", "size": 12},
+}
 
 
 def line(drawn: Series, *, name: str, color: str, width: float) -> dict[str, Any]:
@@ -54,16 +65,10 @@ def points(drawn: Series, *, name: str) -> dict[str, Any]:
     }
 
 
-def strip(marks: Sequence[Mark]) -> dict[str, Any]:
+def strip(marks: Sequence[Mark], *, row: int) -> dict[str, Any]:
     """Mark skipped steps on a strip of their own below the losses, which may not be finite."""
     return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "skipped",
-        "yaxis": "y2",
-        "x": [m.first for m in marks],
-        "y": [0] * len(marks),
-        "text": [_mark_text(m) for m in marks],
+        **_track("skipped", [(m.first, _mark_text(m)) for m in marks], row=row),
         "marker": {
             "symbol": "line-ns-open",
             "size": 11,
@@ -80,8 +85,55 @@ def strip(marks: Sequence[Mark]) -> dict[str, Any]:
             "thickness": 8,
             "color": "@skipped",
         },
+    }
+
+
+def events(
+    name: str, told: Mapping[int, Sequence[str]], *, row: int, symbol: str, color: str
+) -> dict[str, Any]:
+    """Mark steps at which something happened on the strip, each with what it was."""
+    found = [(step, _event_text(name, lines)) for step, lines in told.items()]
+    marker = {"symbol": symbol, "size": 9, "color": color, "line": {"color": "@paper", "width": 1}}
+    return {**_track(name, found, row=row), "marker": marker}
+
+
+def uprights(steps: Sequence[float], *, color: str) -> list[dict[str, Any]]:
+    """Draw a dotted line from top to bottom at each of the steps."""
+    return [
+        {
+            "type": "line",
+            "layer": "below",
+            "x0": step,
+            "x1": step,
+            "yref": "paper",
+            "y0": 0,
+            "y1": 1,
+            "line": {"color": color, "width": 1, "dash": "dot"},
+        }
+        for step in steps
+    ]
+
+
+def _track(name: str, found: Sequence[tuple[int, str]], *, row: int) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "yaxis": "y2",
+        "x": [step for step, _ in found],
+        "y": [row] * len(found),
+        "text": [text for _, text in found],
         "hovertemplate": "%{text}<extra></extra>",
     }
+
+
+def _event_text(name: str, lines: Sequence[str]) -> str:
+    """Write what hovering over an event says; of many at one step, the first few."""
+    shown = [f"{name}: {line}" for line in lines[:3]]
+    if len(lines) > 3:
+        shown.append(f"and {len(lines) - 3} more")
+    wrapped = [part for line in shown for part in textwrap.wrap(line, 60, max_lines=4)]
+    return "<br>".join(html.escape(part) for part in wrapped)
 
 
 def overflows(marks: Sequence[Mark]) -> dict[str, Any]:
@@ -118,21 +170,16 @@ def layout(steps: Sequence[int], *, height: int) -> dict[str, Any]:
     """Lay a chart over `steps` out: quiet axes, no box, the legend above."""
     # The same range in every chart, whatever it marks, so that they stand under one another.
     spare = max(1, steps[-1] - steps[0]) * 0.01
-    axis = {
-        "gridcolor": "@grid",
-        "zeroline": False,
-        "linecolor": "@line",
-        "tickcolor": "@line",
-        "tickfont": {"color": "@quiet", "size": 12},
-    }
     return {
         "height": height,
+        # Charts of one name are zoomed together.
+        "meta": "step",
         "margin": {"l": 64, "r": 24, "t": 8, "b": 28},
         "paper_bgcolor": "@paper",
         "plot_bgcolor": "@paper",
         "font": {"color": "@ink", "size": 13},
         "xaxis": {
-            **axis,
+            **_AXIS,
             "range": [rounded(steps[0] - spare), rounded(steps[-1] + spare)],
             # Few steps would be labelled in fractions, all rounded to the same number.
             **({"dtick": 1} if steps[-1] - steps[0] < 10 else {}),
@@ -143,7 +190,7 @@ def layout(steps: Sequence[int], *, height: int) -> dict[str, Any]:
             "ticks": "outside",
             "ticklen": 4,
         },
-        "yaxis": {**axis, "nticks": 6},
+        "yaxis": {**_AXIS, "nticks": 6},
         "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "xanchor": "left"},
         "hovermode": "x unified",
         "hoverlabel": {
@@ -155,11 +202,11 @@ def layout(steps: Sequence[int], *, height: int) -> dict[str, Any]:
     }
 
 
-def strip_axis() -> dict[str, Any]:
-    """Make the vertical axis of the strip under a chart."""
+def strip_axis(rows: int) -> dict[str, Any]:
+    """Make the vertical axis of the strip under a chart, for so many rows of marks."""
     return {
-        "domain": [0, 0.06],
-        "range": [-1, 1],
+        "domain": [0, STRIP_ROW * rows],
+        "range": [rows - 0.4, -0.6],
         "fixedrange": True,
         "showgrid": False,
         "zeroline": False,

@@ -37,9 +37,14 @@ def asset(name: str) -> Markup:
     return Markup(text)
 
 
+def script() -> Markup:
+    """Return the page's own script."""
+    return asset("heat.js") + asset("page.js")
+
+
 def security_policy() -> str:
     """Write the page's Content-Security-Policy."""
-    own = _source(asset("page.js").encode())
+    own = _source(script().encode())
     return "; ".join(
         [
             "default-src 'none'",
@@ -55,8 +60,12 @@ def security_policy() -> str:
 
 def chart_data(charts: Sequence[Chart]) -> Markup:
     """Write the charts as JSON that is safe inside a script element."""
-    figures = {c.name: {"data": c.data, "layout": c.layout} for c in charts}
-    text = json.dumps(figures, separators=(",", ":"), allow_nan=False)
+    return script_json({c.name: {"data": c.data, "layout": c.layout} for c in charts})
+
+
+def script_json(found: object) -> Markup:
+    """Write plain data as JSON that is safe inside a script element."""
+    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowcast.report.in_force import Change, InForce
+
 FEWEST_ALIKE = 3
 """Two alike are as quick to read as a fold."""
 
@@ -31,6 +33,10 @@ class Layer:
     """Why, without the word that `how` already says."""
     parameters: int
     """Of all the modules in the row together."""
+    ended: str
+    """The format in force at the end; empty where it is the one that was asked for."""
+    since: str
+    """The step or steps at which that came into force; empty likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +50,13 @@ class FormatShare:
     modules: int
 
 
-def layers(modules: Sequence[Mapping[str, Any]]) -> list[Layer]:
-    """Make the rows of the table, in the order of the plan."""
+def layers(modules: Sequence[Mapping[str, Any]], ended: InForce | None = None) -> list[Layer]:
+    """Make the rows of the table, in the order of the plan, with what was in force at the end."""
     groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for module in modules:
         pattern = _INDEX.sub("*", _text(module, "name"))
-        groups[(pattern, *_treatment(module))].append(module)
+        change = _change(module, ended)
+        groups[(pattern, change.format if change else "", *_treatment(module))].append(module)
     rows = [
         row
         for alike in groups.values()
@@ -57,7 +64,7 @@ def layers(modules: Sequence[Mapping[str, Any]]) -> list[Layer]:
     ]
     place = {id(module): i for i, module in enumerate(modules)}
     rows.sort(key=lambda row: place[id(row[0])])
-    return [_layer(row) for row in rows]
+    return [_layer(row, [_change(module, ended) for module in row]) for row in rows]
 
 
 def format_shares(modules: Sequence[Mapping[str, Any]]) -> list[FormatShare]:
@@ -94,7 +101,16 @@ def bare_reason(entry: Mapping[str, Any]) -> str:
     return _text(entry, "reason").removeprefix(f"{_text(entry, 'how')}: ")
 
 
-def _layer(alike: Sequence[Mapping[str, Any]]) -> Layer:
+def _change(module: Mapping[str, Any], ended: InForce | None) -> Change | None:
+    """Return the last change of a module that did not lead back to what was asked for."""
+    if ended is None:
+        return None
+    change = ended.modules.get(_text(module, "name"))
+    return None if change is None or change.returned else change
+
+
+def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None]) -> Layer:
+    steps = sorted({change.step for change in changes if change is not None})
     first = alike[0]
     names = tuple(_text(module, "name") for module in alike)
     return Layer(
@@ -109,6 +125,8 @@ def _layer(alike: Sequence[Mapping[str, Any]]) -> Layer:
         how=_text(first, "how"),
         reason=bare_reason(first),
         parameters=sum(_whole(module, "parameters") for module in alike),
+        ended=next((change.format for change in changes if change is not None), ""),
+        since=" – ".join(f"{step:,}" for step in dict.fromkeys([*steps[:1], *steps[-1:]])),
     )
 
 

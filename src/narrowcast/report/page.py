@@ -1,20 +1,19 @@
 """The page of a run: read the folder, lay everything out, write `report.html` beside it."""
 
-import re
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
-
-from narrowcast.errors import CheckpointError
-from narrowcast.report import inline, tables
-from narrowcast.report.charts import loss_chart, scale_chart, small_charts
-from narrowcast.report.layers import bare_reason, format_shares, layers, width
-from narrowcast.report.phrases import count, large, share, size
+from narrowcast.report import tables
+from narrowcast.report.charts import Chart, loss_chart, scale_chart, small_charts
+from narrowcast.report.heat import HeatMap, heat_map
+from narrowcast.report.in_force import in_force
+from narrowcast.report.layers import format_shares, layers
+from narrowcast.report.rendering import render, write_page
+from narrowcast.report.sentences import sentences
+from narrowcast.report.speed import speed_table
+from narrowcast.report.spread import spread_charts, spread_note
 from narrowcast.report.story import Story, read_story
 from narrowcast.report.summary import ending, facts, headline
-from narrowcast.runs.writing import explain_write_error, replace_file
 
 FILE = "report.html"
 
@@ -25,69 +24,59 @@ def write_report(run_path: str | Path) -> Path:
     The page depends on the folder's files alone: not on their path, nor on the time.
     """
     path = Path(run_path)
-    page = render(read_story(path))
-    target = path / FILE
-    try:
-        replace_file(target, page.encode())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {explain_write_error(error)}") from error
-    return target
+    return write_page(path / FILE, page_of(read_story(path)))
 
 
-def render(story: Story) -> str:
+def page_of(story: Story) -> str:
     """Make the page of a run."""
-    environment = Environment(
-        loader=PackageLoader("narrowcast.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update(
-        count=count,
-        large=large,
-        share=share,
-        size=size,
-        width=width,
-        bare_reason=bare_reason,
-        coded=_coded,
-    )
-    return environment.get_template("page.html").render(_context(story))
-
-
-def _context(story: Story) -> dict[str, Any]:
     loss = loss_chart(story) if story.steps else None
     scale = scale_chart(story) if story.steps else None
-    small = small_charts(story)
-    chosen, defaults = tables.settings(story)
+    small, spread = small_charts(story), spread_charts(story.exponents)
+    heat = heat_map(story.health)
+    values = {
+        **_told(story),
+        **_tables(story),
+        "loss": loss,
+        "scale": scale,
+        "small": small,
+        "spread": spread,
+        "spread_note": spread_note(story.exponents),
+        "heat": heat,
+    }
+    charts: list[Chart] = [c for c in (loss, scale, *small, *spread) if c is not None]
+    return render("page.html", values, charts=charts, heat=_drawn(heat))
+
+
+def _drawn(heat: HeatMap | None) -> dict[str, Any] | None:
+    return None if heat is None else heat.data
+
+
+def _told(story: Story) -> dict[str, Any]:
     return {
         "story": story,
         "ending": ending(story),
         "headline": headline(story),
+        "sentences": sentences(story),
         "facts": facts(story),
-        "loss": loss,
-        "scale": scale,
-        "small": small,
-        "reasons": tables.reasons(story),
-        "evals": tables.eval_table(story),
-        "findings": tables.findings(story),
-        "layers": layers(story.modules),
-        "shares": format_shares(story.modules),
-        "memory": tables.bytes_by_role(story.plan or {}),
-        "peak_bytes": max((record.peak_bytes for record in story.steps), default=0),
-        "chosen": chosen,
-        "defaults": defaults,
-        "surroundings": tables.surroundings(story),
-        "most_rows": tables.MOST_ROWS,
-        "policy": inline.security_policy(),
-        "plotly": inline.packed_plotly()[0],
-        "chart_data": inline.chart_data([c for c in (loss, scale, *small) if c is not None]),
-        "script": inline.asset("page.js"),
-        "style": inline.asset("style.css"),
     }
 
 
-def _coded(text: str) -> Markup:
-    """Escape `text`, and set what stands between backticks as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+def _tables(story: Story) -> dict[str, Any]:
+    chosen, defaults = tables.settings(story)
+    ended = in_force(story.modules, story.changes)
+    return {
+        "reasons": tables.reasons(story),
+        "evals": tables.eval_table(story),
+        "findings": tables.findings(story),
+        "layers": layers(story.modules, ended),
+        "ended": ended,
+        "shares": format_shares(story.modules),
+        "memory": tables.bytes_by_role(story.plan or {}),
+        "peak_bytes": max((record.peak_bytes for record in story.steps), default=0),
+        "speed": speed_table(story),
+        "chosen": chosen,
+        "defaults": defaults,
+        "surroundings": tables.surroundings(story),
+        "few_rows": tables.FEW_ROWS,
+        "most_rows": tables.MOST_ROWS,
+    }

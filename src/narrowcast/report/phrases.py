@@ -68,6 +68,11 @@ def power_of_two(x: float) -> str:
     return f"2{str(round(math.log2(x))).translate(_SUPERSCRIPTS)}"
 
 
+def capital(text: str) -> str:
+    """Begin a sentence: the first letter is a capital, the others stay as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def share(part: float, whole: float) -> str:
     """Write a share in percent; what is neither none nor all never reads as either."""
     if whole <= 0:
@@ -78,6 +83,18 @@ def share(part: float, whole: float) -> str:
     if 99.9 < percent < 100:
         return "> 99.9 %"
     return f"{percent:.3g} %" if percent >= 10 else f"{percent:.1f} %".replace(".0 %", " %")
+
+
+def proportion(x: float) -> str:
+    """Write a share of elements, of which one in a million can matter."""
+    if x == 0:
+        return "none"
+    return value(x) if x < 1e-3 else share(x, 1)
+
+
+def decibels(x: float) -> str:
+    """Write a ratio of powers: `31.5 dB`."""
+    return f"{x:.1f} dB".replace("-", "−")
 
 
 def _with_unit(n: float, *, base: float, units: tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ and the last point, every stretch in which a value was not finite, and every ski
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
 from narrowcast.runs.records import StepRecord
@@ -31,17 +32,14 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Skipped steps in a row that share a reason and a loss scale."""
+    """Skipped steps in a row that share a reason and a loss scale, or several such rows."""
 
     first: int
     last: int
     why: str
     loss_scale: float
-
-    @property
-    def steps(self) -> int:
-        """How many they are."""
-        return self.last - self.first + 1
+    steps: int
+    """How many they are."""
 
 
 def series(steps: Sequence[int], values: Sequence[float | None]) -> Series:
@@ -106,22 +104,35 @@ def skip_marks(steps: Sequence[StepRecord]) -> list[Mark]:
     for record in steps:
         if record.applied:
             continue
-        first = record.step
-        if marks and marks[-1] == replace(
-            marks[-1], last=record.step - 1, why=record.why, loss_scale=record.loss_scale
+        why, loss_scale = record.why, record.loss_scale
+        if marks and (marks[-1].last, marks[-1].why, marks[-1].loss_scale) == (
+            record.step - 1,
+            why,
+            loss_scale,
         ):
-            first = marks.pop().first
-        marks.append(
-            Mark(first=first, last=record.step, why=record.why, loss_scale=record.loss_scale)
-        )
+            marks[-1] = replace(marks[-1], last=record.step, steps=marks[-1].steps + 1)
+            continue
+        one = Mark(first=record.step, last=record.step, why=why, loss_scale=loss_scale, steps=1)
+        marks.append(one)
     return marks
 
 
 def drawn(marks: Sequence[Mark], most: int = MOST_MARKS) -> list[Mark]:
-    """Choose the marks to draw: all of them, or `most` spread evenly over the run."""
+    """Return at most `most` marks that together stand for every skipped step.
+
+    Where there are more, neighbours are joined: what lies between them is closer than a pixel.
+    """
     if len(marks) <= most:
         return list(marks)
-    return [marks[i * len(marks) // most] for i in range(most)]
+    cuts = [i * len(marks) // most for i in range(most + 1)]
+    return [_joined(marks[a:b]) for a, b in pairwise(cuts)]
+
+
+def _joined(marks: Sequence[Mark]) -> Mark:
+    if len(marks) == 1:
+        return marks[0]
+    steps = sum(mark.steps for mark in marks)
+    return replace(marks[0], last=marks[-1].last, steps=steps)
 
 
 def _telling(values: Sequence[float | None], start: int, stop: int) -> set[int]:

@@ -1,6 +1,6 @@
 """What a run folder holds, read once and sorted by kind: all that a page is made from."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,11 @@ from narrowcast.runs.folder import RunFolder
 from narrowcast.runs.records import (
     CheckpointRecord,
     EvalRecord,
+    ExponentRecord,
     FindingRecord,
+    HealthRecord,
     PrecisionRecord,
+    Record,
     StepRecord,
 )
 
@@ -21,6 +24,8 @@ class Story:
 
     steps: tuple[StepRecord, ...] = ()
     evals: tuple[EvalRecord, ...] = ()
+    health: tuple[HealthRecord, ...] = ()
+    exponents: tuple[ExponentRecord, ...] = ()
     findings: tuple[FindingRecord, ...] = ()
     changes: tuple[PrecisionRecord, ...] = ()
     checkpoints: tuple[CheckpointRecord, ...] = ()
@@ -62,13 +67,24 @@ def read_story(path: Path) -> Story:
         environment = run.read_json("environment.json") if has_environment else {}
         recipe_text = run.recipe_text if (path / "recipe.yaml").exists() else ""
     return Story(
-        steps=tuple(r for r in records if isinstance(r, StepRecord)),
-        evals=tuple(r for r in records if isinstance(r, EvalRecord)),
-        findings=tuple(r for r in records if isinstance(r, FindingRecord)),
-        changes=tuple(r for r in records if isinstance(r, PrecisionRecord)),
-        checkpoints=tuple(r for r in records if isinstance(r, CheckpointRecord)),
+        **by_kind(records),
         plan=plan,
         settings=settings,
         recipe_text=recipe_text,
         sessions=tuple(environment.get("sessions", [])),
     )
+
+
+def by_kind(records: Iterable[Record]) -> dict[str, Any]:
+    """Sort records into the fields of a story."""
+    found = list(records)
+    kinds = {
+        "steps": StepRecord,
+        "evals": EvalRecord,
+        "health": HealthRecord,
+        "exponents": ExponentRecord,
+        "findings": FindingRecord,
+        "changes": PrecisionRecord,
+        "checkpoints": CheckpointRecord,
+    }
+    return {field: tuple(r for r in found if type(r) is kind) for field, kind in kinds.items()}

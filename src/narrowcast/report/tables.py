@@ -9,9 +9,12 @@ from typing import Any
 from narrowcast.report.phrases import count, share, size, value
 from narrowcast.report.story import Story
 from narrowcast.runs import strict_json
+from narrowcast.runs.records import FindingRecord
 
 MOST_ROWS = 200
 """Rows after which a table of events only says how many more there are."""
+FEW_ROWS = 10
+"""Rows of a table of events that are shown before a reader opens the rest."""
 
 _SCALE_CHANGE = re.compile(r"; loss scale \S+ → \S+$")
 
@@ -43,6 +46,9 @@ class Finding:
     what: str
     why: str
     action: str
+    advice: str
+    since: int
+    """Where the first of them began."""
     times: int
     steps: str
 
@@ -105,20 +111,23 @@ def reasons(story: Story) -> list[Reason]:
 
 def findings(story: Story) -> list[Finding]:
     """List the findings in the order they first came up, those that say the same as one."""
-    groups: dict[tuple[str, str, str, str, str], list[int]] = {}
+    groups: dict[tuple[str, ...], list[FindingRecord]] = {}
     for r in story.findings:
-        groups.setdefault((r.module, r.role, r.what, r.why, r.action), []).append(r.step)
+        key = (r.module, r.role, r.what, r.why, r.action, r.advice)
+        groups.setdefault(key, []).append(r)
     return [
         Finding(
-            module=module,
-            role=role,
-            what=what,
-            why=why,
-            action=action,
-            times=len(steps),
-            steps=_span(steps),
+            module=same[0].module,
+            role=same[0].role,
+            what=same[0].what,
+            why=same[0].why,
+            action=same[0].action,
+            advice=same[0].advice,
+            since=min(r.since for r in same),
+            times=len(same),
+            steps=_span([r.step for r in same]),
         )
-        for (module, role, what, why, action), steps in groups.items()
+        for same in groups.values()
     ]
 
 

@@ -5,7 +5,9 @@ from narrowcast.runs.folder import RunFolder
 from narrowcast.runs.records import (
     CheckpointRecord,
     EvalRecord,
+    ExponentRecord,
     FindingRecord,
+    HealthRecord,
     PrecisionRecord,
     Record,
     StepRecord,
@@ -17,7 +19,9 @@ from narrowcast.runs.records import (
 __all__ = [
     "CheckpointRecord",
     "EvalRecord",
+    "ExponentRecord",
     "FindingRecord",
+    "HealthRecord",
     "PrecisionRecord",
     "Record",
     "RunFolder",

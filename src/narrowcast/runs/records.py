@@ -8,6 +8,27 @@ from typing import Any
 
 from narrowcast.errors import CheckpointError
 from narrowcast.runs import strict_json
+from narrowcast.runs.health_records import (
+    ExponentRecord,
+    HealthRecord,
+    health_from_json,
+    health_line,
+)
+
+__all__ = [
+    "KINDS",
+    "CheckpointRecord",
+    "EvalRecord",
+    "ExponentRecord",
+    "FindingRecord",
+    "HealthRecord",
+    "PrecisionRecord",
+    "Record",
+    "StepRecord",
+    "from_line",
+    "same_course",
+    "to_line",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +61,20 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class FindingRecord:
-    """Something wrong: where, what, why, and what was done."""
+    """Something wrong: where, since when, what, why, what was done, and what to try."""
 
     step: int
+    """When it was told."""
+    since: int
+    """The step at which it began."""
     module: str
     role: str
     what: str
     why: str
     action: str
+    """What was done about it; empty where nothing was."""
+    advice: str
+    """What its owner may try; empty where there is nothing to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +98,21 @@ class CheckpointRecord:
     bytes: int
 
 
-Record = StepRecord | EvalRecord | FindingRecord | PrecisionRecord | CheckpointRecord
+Record = (
+    StepRecord
+    | EvalRecord
+    | HealthRecord
+    | ExponentRecord
+    | FindingRecord
+    | PrecisionRecord
+    | CheckpointRecord
+)
 
 KINDS: dict[str, type[Record]] = {
     "step": StepRecord,
     "eval": EvalRecord,
+    "health": HealthRecord,
+    "exponents": ExponentRecord,
     "finding": FindingRecord,
     "precision": PrecisionRecord,
     "checkpoint": CheckpointRecord,
@@ -87,6 +124,8 @@ MEASURED = frozenset({"seconds", "seconds_blocked", "seconds_total", "peak_bytes
 
 def to_line(record: Record) -> str:
     """Return `record` as one line of strict JSON, without the line's end."""
+    if isinstance(record, HealthRecord):
+        return health_line(record, kind="health")
     return strict_json.dumps(_to_json(record))
 
 
@@ -133,6 +172,8 @@ def _from_json(cls: type[Record], found: dict[str, Any]) -> Record:
     if cls is EvalRecord:
         step = _whole("step", found.pop("step", None))
         return EvalRecord(step=step, metrics={k: _number(k, v) for k, v in found.items()})
+    if cls is HealthRecord:
+        return health_from_json(found)
     values: dict[str, Any] = {}
     for f in fields(cls):
         name = _ON_THE_LINE.get(f.name, f.name)
@@ -162,6 +203,12 @@ def _whole(name: str, value: object) -> int:
     return value
 
 
+def _wholes(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} is not a list")
+    return tuple(_whole(name, item) for item in value)
+
+
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is not true or false")
@@ -180,11 +227,14 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "float | None": _number_or_none,
     "bool": _flag,
     "str": _text,
+    "tuple[int, ...]": _wholes,
 }
 
 
 def _course(record: Record) -> str:
     # As text, because nan is not equal to itself but "nan" is.
+    if isinstance(record, HealthRecord):
+        return to_line(record)
     items = _to_json(record).items()
     return strict_json.dumps({key: value for key, value in items if key not in MEASURED})
 

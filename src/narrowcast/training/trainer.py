@@ -235,11 +235,13 @@ class _Course:
             saved_on = state["random"]["device"]["type"]
             yield FindingRecord(
                 step=self._step,
+                since=self._step,
                 module="",
                 role="random state",
                 what=f"random numbers on {self._device.type} do not continue those of the run",
                 why=f"the checkpoint was saved on {saved_on}",
                 action=f"started them from seed={self._recipe.seed}",
+                advice=f"resume on {saved_on} to continue them bit for bit",
             )
 
 

@@ -2,26 +2,59 @@
 (() => {
   const root = document.documentElement;
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  const places = Object.keys(figures).map((name) => document.getElementById(name));
+  const heat = JSON.parse(document.getElementById("heat-data").textContent);
+  const named = (id) => document.getElementById(id);
+  const places = [...Object.keys(figures), ...(heat ? ["heat"] : [])].map(named);
   const touch = matchMedia("(pointer: coarse)").matches;
+  const zooms = {};
+  const cursor = { row: 0, column: -1 };
   let printing = false;
   let following = false;
-  let zoom = null;
 
   // "@name" stands for the custom property --name, so that charts wear the page's colours.
+  const NUMBERS = new Set(["x", "y", "z", "text", "tickvals", "ticktext"]);
   function coloured(value, key) {
     if (typeof value === "string")
-      return key.endsWith("color") && value.startsWith("@")
+      return /color(scale)?$/.test(key) && value.startsWith("@")
         ? getComputedStyle(root).getPropertyValue("--" + value.slice(1)).trim()
         : value;
-    if (Array.isArray(value)) return key === "data" ? value.map((item) => coloured(item, "")) : value;
-    if (value === null || typeof value !== "object") return value;
+    if (value === null || typeof value !== "object" || NUMBERS.has(key)) return value;
+    if (Array.isArray(value)) return value.map((item) => coloured(item, key));
     return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, coloured(v, k)]));
   }
 
+  function chosenHeat() {
+    return {
+      measure: document.querySelector("input[name=heat-measure]:checked").value,
+      role: named("heat-role").value,
+      order: named("heat-order").value,
+      all: named("heat-all").checked,
+    };
+  }
+
+  // The heat map is made anew for what its reader chose; all other figures come with the page.
+  function figureOf(place) {
+    if (place.id !== "heat") return figures[place.id];
+    const edges = heat.edges;
+    const range = figures.loss?.layout.xaxis.range ?? [edges[0], edges[edges.length - 1]];
+    const quiet = getComputedStyle(root).getPropertyValue("--quiet").trim();
+    const figure = heatMap.figure(heat, chosenHeat(), { range, quiet, narrow: !printing && innerWidth < 640 });
+    const { rows, of } = figure;
+    named("heat-more").hidden = of <= heat.most;
+    named("heat-more").lastElementChild.textContent = `all ${of} rows`;
+    named("heat-note").textContent = rows.length < of ? `The ${rows.length} worst of ${of} rows are shown.` : "";
+    if (cursor.column >= 0) {
+      cursor.row = Math.min(cursor.row, rows.length - 1);
+      figure.layout.shapes.push({
+        type: "rect", x0: edges[cursor.column], x1: edges[cursor.column + 1], y0: cursor.row - 0.5, y1: cursor.row + 0.5,
+        line: { color: "@ink", width: 2 },
+      });
+    }
+    return figure;
+  }
+
   // The values within the zoom, as a range of the vertical axis; powers of two keep theirs.
-  function fitted(place, log) {
-    const { data, layout } = figures[place.id];
+  function fitted({ data, layout }, zoom, log) {
     if (!zoom || layout.yaxis.tickvals) return null;
     const seen = data.filter((trace) => !trace.yaxis)
       .flatMap((trace) => trace.y.filter((y, i) => y !== null && trace.x[i] >= zoom[0] && trace.x[i] <= zoom[1]))
@@ -32,8 +65,11 @@
     return [low - spare, high + spare];
   }
 
+  const axisOf = (place) => (place.id === "heat" ? "step" : figures[place.id].layout.meta);
+
   function draw(place) {
-    const { data, layout } = coloured(structuredClone(figures[place.id]), "");
+    const figure = figureOf(place);
+    const { data, layout } = coloured(structuredClone({ data: figure.data, layout: figure.layout }), "");
     layout.font.family = layout.hoverlabel.font.family = getComputedStyle(document.body).fontFamily;
     // On a touch screen a drag scrolls the page.
     layout.dragmode = touch ? false : "zoom";
@@ -45,29 +81,57 @@
       layout.yaxis.type = "log";
       delete layout.yaxis.range;
     }
+    const zoom = zooms[axisOf(place)];
     if (zoom) {
       layout.xaxis.range = [...zoom];
-      layout.yaxis.range = fitted(place, layout.yaxis.type === "log") ?? layout.yaxis.range;
+      layout.yaxis.range = fitted(figure, zoom, layout.yaxis.type === "log") ?? layout.yaxis.range;
     }
     return Plotly.react(place, data, layout, { displayModeBar: false, responsive: true, showTips: false });
   }
 
   const drawAll = () => Promise.all(places.map(draw));
 
-  // A zoom in one chart is a zoom in all: they share their steps.
+  // A zoom in one chart is a zoom in all that share its axis.
   function follow(place, change) {
     if (following) return;
-    const whole = figures[place.id].layout.xaxis.range;
+    const whole = figureOf(place).layout.xaxis.range;
     const range = change["xaxis.range"] ?? [change["xaxis.range[0]"], change["xaxis.range[1]"]];
     if (range[0] === undefined && !change["xaxis.autorange"]) return;
-    zoom = change["xaxis.autorange"] || range.every((x, i) => x === whole[i]) ? null : range;
+    const zoom = change["xaxis.autorange"] || range.every((x, i) => x === whole[i]) ? null : range;
+    zooms[axisOf(place)] = zoom;
     following = true;
     const chosen = Object.keys(change).some((key) => key.startsWith("yaxis."));
-    const moved = places.map((other) => {
+    const moved = places.filter((other) => axisOf(other) === axisOf(place)).map((other) => {
       if (!chosen || other !== place) return draw(other);
       return Plotly.relayout(other, { "xaxis.range": [...(zoom ?? whole)] });
     });
     Promise.all(moved).finally(() => { following = false; });
+  }
+
+  // Arrow keys move from cell to cell, and each cell is said in words.
+  function read(row, column) {
+    const { rows } = figureOf(named("heat"));
+    cursor.row = Math.max(0, Math.min(rows.length - 1, row));
+    cursor.column = Math.max(0, Math.min(heat.spans.length - 1, column));
+    named("heat-cell").textContent = heatMap.told(heat, chosenHeat(), rows[cursor.row], cursor.column);
+    draw(named("heat"));
+  }
+
+  function startHeat() {
+    named("heat-controls").hidden = false;
+    named("heat-controls").addEventListener("change", () => {
+      cursor.column = -1;
+      named("heat-cell").textContent = "";
+      draw(named("heat"));
+    });
+    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+    named("heat-frame").addEventListener("keydown", (event) => {
+      const move = moves[event.key];
+      if (!move || event.altKey || event.ctrlKey || event.metaKey) return;
+      event.preventDefault();
+      if (cursor.column < 0) read(0, heat.spans.length - 1);
+      else read(cursor.row + move[0], cursor.column + move[1]);
+    });
   }
 
   async function unpack() {
@@ -84,6 +148,7 @@
     await unpack();
     for (const place of places) place.replaceChildren();
     await drawAll();
+    if (heat) startHeat();
     for (const place of places) place.on("plotly_relayout", (change) => follow(place, change));
     for (const button of document.querySelectorAll("button.switch")) {
       button.hidden = false;
@@ -137,11 +202,9 @@
     });
   }
 
-  const table = document.getElementById("layer-table");
-  if (table) {
-    sortable(table);
-    filterable(table, document.getElementById("filter"), document.querySelector(".filter output"));
-  }
+  for (const table of document.querySelectorAll("table.sortable")) sortable(table);
+  const layers = named("layer-table");
+  if (layers) filterable(layers, named("filter"), document.querySelector(".filter output"));
 
   let opened = [];
   addEventListener("beforeprint", () => {

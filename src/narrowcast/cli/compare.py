@@ -1,0 +1,44 @@
+"""`narrowcast compare`: runs side by side, at equal step and at equal seconds."""
+
+import click
+
+from narrowcast.cli.words import json_option
+
+
+@click.command()
+@click.argument("folders", metavar="DIR DIR...", nargs=-1, required=True, type=click.Path())
+@click.option("--metric", help="What to compare by; without it, the first all were evaluated by.")
+@click.option(
+    "--target",
+    type=float,
+    help="The value whose time is told; without it, the best that every run reached.",
+)
+@click.option("--html", "page", metavar="FILE", type=click.Path(), help="Also write a page.")
+@json_option
+def compare(
+    folders: tuple[str, ...],
+    *,
+    metric: str | None,
+    target: float | None,
+    page: str | None,
+    as_json: bool,
+) -> None:
+    """Compare the runs in two or more folders.
+
+    Runs that share everything but the seed are taken together, with an interval over their seeds.
+    """
+    from narrowcast.report.comparison import compare as compare_runs
+    from narrowcast.runs import strict_json
+
+    comparison = compare_runs(folders, metric=metric, target=target)
+    if as_json:
+        click.echo(strict_json.dumps(comparison.to_json(), indent=2))
+    else:
+        from narrowcast.cli.compare_table import print_comparison
+        from narrowcast.cli.screen import screen
+
+        print_comparison(screen(), comparison)
+    if page is not None:
+        from narrowcast.report.compare_page import write_comparison
+
+        click.echo(str(write_comparison(comparison, page)), err=as_json)

@@ -1,0 +1,84 @@
+"""What a reader must know beside the headline, in plain sentences: skips, findings, changes."""
+
+from collections.abc import Sequence
+
+from narrowcast.report.in_force import WHOLE, in_force
+from narrowcast.report.phrases import capital, count, share
+from narrowcast.report.story import Story
+from narrowcast.report.summary import Tone
+from narrowcast.report.tables import Finding, findings
+
+MOST_FINDINGS = 3
+"""Told one by one in the headline; the table below has them all."""
+
+
+def sentences(story: Story) -> list[tuple[Tone, str]]:
+    """Tell what happened that an owner would want to know, the most serious first."""
+    if not story.steps:
+        return []
+    found = findings(story)
+    told: list[tuple[Tone, str]] = [("bad", _finding(f)) for f in found[:MOST_FINDINGS]]
+    if len(found) > MOST_FINDINGS:
+        more = count(len(found) - MOST_FINDINGS, "more finding")
+        told.append(("bad", f"There {'is' if more.startswith('1 ') else 'are'} {more} below."))
+    told += _changes(story)
+    told += _skips(story)
+    if not told:
+        told.append(("good", "No step was skipped and nothing was found."))
+    return told
+
+
+def _finding(found: Finding) -> str:
+    """Write a finding as one or two sentences."""
+    where = f" in `{found.module}`" if found.module else ""
+    role = f" ({found.role})" if found.role and found.module else ""
+    told = f"{capital(found.what)}{where}{role} since step {count(found.since)}"
+    told += f": {found.why}" if found.why else ""
+    advice = f" {capital(found.advice).rstrip('.')}." if found.advice else ""
+    return f"{told.rstrip('.')}.{advice}"
+
+
+def _skips(story: Story) -> list[tuple[Tone, str]]:
+    skipped = [record for record in story.steps if not record.applied]
+    if not skipped:
+        return []
+    tried = len(story.steps)
+    last = skipped[-1]
+    ago = "the last step" if last is story.steps[-1] else f"the last at step {count(last.step)}"
+    if len(skipped) == tried:
+        return [("bad", "Every step was skipped, so the weights never changed.")]
+    if len(skipped) == 1:
+        return [("fair", f"One step of {count(tried)} was skipped, step {count(last.step)}.")]
+    part = share(len(skipped), tried)
+    return [
+        ("fair", f"{count(len(skipped))} of {count(tried)} steps were skipped ({part}), {ago}.")
+    ]
+
+
+def _changes(story: Story) -> list[tuple[Tone, str]]:
+    if not story.changes:
+        return []
+    told: list[tuple[Tone, str]] = []
+    phases = [r for r in story.changes if r.module in WHOLE]
+    if phases:
+        course = " → ".join([phases[0].before, *(r.after for r in phases)])
+        at = ", ".join(count(r.step) for r in phases[:6])
+        noun = "step" if len(phases) == 1 else "steps"
+        told.append(("fair", f"The policy changed in the run, at {noun} {at}: {course}."))
+    ended = in_force(story.modules, story.changes)
+    single = {r.module for r in story.changes if r.module not in WHOLE}
+    if single:
+        names = _listed(sorted(single))
+        one = len(single) == 1
+        stay = f"{count(ended.changed)} of them at the end" if ended.changed else "none at the end"
+        if one:
+            stay = "still so at the end" if ended.changed else "back at the end"
+        changed = "changed its format" if one else "changed their formats"
+        told.append(("fair", f"{names} {changed} in the run, {stay}."))
+    return told
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) <= 3:
+        return ", ".join(f"`{name}`" for name in names)
+    return f"`{names[0]}`, `{names[1]}` and {count(len(names) - 2, 'other module')}"

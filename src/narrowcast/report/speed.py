@@ -1,0 +1,38 @@
+"""How fast a run was, in a few rows."""
+
+import math
+from collections.abc import Sequence
+
+from narrowcast.report.phrases import count, duration, large, share
+from narrowcast.report.story import Story
+
+
+def speed_table(story: Story) -> list[tuple[str, str, str]]:
+    """List what took time: a name, a figure, and what it is of; empty before the first step."""
+    seconds = [r.seconds for r in story.steps if math.isfinite(r.seconds)]
+    total = math.fsum(seconds)
+    if total <= 0:
+        return []
+    tokens = sum(r.tokens for r in story.steps)
+    skipped = math.fsum(r.seconds for r in story.steps if not r.applied)
+    slowest = max(story.steps, key=lambda r: r.seconds)
+    rows = [
+        ("Time in steps", duration(total), f"{count(len(seconds), 'step')}"),
+        ("A step", duration(quantile(seconds, 0.5)), "median"),
+        ("95 % of steps below", duration(quantile(seconds, 0.95)), ""),
+        ("Slowest step", duration(slowest.seconds), f"step {count(slowest.step)}"),
+        ("Tokens per second", large(tokens / total), f"{large(tokens)} in all"),
+    ]
+    if skipped > 0:
+        rows.append(("In skipped steps", duration(skipped), share(skipped, total)))
+    blocked = math.fsum(r.seconds_blocked for r in story.checkpoints)
+    if story.checkpoints:
+        times = count(len(story.checkpoints), "checkpoint")
+        rows.append(("Waiting for checkpoints", duration(blocked), times))
+    return rows
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Return the value that `part` of the others do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1 if part else 0)]

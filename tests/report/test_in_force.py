@@ -1,0 +1,60 @@
+from narrowcast.report.in_force import in_force
+from narrowcast.report.layers import layers
+from narrowcast.runs import PrecisionRecord
+
+
+def change(step, module, before, after):
+    return PrecisionRecord(step=step, module=module, before=before, after=after, reason="why")
+
+
+def rows(modules, changes):
+    return {
+        row.label: (row.ended, row.since) for row in layers(modules, in_force(modules, changes))
+    }
+
+
+def test_the_last_change_of_a_module_is_in_force(module):
+    modules = [module("a"), module("b")]
+    found = rows(modules, [change(5, "a", "e4m3", "bf16"), change(9, "a", "bf16", "fp32")])
+    assert found == {"a": ("fp32", "9"), "b": ("", "")}
+
+
+def test_a_change_that_was_taken_back_leaves_the_module_as_asked(module):
+    modules = [module("a")]
+    changes = [change(5, "a", "e4m3", "bf16"), change(9, "a", "bf16", "e4m3")]
+    assert rows(modules, changes) == {"a": ("", "")}
+    assert in_force(modules, changes).changed == 0
+
+
+def test_a_glob_names_every_module_it_matches(module):
+    modules = [module(f"blocks.{i}.mlp") for i in range(3)] + [module("head")]
+    ended = in_force(modules, [change(5, "blocks.*", "e4m3", "bf16")])
+    assert set(ended.modules) == {"blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"}
+    assert ended.changed == 3
+
+
+def test_a_change_of_the_whole_model_overrules_those_of_modules(module):
+    modules = [module("a")]
+    ended = in_force(modules, [change(5, "a", "e4m3", "bf16"), change(9, "", "fp8", "bf16")])
+    assert ended.modules == {}
+    assert (ended.policy.format, ended.policy.step, ended.policy.returned) == ("bf16", 9, False)
+
+
+def test_a_schedule_that_returns_to_its_first_policy_is_back(module):
+    ended = in_force(
+        [module("a")], [change(5, "*", "fp32", "fp8"), change(9, "all", "fp8", "fp32")]
+    )
+    assert ended.policy.returned
+
+
+def test_modules_that_ended_alike_are_folded_and_others_stand_apart(module):
+    modules = [module(f"blocks.{i}.up") for i in range(6)]
+    changes = [change(10 * n, f"blocks.{n}.up", "fp16", "bf16") for n in (1, 3, 5)]
+    assert rows(modules, changes) == {
+        "blocks.{0, 2, 4}.up": ("", ""),
+        "blocks.{1, 3, 5}.up": ("bf16", "10 – 50"),
+    }
+
+
+def test_a_module_that_is_not_in_the_plan_is_counted_too(module):
+    assert in_force([module("a")], [change(5, "b", "e4m3", "bf16")]).changed == 1

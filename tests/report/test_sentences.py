@@ -1,0 +1,89 @@
+from narrowcast.report.sentences import sentences
+from narrowcast.runs import FindingRecord, PrecisionRecord
+
+
+def finding(step=9, **changes):
+    values = {
+        "since": 4,
+        "module": "blocks.7.mlp",
+        "role": "grad_output",
+        "what": "overflow",
+        "why": "amax 7.1e4 is beyond 65,504",
+        "action": "",
+        "advice": "try bf16",
+    }
+    return FindingRecord(step=step, **{**values, **changes})
+
+
+def change(step, module, before="e4m3", after="bf16"):
+    return PrecisionRecord(step=step, module=module, before=before, after=after, reason="")
+
+
+def told(story):
+    return [text for _, text in sentences(story)]
+
+
+def test_a_finding_is_a_sentence_with_its_place_its_beginning_and_what_to_try(story_of, step):
+    assert told(story_of([step(1), finding()], steps=1)) == [
+        "Overflow in `blocks.7.mlp` (grad_output) since step 4: amax 7.1e4 is beyond 65,504. "
+        "Try bf16."
+    ]
+
+
+def test_a_sentence_ends_with_one_point_and_keeps_its_capitals(story_of, step):
+    found = finding(what="NaN", why="a NaN.", advice="look at the data.", module="", role="")
+    assert told(story_of([step(1), found], steps=1)) == [
+        "NaN since step 4: a NaN. Look at the data."
+    ]
+
+
+def test_findings_that_say_the_same_are_told_once_from_their_first_beginning(story_of, step):
+    story = story_of([step(1), finding(9), finding(20, since=15)], steps=1)
+    (sentence,) = told(story)
+    assert "since step 4" in sentence
+
+
+def test_many_findings_are_counted(story_of, step):
+    story = story_of([step(1), *(finding(module=f"m{i}") for i in range(5))], steps=1)
+    assert told(story)[3] == "There are 2 more findings below."
+
+
+def test_skips_are_told_with_their_share(story_of, step):
+    records = [step(n, applied=n not in (2, 3)) for n in range(1, 11)]
+    assert told(story_of(records, steps=10)) == [
+        "2 of 10 steps were skipped (20 %), the last at step 3."
+    ]
+    assert told(story_of([step(1), step(2, applied=False)], steps=2)) == [
+        "One step of 2 was skipped, step 2."
+    ]
+    assert sentences(story_of([step(1, applied=False)], steps=1)) == [
+        ("bad", "Every step was skipped, so the weights never changed.")
+    ]
+
+
+def test_changes_of_modules_say_whether_they_lasted(story_of, step):
+    lasting = story_of([step(1), change(1, "a")], steps=1)
+    assert told(lasting) == ["`a` changed its format in the run, still so at the end."]
+    returned = story_of([step(1), change(1, "a"), change(2, "a", "bf16", "e4m3")], steps=1)
+    assert told(returned) == ["`a` changed its format in the run, back at the end."]
+    many = story_of([step(1), *(change(1, f"m{i}") for i in range(5))], steps=1)
+    assert told(many) == [
+        "`m0`, `m1` and 3 other modules changed their formats in the run, 5 of them at the end."
+    ]
+
+
+def test_phases_are_told_in_their_order(story_of, step):
+    phases = [change(100, "", "fp32", "fp8-tensor"), change(900, "", "fp8-tensor", "bf16")]
+    assert told(story_of([step(1), *phases], steps=1)) == [
+        "The policy changed in the run, at steps 100, 900: fp32 → fp8-tensor → bf16."
+    ]
+
+
+def test_a_calm_run_says_so(story_of, step):
+    assert sentences(story_of([step(1)], steps=1)) == [
+        ("good", "No step was skipped and nothing was found.")
+    ]
+
+
+def test_a_run_that_has_not_begun_has_nothing_to_tell(story_of):
+    assert sentences(story_of([], steps=1)) == []
