@@ -8,12 +8,12 @@ from rich.console import Console
 from narrowcast.cli.progress import RunDisplay
 from narrowcast.cli.screen import working
 from narrowcast.cli.summary import conclude
-from narrowcast.cli.tally import Tally
 from narrowcast.config import Recipe
 from narrowcast.errors import DivergedError
 from narrowcast.precision.plan import Plan
 from narrowcast.report import write_report
 from narrowcast.runs import Record, RunFolder, StepRecord
+from narrowcast.runs.tally import Tally
 from narrowcast.training.trainer import Interrupted
 
 

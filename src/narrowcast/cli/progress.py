@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from narrowcast.cli.screen import is_live
-from narrowcast.cli.tally import Tally
 from narrowcast.report.phrases import count, duration, large, scale, value
 from narrowcast.runs import EvalRecord, FindingRecord, PrecisionRecord, Record, StepRecord
+from narrowcast.runs.tally import Tally
 
 LINE_SECONDS = 2.0
 """Between two plain lines, and between two lines of one kind of trouble."""
