@@ -1,5 +1,6 @@
 """`narrowcast watch`: the live page of a run, on this machine."""
 
+import contextlib
 import errno
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,13 @@ def watch(folder: str, port: int | None, opened: bool) -> None:
 
     with RunFolder.open(folder) as run:
         server = _server(run.path, port)
-    click.echo(f"watching {folder} at {server.url}  (Ctrl-C ends it)")
-    if opened:
-        import webbrowser
+    with contextlib.suppress(KeyboardInterrupt):
+        click.echo(f"watching {folder} at {server.url}  (Ctrl-C ends it)")
+        if opened:
+            import webbrowser
 
-        webbrowser.open(server.url)
-    server.run()
+            webbrowser.open(server.url)
+        server.run()
 
 
 def _server(folder: "Path", port: int | None) -> "WatchServer":

@@ -5,7 +5,6 @@ which names a file. A request must ask for this machine by a name that no strang
 have: otherwise a web page elsewhere could point its own name here and read along (DNS rebinding).
 """
 
-import contextlib
 import json
 import logging
 import select
@@ -64,11 +63,11 @@ class WatchServer(socketserver.ThreadingTCPServer):
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def run(self) -> None:
-        """Serve until `KeyboardInterrupt`, which is the way to end it."""
-        # Made and read ahead, so that the first page does not wait for it.
-        documents()
-        self.watched.since(Cursor())
-        with self, contextlib.suppress(KeyboardInterrupt):
+        """Serve until an exception such as `KeyboardInterrupt` ends it."""
+        with self:
+            # Made and read ahead, so that the first page does not wait for it.
+            documents()
+            self.watched.since(Cursor())
             try:
                 self.serve_forever(poll_interval=PAUSE_SECONDS)
             finally:

@@ -223,6 +223,10 @@
         layout.yaxis.type = "log";
       return withCourse("norm", data);
     },
+    lost(data) {
+      Object.assign(data[0], points(lists.lost));
+      return withCourse("lost", data);
+    },
     speed(data) {
       Object.assign(data[0], points(lists.speed));
       return withCourse("speed", data);
