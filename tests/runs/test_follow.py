@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -93,6 +94,13 @@ def test_a_damaged_line_is_counted_and_the_next_one_read(path):
     news = Follower(path).look()
     assert news.records == (step(1), step(2))
     assert news.damaged == 2
+
+
+@pytest.mark.parametrize("field", ["step", "tokens", "peak_bytes"])
+def test_a_number_that_no_run_can_have_is_damage(path, field):
+    path.write_bytes(text(replace(step(1), **{field: 10**400}), step(2)))
+    news = Follower(path).look()
+    assert (news.records, news.damaged) == ((step(2),), 1)
 
 
 def test_kinds_nobody_asked_for_are_passed_over(path):
