@@ -42,7 +42,7 @@ class RunDisplay:
                 self.tally = self.tally.after(record)
                 if not record.applied:
                     why = f"step {record.step} skipped: {record.why}"
-                    self._skips.tell(lambda more: self._trouble(why + more))
+                    self._skips.tell(lambda more: self.warn(why + more))
                 self._meter.update(self.tally, numbers(self.tally, scaled=self._scaled))
             case EvalRecord():
                 self.metrics = record.metrics
@@ -50,14 +50,15 @@ class RunDisplay:
             case FindingRecord():
                 where = f"{record.module}: " if record.module else ""
                 found = f"step {record.step}: {where}{record.what}: {record.why}; {record.action}"
-                self._findings.tell(lambda more: self._trouble(found + more))
+                self._findings.tell(lambda more: self.warn(found + more))
             case PrecisionRecord():
                 change = f"{record.module} {record.before} → {record.after}: {record.reason}"
                 self._print(Text(f"step {record.step}: {change}"))
             case _:
                 pass  # a checkpoint is no news
 
-    def _trouble(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Show something that its owner should know of and that does not stop the run."""
         self._print(Text(text, style="yellow"))
 
     def _print(self, text: Text) -> None:
