@@ -71,6 +71,13 @@ def test_a_step_its_evaluation_and_its_findings_are_one_row(track, tmp_path, ste
     assert found[0]["finding"] == "head: w: y; a\nhead: w: y; a"
 
 
+def test_what_is_found_out_later_stands_in_the_present_row_with_its_step(track, tmp_path, step):
+    finding = FindingRecord(step=1, module="head", role="", what="w", why="y", action="a")
+    track([step(1), step(2), finding])
+    found = rows(tmp_path / "run")
+    assert [row.get("finding") for row in found] == [None, "step 1: head: w: y; a"]
+
+
 def test_a_run_that_is_continued_has_each_step_once_and_keeps_its_id(track, tmp_path, step):
     def run_id():
         (folder,) = (tmp_path / "run" / FOLDER).glob("offline-run-*")

@@ -52,13 +52,19 @@ class WeightsAndBiases:
             shutil.rmtree(old)
 
     def take(self, record: Record) -> None:
-        """Add `record` to the row of its step; a row is written when the next one begins."""
-        if record.step != self._step:
+        """Add `record` to the row of its step; a row is written when the next one begins.
+
+        What is found out later about an earlier step goes to the present row, with its step: W&B
+        ignores rows that do not follow one another.
+        """
+        late = record.step < self._step
+        if record.step > self._step:
             self._write()
             self._step = record.step
-        self._row.update(numbers(record))
+        self._row.update({} if late else numbers(record))
         for name, text in words(record).items():
             before = self._row.get(name)
+            text = f"step {record.step}: {text}" if late else text
             self._row[name] = f"{before}\n{text}" if before else text
 
     def close(self) -> None:
