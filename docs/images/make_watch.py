@@ -17,7 +17,7 @@ from typing import Any
 from narrowcast.report.live import WatchServer
 
 HERE = Path(__file__).parent
-WINDOW = (1180, 1280)
+WINDOW = (1180, 1640)
 DRAW_SECONDS = 30
 """A browser that has not drawn by then will not."""
 

@@ -126,10 +126,11 @@ def test_no_path_names_a_file(server, path):
 
 
 def test_a_page_elsewhere_may_link_here_but_not_fetch(server):
-    script = "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Mode: cors\r\n"
-    link = "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Mode: navigate\r\n"
-    assert status(ask(server, "/events", more=script)) == 403
-    assert status(ask(server, "/", more=link)) == 200
+    elsewhere = "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Dest: "
+    for purpose in ("empty", "script", "iframe", "document"):
+        assert status(ask(server, "/events", more=f"{elsewhere}{purpose}\r\n")) == 403
+    assert status(ask(server, "/", more=f"{elsewhere}iframe\r\n")) == 403
+    assert status(ask(server, "/", more=f"{elsewhere}document\r\n")) == 200
     assert b"Access-Control-Allow-Origin" not in ask(server, more="Origin: http://evil.example\r\n")
 
 

@@ -24,9 +24,9 @@ def head(
     policy = _text(setting(settings, "precision.policy"))
     return {
         "name": name,
-        "title": f"{name} in {policy}" if policy else name,
+        "title": f"{name} {_in_policy(policy)}".strip(),
         "description": _text(setting(settings, "description")),
-        "progress": f"Step {count(step)} of {count(asked)}" if step else "",
+        "progress": _progress(step, asked),
         "share": min(1.0, step / asked) if asked > 0 else 0.0,
         "state": asdict(ending) | {"at_work": at_work},
         "facts": [asdict(fact) for fact in _facts(account, at_work=at_work)],
@@ -87,6 +87,18 @@ def _evaluated(account: Account) -> list[Fact]:
     label = f"Evaluated {account.metric.replace('_', ' ')}"
     step, y = found[-1]
     return [Fact(label=shortened(label), value=value(y), note=f"at step {count(step)}")]
+
+
+def _in_policy(policy: str) -> str:
+    if not policy or policy.startswith(("fp", "bf16", "tf32")):
+        return f"in {policy}" if policy else ""
+    return f"with the {policy} policy" if policy.isalpha() else f"with policy {policy}"
+
+
+def _progress(step: int, asked: int) -> str:
+    if not step:
+        return ""
+    return f"Step {count(step)} of {count(asked)}" if asked > 0 else f"Step {count(step)}"
 
 
 def _began(sessions: tuple[Mapping[str, Any], ...]) -> str:

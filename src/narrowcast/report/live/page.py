@@ -81,7 +81,8 @@ def _page(*, plotly: str) -> bytes:
         .render(
             figures=drawn,
             small=SMALL,
-            figure_data=Markup(json.dumps(drawn, separators=(",", ":"), allow_nan=False)),
+            # Inside a script element, nothing may look like its end.
+            figure_data=Markup(json.dumps(drawn, allow_nan=False).replace("<", "\\u003c")),
             plotly=plotly,
             script=inline.asset("live.js"),
             style=inline.asset("style.css") + inline.asset("live.css"),

@@ -7,6 +7,7 @@ have: otherwise a web page elsewhere could point its own name here and read alon
 
 import json
 import logging
+import os
 import select
 import socketserver
 import time
@@ -21,6 +22,7 @@ from narrowcast.report.live.page import Document, documents, security_policy
 from narrowcast.report.live.watched import Cursor, Watched
 
 ADDRESS = "127.0.0.1"
+EVENTS = "/events"
 DEFAULT_PORT = 6116
 """Near TensorBoard's 6006, past the ports of X11 and those that browsers refuse."""
 NAMES = frozenset({"127.0.0.1", "localhost"})
@@ -35,6 +37,7 @@ BEAT_SECONDS = 10.0
 """Between two signs of life, when there is nothing to tell."""
 PATIENCE_SECONDS = 15.0
 """For a request to arrive, and for a page to take what it is sent."""
+PIECE_BYTES = 2**16
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +47,8 @@ class WatchServer(socketserver.ThreadingTCPServer):
     """Serves the live page of the run in one folder until it is shut down."""
 
     # Of the standard library's HTTP servers none is used: they look up this machine's name first.
-    allow_reuse_address = True
+    # So that it can be started again at once; elsewhere it would let others share the port.
+    allow_reuse_address = os.name == "posix"
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
@@ -75,10 +79,14 @@ class WatchServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, or hang up where there are too many already."""
-        if self._connections.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._connections.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread could be started
+            self._connections.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and make room for the next."""
@@ -117,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.FORBIDDEN, "this page is at localhost only")
             return
         path = self.path.partition("?")[0]
-        if path == "/events":
+        if path == EVENTS:
             self._stream(with_body=with_body)
         elif (document := documents().get(path)) is not None:
             self._send(document, with_body=with_body)
@@ -131,10 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
         host = name[0] if name[1] and name[2].isdecimal() else "".join(name)
         if host.lower() not in NAMES:
             return False
-        # A link from elsewhere may lead here; a script elsewhere has no business here.
+        # A link elsewhere may lead to the page; a script or a frame there has no business here.
         came_from = self.headers.get("Sec-Fetch-Site", "none")
-        purpose = self.headers.get("Sec-Fetch-Mode", "navigate")
-        return came_from in ("none", "same-origin") or purpose == "navigate"
+        purpose = self.headers.get("Sec-Fetch-Dest", "document")
+        linked = purpose == "document" and self.path != EVENTS
+        return came_from in ("none", "same-origin") or linked
 
     def _send(self, document: Document, *, with_body: bool) -> None:
         accepted = self.headers.get("Accept-Encoding", "")
@@ -148,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if with_body:
-            self.wfile.write(body)
+            self._write(body)
 
     def _stream(self, *, with_body: bool) -> None:
         """Send what happens as it happens, until the page is closed or the server ends."""
@@ -170,11 +179,16 @@ class _Handler(BaseHTTPRequestHandler):
             if news or time.monotonic() > told + BEAT_SECONDS:
                 text = json.dumps(news, separators=(",", ":"), allow_nan=False)
                 # A line that begins with a colon is passed over by browsers.
-                self.wfile.write(f"data: {text}\n\n".encode() if news else b": still here\n\n")
+                self._write(f"data: {text}\n\n".encode() if news else b": still here\n\n")
                 told = time.monotonic()
             # A page says nothing more; what can be read is its end.
             if select.select([self.connection], [], [], PAUSE_SECONDS)[0]:
                 return
+
+    def _write(self, body: bytes) -> None:
+        # In pieces, each with its own time to be taken: a tunnel may be slow.
+        for at in range(0, len(body), PIECE_BYTES):
+            self.wfile.write(body[at : at + PIECE_BYTES])
 
     def _begin(self, status: HTTPStatus, kind: str, *, lasting: bool = False) -> None:
         self.send_response(status)

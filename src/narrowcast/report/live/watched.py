@@ -16,6 +16,7 @@ from narrowcast.report.charts import frame_top
 from narrowcast.report.live.account import Account, Growing
 from narrowcast.report.live.head import head, setting
 from narrowcast.report.live.status import status
+from narrowcast.report.summary import Ending
 from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED
 from narrowcast.runs.follow import Follower, News
 from narrowcast.runs.lock import LOCK, is_held
@@ -112,6 +113,8 @@ class Watched:
             quiet=max(0.0, time.time() - self._news.written),
             missing=self._news.missing,
         )
+        if self._news.more:
+            ending, at_work = Ending(label="Reading", tone="fair"), False
         self._head = head(
             account,
             ending=ending,

@@ -194,7 +194,9 @@
       if (logarithmic()) layout.yaxis.type = "log";
       const gaps = data[0].y.filter((y) => y === null).length;
       const above = frame?.loss ? data[0].y.filter((y) => y !== null && y > frame.loss[1]).length : 0;
+      const marked = changes.reduce((sum, change) => sum + change[1], 0);
       byId("loss-note").textContent = [
+        marked < head.changes ? `The newest ${number.format(marked)} of ${number.format(head.changes)} changes of format are marked.` : "",
         gaps ? "The loss was not finite where the line has gaps." : "",
         above && !logarithmic() ? "Spikes reach above the frame." : "",
       ].join(" ").trim();
