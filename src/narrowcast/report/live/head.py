@@ -50,9 +50,12 @@ def _facts(account: Account, *, at_work: bool) -> list[Fact]:
     if last is None:
         return []
     left = at_work and tally.step < tally.steps
-    time = f"{duration(tally.seconds)} in steps"
     return [
-        Fact(label="Time left", value=f"{duration(tally.seconds_left)}", note=f"{time} so far")
+        Fact(
+            label="Time left",
+            value=duration(tally.seconds_left),
+            note=f"{duration(tally.seconds)} so far",
+        )
         if left
         else Fact(
             label="Time in steps",
