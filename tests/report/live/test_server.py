@@ -128,7 +128,8 @@ def test_no_path_names_a_file(server, path):
 def test_a_page_elsewhere_may_link_here_but_not_fetch(server):
     elsewhere = "Sec-Fetch-Site: cross-site\r\nSec-Fetch-Dest: "
     for purpose in ("empty", "script", "iframe", "document"):
-        assert status(ask(server, "/events", more=f"{elsewhere}{purpose}\r\n")) == 403
+        for path in ("/events", "/events?x"):
+            assert status(ask(server, path, more=f"{elsewhere}{purpose}\r\n")) == 403
     assert status(ask(server, "/", more=f"{elsewhere}iframe\r\n")) == 403
     assert status(ask(server, "/", more=f"{elsewhere}document\r\n")) == 200
     assert b"Access-Control-Allow-Origin" not in ask(server, more="Origin: http://evil.example\r\n")

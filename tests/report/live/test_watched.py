@@ -138,7 +138,18 @@ def test_whatever_number_a_record_holds_is_told_as_strict_json(make_run, step, b
     assert told["head"]["progress"] == "Step 80 of 100"
 
 
-@pytest.mark.parametrize("damage", ["[]", "null", '{"steps": 3}', '{"steps": {"value": "x"}}', "{"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "[]",
+        "null",
+        '{"steps": 3}',
+        '{"steps": {"value": "x"}}',
+        "{",
+        '{"steps": {"value": 1%s}}' % ("0" * 400),
+        '{"sessions": [1, {"started": []}]}',
+    ],
+)
 def test_a_damaged_recipe_does_not_hide_the_records(make_run, open_page, step, damage):
     folder = make_run([step(1)], steps=10)
     (folder / "resolved.json").write_text(damage)

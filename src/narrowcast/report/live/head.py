@@ -8,6 +8,7 @@ from narrowcast.report.live.account import Account
 from narrowcast.report.live.happenings import shortened
 from narrowcast.report.phrases import count, duration, large, scale, share, size, value
 from narrowcast.report.summary import Ending, Fact
+from narrowcast.runs.follow import LARGEST
 
 
 def head(
@@ -19,7 +20,7 @@ def head(
     sessions: tuple[Mapping[str, Any], ...],
 ) -> dict[str, Any]:
     """Return the head as texts and a share of the way."""
-    step, asked = account.tally.step, _whole(setting(settings, "steps"))
+    step, asked = account.tally.step, account.tally.steps
     name = _text(setting(settings, "name")) or _text(setting(settings, "workload")) or "this run"
     policy = _text(setting(settings, "precision.policy"))
     return {
@@ -43,6 +44,11 @@ def setting(settings: Mapping[str, Any], key: str) -> object:
     """Return what the recipe set `key` to; None where the file does not say."""
     entry = settings.get(key)
     return entry.get("value") if isinstance(entry, Mapping) else None
+
+
+def whole(found: object) -> int | None:
+    """Return a setting that is a whole number, and one a run can have."""
+    return found if type(found) is int and 0 < found < LARGEST else None
 
 
 def _facts(account: Account, *, at_work: bool) -> list[Fact]:
@@ -114,7 +120,3 @@ def _began(sessions: tuple[Mapping[str, Any], ...]) -> str:
 
 def _text(found: object) -> str:
     return shortened(found) if isinstance(found, str) else ""
-
-
-def _whole(found: object) -> int:
-    return found if isinstance(found, int) and not isinstance(found, bool) else 0

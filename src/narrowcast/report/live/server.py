@@ -46,8 +46,9 @@ _log = logging.getLogger(__name__)
 class WatchServer(socketserver.ThreadingTCPServer):
     """Serves the live page of the run in one folder until it is shut down."""
 
-    # Of the standard library's HTTP servers none is used: they look up this machine's name first.
-    # So that it can be started again at once; elsewhere it would let others share the port.
+    # Not an http.server.HTTPServer, which looks up this machine's name before it listens.
+
+    # It can be started again at once; on Windows this would let others share the port.
     allow_reuse_address = os.name == "posix"
     daemon_threads = True
     block_on_close = False
@@ -121,10 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
 
     def _answer(self, *, with_body: bool) -> None:
-        if not self._is_for_us():
+        path = self.path.partition("?")[0]
+        if not self._is_for_us(path):
             self._say(HTTPStatus.FORBIDDEN, "this page is at localhost only")
             return
-        path = self.path.partition("?")[0]
         if path == EVENTS:
             self._stream(with_body=with_body)
         elif (document := documents().get(path)) is not None:
@@ -132,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._say(HTTPStatus.NOT_FOUND, "there is no such page")
 
-    def _is_for_us(self) -> bool:
+    def _is_for_us(self, path: str) -> bool:
         """Say whether the request names this machine, and no page elsewhere has made it."""
         hosts = self.headers.get_all("Host", [])
         name = hosts[0].rpartition(":") if len(hosts) == 1 else ("", "", "")
@@ -142,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         # A link elsewhere may lead to the page; a script or a frame there has no business here.
         came_from = self.headers.get("Sec-Fetch-Site", "none")
         purpose = self.headers.get("Sec-Fetch-Dest", "document")
-        linked = purpose == "document" and self.path != EVENTS
+        linked = purpose == "document" and path != EVENTS
         return came_from in ("none", "same-origin") or linked
 
     def _send(self, document: Document, *, with_body: bool) -> None:

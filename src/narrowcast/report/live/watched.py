@@ -14,7 +14,7 @@ from typing import Any, final
 from narrowcast.report import drawing
 from narrowcast.report.charts import frame_top
 from narrowcast.report.live.account import Account, Growing
-from narrowcast.report.live.head import head, setting
+from narrowcast.report.live.head import head, setting, whole
 from narrowcast.report.live.status import status
 from narrowcast.report.summary import Ending
 from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED
@@ -98,14 +98,10 @@ class Watched:
 
     def _sum_up(self) -> None:
         account = self._account
-        asked = setting(self._settings, "steps")
-        patience = setting(self._settings, "precision.loss_scale.patience")
-        account.tally = replace(account.tally, steps=asked if isinstance(asked, int) else 0)
-        course = replace(
-            account.course,
-            asked=account.tally.steps,
-            patience=patience if isinstance(patience, int) else None,
-        )
+        asked = whole(setting(self._settings, "steps")) or 0
+        patience = whole(setting(self._settings, "precision.loss_scale.patience"))
+        account.tally = replace(account.tally, steps=asked)
+        course = replace(account.course, asked=asked, patience=patience)
         ending, at_work = status(
             course,
             folder=self.folder,
