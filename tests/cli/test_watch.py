@@ -1,8 +1,10 @@
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 
 import pytest
@@ -90,3 +92,35 @@ def test_watching_does_not_wait_for_torch():
         "s.documents(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_real_run_is_followed_through_its_death_and_its_resumption(
+    narrowcast, start, watching, tiny, tmp_path
+):
+    out = tmp_path / "run"
+    with start("train", tiny, "steps=100000", "checkpoint.every=5", "--out", out) as training:
+        while not (out / "checkpoints" / "step-000005").is_dir():
+            assert training.poll() is None
+            time.sleep(0.01)
+        _, url = watching(out, "--port", 0)
+        with urllib.request.urlopen(url + "events", timeout=60) as stream:
+            seen_until(stream, label="Running")
+            training.kill()
+            training.communicate()
+            told = seen_until(stream, label="Seems dead")
+            reached = int(re.search(r"Step ([\d,]+) of", told["progress"])[1].replace(",", ""))
+            assert narrowcast("resume", out, f"steps={reached + 3}").code == 0
+            told = seen_until(stream, label="Finished")
+    assert told["progress"] == f"Step {reached + 3:,} of {reached + 3:,}"
+    assert told["began"].endswith("continued 1 time")
+
+
+def seen_until(stream, *, label):
+    """Read what the page is told until the run is in a state; return the head of the page."""
+    for line in stream:
+        if line.startswith(b"data: "):
+            head = json.loads(line.removeprefix(b"data: ")).get("head")
+            if head and head["state"]["label"] == label:
+                return head
+    raise AssertionError(label)
