@@ -5,8 +5,8 @@ from rich.console import Console
 
 from narrowcast.cli import progress
 from narrowcast.cli.progress import RunDisplay
-from narrowcast.cli.tally import Tally
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, PrecisionRecord, StepRecord
+from narrowcast.runs.tally import Tally
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "eval.every",
     "data.workers",
     "data.prefetch",
+    "trackers",
 )
 """Settings that do not decide what a step does; all others belong to the run as it began."""
 

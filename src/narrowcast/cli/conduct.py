@@ -8,31 +8,47 @@ from rich.console import Console
 from narrowcast.cli.progress import RunDisplay
 from narrowcast.cli.screen import working
 from narrowcast.cli.summary import conclude
-from narrowcast.cli.tally import Tally
-from narrowcast.config import Recipe
+from narrowcast.config import LoadedRecipe
 from narrowcast.errors import DivergedError
 from narrowcast.precision.plan import Plan
 from narrowcast.report import write_report
+from narrowcast.report.trackers import open_trackers
 from narrowcast.runs import Record, RunFolder, StepRecord
+from narrowcast.runs.tally import Tally
 from narrowcast.training.trainer import Interrupted
 
 
 def conduct(
-    run: RunFolder, records: Iterator[Record], *, console: Console, recipe: Recipe, choices: Plan
+    run: RunFolder,
+    records: Iterator[Record],
+    *,
+    console: Console,
+    loaded: LoadedRecipe,
+    choices: Plan,
 ) -> None:
     """Write and show each record as it comes, then write the report and say where all of it is.
 
     A run that ends early gets its report too: that is where one looks for the reason.
     """
+    recipe, earlier = loaded.recipe, run.records()
     tally = Tally(steps=recipe.steps)
-    for earlier in run.records():
-        tally = tally.after(earlier) if isinstance(earlier, StepRecord) else tally
+    for record in earlier:
+        tally = tally.after(record) if isinstance(record, StepRecord) else tally
     display = RunDisplay(console, tally, scaled=choices.policy.needs_loss_scale)
+    trackers = open_trackers(
+        recipe.trackers,
+        folder=run.path,
+        earlier=earlier,
+        recipe_text=loaded.text,
+        settings={key: entry["value"] for key, entry in loaded.resolved().items()},
+        tell=display.warn,
+    )
     try:
-        with display:
+        with display, trackers:
             for record in records:
                 run.write(record)
                 display.show(record)
+                trackers.take(record)
     except Interrupted as stop:
         write_report(run.path)
         raise Interrupted(

@@ -23,12 +23,25 @@ from narrowcast.cli.resume import resume
 from narrowcast.cli.schema import schema
 from narrowcast.cli.train import train
 from narrowcast.cli.verify_resume import verify_resume
+from narrowcast.cli.watch import watch
 from narrowcast.errors import NarrowcastError
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
 
-VERBS = (doctor, recipes, plan, train, resume, report, compare, bench, verify_resume, schema)
+VERBS = (
+    doctor,
+    recipes,
+    plan,
+    train,
+    resume,
+    watch,
+    report,
+    compare,
+    bench,
+    verify_resume,
+    schema,
+)
 """In the order somebody new meets them, which is the order of the help."""
 
 

@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from narrowcast.cli.screen import is_live
-from narrowcast.cli.tally import Tally
 from narrowcast.report.phrases import count, duration, large, scale, value
 from narrowcast.runs import EvalRecord, FindingRecord, PrecisionRecord, Record, StepRecord
+from narrowcast.runs.tally import Tally
 
 LINE_SECONDS = 2.0
 """Between two plain lines, and between two lines of one kind of trouble."""
@@ -42,24 +42,24 @@ class RunDisplay:
                 self.tally = self.tally.after(record)
                 if not record.applied:
                     why = f"step {record.step} skipped: {record.why}"
-                    self._skips.tell(lambda more: self._trouble(why + more))
+                    self._skips.tell(lambda more: self.warn(why + more))
                 self._meter.update(self.tally, numbers(self.tally, scaled=self._scaled))
             case EvalRecord():
                 self.metrics = record.metrics
                 self._print(Text(f"step {record.step} evaluated: {measures(record.metrics)}"))
             case FindingRecord():
                 where = f"{record.module}: " if record.module else ""
-                rest = "; ".join(part for part in (record.action, record.advice) if part)
-                found = f"step {record.step}: {where}{record.what}: {record.why}"
-                found += f"; {rest}" if rest else ""
-                self._findings.tell(lambda more: self._trouble(found + more))
+                rest = f"; {record.remedy}" if record.remedy else ""
+                found = f"step {record.step}: {where}{record.what}: {record.why}{rest}"
+                self._findings.tell(lambda more: self.warn(found + more))
             case PrecisionRecord():
                 change = f"{record.module} {record.before} → {record.after}: {record.reason}"
                 self._print(Text(f"step {record.step}: {change}"))
             case _:
                 pass  # a checkpoint or a sample of statistics is no news
 
-    def _trouble(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Show something that its owner should know of and that does not stop the run."""
         self._print(Text(text, style="yellow"))
 
     def _print(self, text: Text) -> None:

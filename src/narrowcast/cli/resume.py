@@ -13,7 +13,7 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
     """Continue the run in DIR, bit for bit.
 
     It goes on from its last checkpoint; without one it begins again, in the same folder.
-    KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers and data.prefetch.
+    KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers, data.prefetch and trackers.
     """
     from narrowcast.cli.changes import continued, notices
     from narrowcast.cli.screen import say, screen, working
@@ -27,6 +27,7 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
             from narrowcast.cli.conduct import conduct
             from narrowcast.cli.finished import finished_at
             from narrowcast.cli.summary import already_done, introduce
+            from narrowcast.report.trackers import require_trackers
             from narrowcast.runs import describe_environment
             from narrowcast.training.resume import latest_state, rewind_to
             from narrowcast.training.trainer import train as begin
@@ -34,6 +35,7 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
             if finished_at(run, loaded.recipe.steps):
                 already_done(console, run.path, steps=loaded.recipe.steps)
                 return
+            require_trackers(loaded.recipe.trackers)
             state = latest_state(run)
             assembled = assemble(loaded.recipe)
             environment = describe_environment()
@@ -50,4 +52,4 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
         say(console, "from", f"step {step}" if step else "the beginning: it has no checkpoint yet")
         for notice in changes:
             say(console, "note", notice, style="yellow")
-        conduct(run, records, console=console, recipe=loaded.recipe, choices=prepared.plan)
+        conduct(run, records, console=console, loaded=loaded, choices=prepared.plan)

@@ -9,11 +9,11 @@ from rich.text import Text
 
 from narrowcast.cli.progress import measures
 from narrowcast.cli.screen import say, say_command
-from narrowcast.cli.tally import Tally
 from narrowcast.config import Recipe
 from narrowcast.precision.plan import Plan
 from narrowcast.report.layers import bare_reason
 from narrowcast.report.phrases import count, duration, large
+from narrowcast.runs.tally import Tally
 
 
 def introduce(console: Console, recipe: Recipe, *, choices: Plan, folder: str) -> None:

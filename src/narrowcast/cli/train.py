@@ -28,9 +28,11 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         from narrowcast.cli.assemble import assemble
         from narrowcast.cli.conduct import conduct
         from narrowcast.cli.summary import introduce
+        from narrowcast.report.trackers import require_trackers
         from narrowcast.runs import RunFolder, describe_environment
         from narrowcast.training.trainer import train as begin
 
+        require_trackers(loaded.recipe.trackers)
         assembled = assemble(loaded.recipe)
         environment = describe_environment()
     task, prepared = assembled.task, assembled.prepared
@@ -40,4 +42,4 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         run.write_json("plan.json", prepared.plan.to_json())
         introduce(console, loaded.recipe, choices=prepared.plan, folder=str(place))
         records = begin(prepared, task, loaded.recipe, folder=run.path)
-        conduct(run, records, console=console, recipe=loaded.recipe, choices=prepared.plan)
+        conduct(run, records, console=console, loaded=loaded, choices=prepared.plan)

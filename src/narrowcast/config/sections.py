@@ -261,6 +261,9 @@ class CommonSettings(Section):
     )
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="saving")
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="programs that are told of the run too; wandb without a network"
+    )
 
 
 class Recipe(CommonSettings):

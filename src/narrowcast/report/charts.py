@@ -79,7 +79,7 @@ def loss_chart(story: Story) -> Chart:
         layout["shapes"] = drawing.uprights(switched, color="@changed")
     finite = whole.finite + evals.finite
     layout["yaxis"]["visible"] = bool(finite)
-    top = _frame_top(finite)
+    top = frame_top(finite)
     if top is not None:
         layout["yaxis"]["range"] = [drawing.rounded(1.05 * min(finite) - 0.05 * top), top]
     return Chart(
@@ -183,7 +183,7 @@ def _evaluations(story: Story) -> Series:
     return series([step for step, _ in found], [y for _, y in found])
 
 
-def _frame_top(finite: Sequence[float]) -> float | None:
+def frame_top(finite: Sequence[float]) -> float | None:
     """Find where to cut the frame so that a rare spike does not flatten the rest of the curve.
 
     A spike is ten times as far from the least value as 98 % of them; the high losses that a run

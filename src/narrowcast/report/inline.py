@@ -27,7 +27,7 @@ def packed_plotly() -> tuple[str, str]:
     """Return plotly's script as base64 of a zlib stream, and the source a policy knows it by."""
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     packed = base64.b64encode(zlib.compress(script, 9)).decode()
-    return packed, _source(script)
+    return packed, source_of(script)
 
 
 @cache
@@ -44,7 +44,7 @@ def script() -> Markup:
 
 def security_policy() -> str:
     """Write the page's Content-Security-Policy."""
-    own = _source(script().encode())
+    own = source_of(script().encode())
     return "; ".join(
         [
             "default-src 'none'",
@@ -71,5 +71,6 @@ def script_json(found: object) -> Markup:
     return Markup(text)
 
 
-def _source(script: bytes) -> str:
+def source_of(script: bytes) -> str:
+    """Return what a policy knows `script` by."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"

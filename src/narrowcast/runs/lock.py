@@ -1,15 +1,22 @@
-"""One writer a run folder: a second process that would continue the same run is refused."""
+"""One writer a run folder: a second process that would continue the same run is refused.
+
+A reader may ask whether there is a writer, without becoming one.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import final
 
 from narrowcast.errors import CheckpointError
 from narrowcast.runs.writing import explain_write_error
+
+LOCK = ".lock"
+"""The lock file of a run folder."""
 
 
 @final
@@ -53,3 +60,38 @@ class Lock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def is_held(path: Path) -> bool | None:
+    """Say whether another process holds the lock at `path`; None where the system does not tell.
+
+    Asks without taking the lock, so that a run that starts at this moment is not refused. Not to
+    be called by a process that holds the lock: closing the file would release it.
+    """
+    layout = _FLOCK.get(sys.platform)
+    if layout is None or sys.maxsize < 2**32:
+        return None
+    import fcntl
+
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fields = {"type": fcntl.F_RDLCK, "whence": os.SEEK_SET}
+        asked = struct.pack(layout[0], *(fields.get(name, 0) for name in layout[1]))
+        answer = struct.unpack(layout[0], fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        return bool(answer[layout[1].index("type")] != fcntl.F_UNLCK)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+# C's struct flock, which Python has no name for, on systems of 64 bits.
+_FLOCK = {
+    "linux": ("hhqqi4x", ("type", "whence", "start", "length", "pid")),
+    "darwin": ("qqihh", ("start", "length", "pid", "type", "whence")),
+}

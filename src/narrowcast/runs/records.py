@@ -76,6 +76,11 @@ class FindingRecord:
     advice: str
     """What its owner may try; empty where there is nothing to do."""
 
+    @property
+    def remedy(self) -> str:
+        """What was done and what to try, as far as there is any."""
+        return "; ".join(part for part in (self.action, self.advice) if part)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionRecord:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs.lock import Lock
+from narrowcast.runs.lock import LOCK, Lock
 from narrowcast.runs.records import CheckpointRecord, Record, from_line, to_line
 from narrowcast.runs.writing import explain_write_error
 
@@ -19,7 +19,7 @@ class RecordsFile:
     def __init__(self, path: Path) -> None:
         """Name the file, which must exist; it is opened and locked when first written."""
         self.path = path
-        self._lock = Lock(path.with_name(".lock"))
+        self._lock = Lock(path.with_name(LOCK))
         self._file: int | None = None
 
     def read(self) -> list[Record]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from narrowcast.runs import StepRecord
+from narrowcast.runs.records import StepRecord
 
 KEPT = 0.9
 """Share of a smoothed number that is left one step later: it looks back about ten steps."""

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, lists
 
-from narrowcast.cli.tally import KEPT, Smooth, Tally
 from narrowcast.runs import StepRecord
+from narrowcast.runs.tally import KEPT, Smooth, Tally
 
 
 def step(number: int, **values: object) -> StepRecord:

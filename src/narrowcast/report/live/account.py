@@ -1,0 +1,140 @@
+"""All that a live page shows of one run's records, kept small however long the run is."""
+
+import math
+from collections import deque
+from dataclasses import replace
+from typing import Any, Protocol, final
+
+from narrowcast.report.live.curve import Curve
+from narrowcast.report.live.happenings import Changes, Feed, Skips, shortened
+from narrowcast.report.live.status import Course
+from narrowcast.report.phrases import count, value
+from narrowcast.runs.records import (
+    CheckpointRecord,
+    EvalRecord,
+    FindingRecord,
+    PrecisionRecord,
+    Record,
+    StepRecord,
+)
+from narrowcast.runs.tally import Tally
+
+MOST_BUCKETS = {"loss": 1000, "scale": 600}
+SMALL_BUCKETS = 300
+"""Two points each, as many as a small chart has pixels."""
+MOST_EVALS = 50
+"""Evaluations in the table."""
+MOST_METRICS = 12
+"""Columns of that table."""
+
+CURVES = ("loss", "scale", "speed", "memory", "norm", "lr", "lost", "evaluated")
+
+
+class Growing(Protocol):
+    """Rows that are added to, of which only the last may still change.
+
+    When earlier ones change too, `epoch` moves.
+    """
+
+    epoch: int
+    added: int
+    """How often something was added."""
+
+    def __len__(self) -> int: ...
+    def rows(self, start: int = 0) -> list[list[Any]]:
+        """Return the rows from `start` on."""
+        ...
+
+
+@final
+class Account:
+    """The records of one file from its beginning, summed up as they come."""
+
+    def __init__(self) -> None:
+        """Begin before the first record."""
+        self.tally = Tally(steps=0)
+        self.course = Course()
+        self.last: StepRecord | None = None
+        self.peak_bytes = 0
+        self.scaled = False
+        """Whether the loss scale was ever other than 1."""
+        self.metric = ""
+        """The metric that evaluations are headed by."""
+        self.evals: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_EVALS)
+        self.evals_seen = 0
+        self.skips, self.feed, self.changes = Skips(), Feed(), Changes()
+        self.curves = {name: Curve(MOST_BUCKETS.get(name, SMALL_BUCKETS)) for name in CURVES}
+
+    def add(self, record: Record) -> None:
+        """Take the next record."""
+        match record:
+            case StepRecord():
+                self._add_step(record)
+            case EvalRecord():
+                self._add_eval(record)
+            case FindingRecord():
+                self.feed.add(record)
+            case PrecisionRecord():
+                self.feed.add(record)
+                self.changes.add(record)
+            case CheckpointRecord():
+                self.course = replace(self.course, saved_at=record.step)
+
+    def eval_rows(self, start: int) -> list[list[str | dict[str, str]]]:
+        """Return step and metrics, as texts, of the evaluations after the first `start`."""
+        new = min(self.evals_seen - start, len(self.evals))
+        return [
+            [count(step), {shortened(name): value(y) for name, y in metrics.items()}]
+            for step, metrics in list(self.evals)[len(self.evals) - new :]
+        ]
+
+    def lists(self) -> dict[str, Growing]:
+        """Return what grows at its end, by name."""
+        return {**self.curves, "skips": self.skips, "changes": self.changes}
+
+    def _add_step(self, record: StepRecord) -> None:
+        self.tally = self.tally.after(record)
+        self.peak_bytes = max(self.peak_bytes, record.peak_bytes)
+        self.scaled = self.scaled or record.loss_scale != 1
+        self._draw(record)
+        if not record.applied:
+            self.skips.add(record)
+        self.course = self._course_after(record)
+        self.last = record
+
+    def _draw(self, record: StepRecord) -> None:
+        speed = record.tokens / record.seconds if record.seconds > 0 else None
+        values = {
+            "loss": record.loss,
+            "scale": record.loss_scale if record.loss_scale > 0 else None,
+            "speed": speed,
+            "memory": float(record.peak_bytes) if record.peak_bytes > 0 else None,
+            "norm": record.grad_norm,
+            "lr": record.lr,
+        }
+        for name, y in values.items():
+            self.curves[name].add(record.step, y)
+        if record.lost_updates is not None:
+            self.curves["lost"].add(record.step, record.lost_updates)
+
+    def _course_after(self, record: StepRecord) -> Course:
+        before, last = self.course, self.last
+        same_scale = last is not None and last.loss_scale == record.loss_scale
+        in_a_row = 0 if record.applied else 1 + (before.skipped_in_a_row if same_scale else 0)
+        lost_since = before.lost_since if before.lost_since is not None else record.step
+        return replace(
+            before,
+            step=record.step,
+            skipped_in_a_row=in_a_row,
+            loss_scale=record.loss_scale,
+            why=shortened(record.why),
+            lost_since=None if math.isfinite(record.loss) else lost_since,
+            step_seconds=self.tally.smooth_seconds.value,
+        )
+
+    def _add_eval(self, record: EvalRecord) -> None:
+        self.metric = self.metric or next(iter(record.metrics), "")
+        self.evals_seen += 1
+        self.evals.append((record.step, dict(list(record.metrics.items())[:MOST_METRICS])))
+        if self.metric in record.metrics:
+            self.curves["evaluated"].add(record.step, record.metrics[self.metric])

@@ -1,0 +1,122 @@
+"""The head of a live page: what runs, how far it is, and the few numbers one looks for."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from narrowcast.report.live.account import Account
+from narrowcast.report.live.happenings import shortened
+from narrowcast.report.phrases import count, duration, large, scale, share, size, value
+from narrowcast.report.summary import Ending, Fact
+from narrowcast.runs.follow import LARGEST
+
+
+def head(
+    account: Account,
+    *,
+    ending: Ending,
+    at_work: bool,
+    settings: Mapping[str, Any],
+    sessions: tuple[Mapping[str, Any], ...],
+) -> dict[str, Any]:
+    """Return the head as texts and a share of the way."""
+    step, asked = account.tally.step, account.tally.steps
+    name = _text(setting(settings, "name")) or _text(setting(settings, "workload")) or "this run"
+    policy = _text(setting(settings, "precision.policy"))
+    return {
+        "name": name,
+        "title": f"{name} {_in_policy(policy)}".strip(),
+        "description": _text(setting(settings, "description")),
+        "progress": _progress(step, asked),
+        "share": min(1.0, step / asked) if asked > 0 else 0.0,
+        "state": asdict(ending) | {"at_work": at_work},
+        "facts": [asdict(fact) for fact in _facts(account, at_work=at_work)],
+        "began": _began(sessions),
+        "metric": shortened(account.metric),
+        "scaled": account.scaled,
+        "skipped": account.tally.skipped,
+        "findings": account.feed.findings,
+        "changes": account.feed.changes,
+    }
+
+
+def setting(settings: Mapping[str, Any], key: str) -> object:
+    """Return what the recipe set `key` to; None where the file does not say."""
+    entry = settings.get(key)
+    return entry.get("value") if isinstance(entry, Mapping) else None
+
+
+def whole(found: object) -> int | None:
+    """Return a setting that is a whole number, and one a run can have."""
+    return found if type(found) is int and 0 < found < LARGEST else None
+
+
+def _facts(account: Account, *, at_work: bool) -> list[Fact]:
+    last, tally = account.last, account.tally
+    if last is None:
+        return []
+    left = at_work and tally.step < tally.steps
+    return [
+        Fact(
+            label="Time left",
+            value=duration(tally.seconds_left),
+            note=f"{duration(tally.seconds)} so far",
+        )
+        if left
+        else Fact(
+            label="Time in steps",
+            value=duration(tally.seconds),
+            note=f"{large(tally.tokens)} tokens",
+        ),
+        Fact(label="Training loss", value=value(tally.loss), note="mean of the last steps"),
+        *_evaluated(account),
+        Fact(
+            label="Tokens per second",
+            value=large(tally.tokens_per_second),
+            note=f"{duration(tally.smooth_seconds.value)} a step",
+        ),
+        Fact(
+            label="Steps skipped",
+            value=count(tally.skipped),
+            note=share(tally.skipped, tally.step) if tally.skipped else "none",
+        ),
+        *([Fact(label="Loss scale", value=scale(tally.scale))] if account.scaled else []),
+        *(
+            [Fact(label="Peak memory", value=size(account.peak_bytes))]
+            if account.peak_bytes
+            else []
+        ),
+    ]
+
+
+def _evaluated(account: Account) -> list[Fact]:
+    found = [(step, m[account.metric]) for step, m in account.evals if account.metric in m]
+    if not found:
+        return []
+    label = f"Evaluated {account.metric.replace('_', ' ')}"
+    step, y = found[-1]
+    return [Fact(label=shortened(label), value=value(y), note=f"at step {count(step)}")]
+
+
+def _in_policy(policy: str) -> str:
+    if not policy or policy.startswith(("fp", "bf16", "tf32")):
+        return f"in {policy}" if policy else ""
+    return f"with the {policy} policy" if policy.isalpha() else f"with policy {policy}"
+
+
+def _progress(step: int, asked: int) -> str:
+    if not step:
+        return ""
+    return f"Step {count(step)} of {count(asked)}" if asked > 0 else f"Step {count(step)}"
+
+
+def _began(sessions: tuple[Mapping[str, Any], ...]) -> str:
+    if not sessions:
+        return ""
+    started = _text(sessions[0].get("started")).replace("T", " ").replace("+00:00", " UTC")
+    again = len(sessions) - 1
+    return f"began {started}" + (f", continued {count(again, 'time')}" if again else "")
+
+
+def _text(found: object) -> str:
+    return shortened(found) if isinstance(found, str) else ""

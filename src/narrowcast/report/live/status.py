@@ -1,0 +1,133 @@
+"""Whether a run is running: judged from its records, its lock and the time since it last wrote."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from narrowcast.report.phrases import count, duration, scale
+from narrowcast.report.summary import Ending
+
+QUIET_SECONDS = 5.0
+"""A run whose lock is free may still have written this long ago from another machine, on a disk
+whose locks are not shared."""
+STARTING_SECONDS = 1800.0
+"""A first step may compile for minutes; nobody waits longer without asking why."""
+SILENT_SECONDS = 120.0
+"""An evaluation or a checkpoint that takes longer is worth a remark."""
+SILENT_STEPS = 20
+"""The same, for a run whose steps are long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """What the records say of a run's course, in a few numbers."""
+
+    step: int = 0
+    asked: int = 0
+    saved_at: int | None = None
+    """The step of the last checkpoint."""
+    skipped_in_a_row: int = 0
+    """At the end of the records, all at one loss scale."""
+    loss_scale: float = 1.0
+    patience: int | None = None
+    why: str = ""
+    lost_since: int | None = None
+    """The step from which on no loss was finite."""
+    step_seconds: float = 0.0
+
+
+def status(
+    course: Course, *, folder: Path, held: bool | None, quiet: float, missing: bool
+) -> tuple[Ending, bool]:
+    """Judge where a run stands, and whether it is at work.
+
+    `held` says whether a process holds the run's lock, None where that cannot be known; `quiet`
+    is how many seconds ago the run last wrote.
+    """
+    if missing:
+        return Ending(label="Folder is gone", tone="bad", advice=_gone(folder)), False
+    at_work = _at_work(course, held=held, quiet=quiet)
+    if not at_work:
+        silent = f"nothing was written for {duration(quiet // 60 * 60)}"
+        sign = "no process works on it any more" if held is False else silent
+        return _ended(course, folder, sign=sign), False
+    if course.step == 0:
+        return Ending(label="Starting", tone="fair", advice="No step is recorded yet."), True
+    remark = _remark(course, quiet=quiet)
+    if course.lost_since is not None:
+        advice = f"The loss has not been a finite number since step {count(course.lost_since)}."
+        return Ending(
+            label="Loss not finite", tone="bad", advice=f"{advice} {remark}".strip()
+        ), True
+    done = course.step >= course.asked > 0
+    label = "Finishing" if done else "Running"
+    return Ending(label=label, tone="fair" if remark else "good", advice=remark), True
+
+
+def _at_work(course: Course, *, held: bool | None, quiet: float) -> bool:
+    if held:
+        return True
+    if course.step == 0:
+        # A run takes its lock with its first record.
+        return quiet < STARTING_SECONDS
+    if 0 < course.asked <= course.step == course.saved_at:
+        return False
+    if held is None:
+        return quiet < _silence(course)
+    return quiet < max(QUIET_SECONDS, 3 * course.step_seconds)
+
+
+def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
+    resume = f"`narrowcast resume {shlex.quote(str(folder))}`"
+    if course.step == 0:
+        return Ending(
+            label="Seems dead",
+            tone="bad",
+            advice="The run was set up and has not recorded a step since; look at the terminal "
+            "it was started in.",
+        )
+    progress = f"{count(course.step)} of {count(course.asked, 'step')}"
+    gave_up = course.patience is not None and course.skipped_in_a_row >= max(1, course.patience)
+    if gave_up and course.step < course.asked:
+        reason = f" The last reason given: {course.why}." if course.why else ""
+        return Ending(
+            label="Diverged",
+            tone="bad",
+            advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped, with the "
+            f"loss scale at {scale(course.loss_scale)}, so the run gave up after {progress}."
+            f"{reason}",
+        )
+    if course.saved_at == course.step:
+        if course.step >= course.asked:
+            return Ending(label="Finished", tone="good")
+        return Ending(
+            label="Interrupted",
+            tone="fair",
+            advice=f"The run stopped after {progress}, with a checkpoint at its last one; {resume} "
+            "continues it from there.",
+        )
+    where = (
+        f"It has no checkpoint yet; {resume} begins again."
+        if course.saved_at is None
+        else f"{resume} continues it from the checkpoint at step {count(course.saved_at)}."
+    )
+    return Ending(
+        label="Seems dead",
+        tone="bad",
+        advice=f"The records end after {progress}, and {sign}. {where}",
+    )
+
+
+def _remark(course: Course, *, quiet: float) -> str:
+    if quiet < _silence(course):
+        return ""
+    # Whole minutes, so that the page is not told the same every second.
+    return f"Nothing was recorded for {duration(quiet // 60 * 60)}; the process is still there."
+
+
+def _silence(course: Course) -> float:
+    return max(SILENT_SECONDS, SILENT_STEPS * course.step_seconds)
+
+
+def _gone(folder: Path) -> str:
+    return f"There is no `{folder}` any more; the page shows what was read before."

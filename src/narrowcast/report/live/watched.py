@@ -1,0 +1,176 @@
+"""A run folder under observation: looked at when a page asks, and told as what has changed.
+
+Nothing is read while nobody looks.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, final
+
+from narrowcast.report import drawing
+from narrowcast.report.charts import frame_top
+from narrowcast.report.live.account import Account, Growing
+from narrowcast.report.live.head import head, setting, whole
+from narrowcast.report.live.status import status
+from narrowcast.report.summary import Ending
+from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED
+from narrowcast.runs.follow import Follower, News
+from narrowcast.runs.lock import LOCK, is_held
+from narrowcast.runs.peek import peek_json
+
+LOOK_SECONDS = 0.25
+"""Between two looks, however many pages ask."""
+SETTINGS_SECONDS = 2.0
+"""Between two looks at the files that change only when a run is continued."""
+MOST_BYTES = 4 * 2**20
+"""Of such a file; that of the largest shipped recipe has 10 KB."""
+KINDS = ("step", "eval", "finding", "precision", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What one page has been told."""
+
+    generation: int = -1
+    head: Mapping[str, Any] = field(default_factory=dict)
+    frame: Mapping[str, Any] = field(default_factory=dict)
+    lists: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Epoch, length and number of additions of each list."""
+    evals: int = 0
+    moves: int = 0
+
+
+@final
+class Watched:
+    """One run folder; its methods may be called from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin with nothing read; `folder` need not exist any more."""
+        self.folder = folder
+        self._lock = Lock()
+        self._follower = Follower(folder / RECORDS, kinds=KINDS)
+        self._account, self._generation = Account(), 0
+        self._news = News()
+        self._damaged = 0
+        self._settings: Mapping[str, Any] = {}
+        self._sessions: tuple[Mapping[str, Any], ...] = ()
+        self._looked = self._read_settings = -1e9
+        self._head: dict[str, Any] = {}
+        self._frame: dict[str, Any] = {}
+
+    def since(self, cursor: Cursor) -> tuple[Cursor, dict[str, Any]]:
+        """Return what has changed since `cursor`, and the cursor after it; {} if nothing has."""
+        with self._lock:
+            self._look()
+            return self._told(cursor)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now < self._looked + LOOK_SECONDS:
+            return
+        if now >= self._read_settings + SETTINGS_SECONDS:
+            self._read_settings = now
+            self._read_files()
+        news = self._follower.look()
+        if news.afresh:
+            self._account, self._damaged = Account(), 0
+            self._generation += 1
+            self._read_settings = -1e9
+        for record in news.records:
+            self._account.add(record)
+        self._damaged += news.damaged
+        self._news = news
+        self._sum_up()
+        # Not before the work is done: a long look must not be followed by the next at once.
+        self._looked = time.monotonic()
+
+    def _read_files(self) -> None:
+        found = peek_json(self.folder / RESOLVED, most_bytes=MOST_BYTES)
+        if isinstance(found, dict):
+            self._settings = found
+        match peek_json(self.folder / ENVIRONMENT, most_bytes=MOST_BYTES):
+            case {"sessions": [*sessions]}:
+                self._sessions = tuple(s for s in sessions if isinstance(s, dict))
+
+    def _sum_up(self) -> None:
+        account = self._account
+        asked = whole(setting(self._settings, "steps")) or 0
+        patience = whole(setting(self._settings, "precision.loss_scale.patience"))
+        account.tally = replace(account.tally, steps=asked)
+        course = replace(account.course, asked=asked, patience=patience)
+        ending, at_work = status(
+            course,
+            folder=self.folder,
+            held=is_held(self.folder / LOCK),
+            quiet=max(0.0, time.time() - self._news.written),
+            missing=self._news.missing,
+        )
+        if self._news.more:
+            ending, at_work = Ending(label="Reading", tone="fair"), False
+        self._head = head(
+            account,
+            ending=ending,
+            at_work=at_work,
+            settings=self._settings,
+            sessions=self._sessions,
+        ) | {"damaged": self._damaged, "reading": self._news.more}
+        self._frame = self._frames()
+
+    def _frames(self) -> dict[str, Any]:
+        """Choose the axes that depend on the values, as the report does; None lets the page."""
+        losses = [*self._account.curves["loss"].values, *self._account.curves["evaluated"].values]
+        scales = self._account.curves["scale"].values
+        top = frame_top(losses)
+        low = min(losses) if losses else 0.0
+        ends = [] if top is None else [low - 0.05 * (top - low), top]
+        # Beyond these a power of two is no float; no loss scale of ours comes near.
+        drawable = bool(scales) and 2.0**-1000 < min(scales) <= max(scales) < 2.0**1000
+        return {
+            "loss": ends if ends and all(map(math.isfinite, ends)) else None,
+            "scale": drawing.powers_of_two(scales) if drawable and self._account.scaled else None,
+        }
+
+    def _told(self, cursor: Cursor) -> tuple[Cursor, dict[str, Any]]:
+        account = self._account
+        news: dict[str, Any] = {}
+        if cursor.generation != self._generation:
+            cursor, news = Cursor(), {"reset": True}
+        if self._head != cursor.head:
+            news["head"] = self._head
+        if self._frame != cursor.frame:
+            news["frame"] = self._frame
+        grown = {
+            name: [at, growing.rows(at)]
+            for name, growing in account.lists().items()
+            if (at := _first_changed(growing, cursor.lists.get(name))) is not None
+        }
+        if grown:
+            news["lists"] = grown
+        if evals := account.eval_rows(cursor.evals):
+            news["evals"] = evals
+        if entries := account.feed.since(cursor.moves):
+            news["entries"] = entries
+        return (
+            Cursor(
+                generation=self._generation,
+                head=self._head,
+                frame=self._frame,
+                lists={n: (g.epoch, len(g), g.added) for n, g in account.lists().items()},
+                evals=account.evals_seen,
+                moves=account.feed.moves,
+            ),
+            news,
+        )
+
+
+def _first_changed(growing: Growing, told: tuple[int, int, int] | None) -> int | None:
+    """Return the first row that a page does not have as it is now; None where it has all."""
+    epoch, length, added = told or (growing.epoch, 0, 0)
+    if epoch != growing.epoch:
+        return 0
+    # Only the last row that was told may have changed since.
+    return max(0, length - 1) if added != growing.added else None

@@ -1,0 +1,44 @@
+"""Reading a file of a folder that another process writes to, or that a stranger has made.
+
+Only a plain file is opened, and never the target of a link: what lies outside the folder is not
+read, and a pipe in the place of a file does not make the reader wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from narrowcast.runs import strict_json
+
+# Where the system has no such flags (Windows) it has no such links or pipes either.
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open `path` for reading without a buffer; raise OSError where it is no plain file."""
+    file = os.open(path, _FLAGS)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return os.fdopen(file, "rb", buffering=0)
+
+
+def peek_json(path: Path, *, most_bytes: int) -> Any:
+    """Return what `path` holds, or None where it is not there, too large or not JSON."""
+    try:
+        with open_plain(path) as file:
+            if os.fstat(file.fileno()).st_size > most_bytes:
+                return None
+            return strict_json.loads(file.read().decode())
+    except (OSError, ValueError, RecursionError):
+        return None
