@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.health.probes import Probes
 from narrowcast.health.reading import Reading
 from narrowcast.health.sampling import SAMPLE, sample
+from narrowcast.precision.modules import restore
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 ignore_instances = pytest.mark.filterwarnings(
@@ -29,6 +31,16 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(F.gelu(self.norm(self.first(x))))
+
+
+class Alike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
 
 
 def made(policy="fp32"):
@@ -68,9 +80,7 @@ def test_samples_are_of_what_passes_forward_and_backward():
     model, run = made()
     probes = Probes(model, run.plan)
     reference = copy.deepcopy(model)
-    for module in reference.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+    restore(reference)
     x = torch.randn(48, 32)
     run.backward(model(x).square().mean())
     probes.take_weights()
@@ -135,13 +145,32 @@ def test_an_evaluation_is_not_looked_at():
     assert not any(s.sample.any() for s in probes.sites)
 
 
-def test_taken_off_the_hooks_leave_nothing():
-    model, run = made()
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor"])
+def test_taken_off_the_probes_leave_nothing(policy):
+    model, run = made(policy)
+    before = [(type(m), set(m.__dict__)) for m in model.modules()]
     probes = Probes(model, run.plan)
     probes.remove()
+    assert [(type(m), set(m.__dict__)) for m in model.modules()] == before
     trained(run)
     assert not any(s.sample.any() for s in probes.sites)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@ignore_instances
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_blocks_that_are_alike_are_compiled_once():
+    torch.manual_seed(0)
+    # Before them what makes the input of the first, too, one with gradients.
+    model = nn.Sequential(nn.Linear(32, 32), *(Alike() for _ in range(5)))
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    probes = Probes(model, run.plan)
+    compiled = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for block in model[1:]:
+        block.compile(backend=compiled, fullgraph=True)
+    trained(run, probes, steps=2)
+    assert compiled.frame_count == 1
+    assert all(s.sample.any() for s in probes.sites)
 
 
 def test_a_reading_tells_every_tensor_in_its_format():

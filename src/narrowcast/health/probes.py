@@ -1,8 +1,10 @@
 """Where samples are taken: at the modules that multiply, of what goes in, comes out and comes back.
 
-Hooks that change nothing copy samples as tensors pass (see `sampling`). They are quiet: layers that
-run as one, and a head that never makes its logits, stay as they are, and are looked at from outside
-as far as that goes. Nothing is taken while gradients are off.
+A module that is looked at gets another class, as it does to be given formats, and not hooks: blocks
+that are alike stay alike for a compiler, which hooks with their running numbers would make it
+compile one by one; and layers that run as one, or a head that never makes its logits, stay as they
+are. These are looked at from outside, as far as that goes. Nothing is taken while gradients are
+off.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from narrowcast.health.sampling import SAMPLE, sample, tap
 from narrowcast.precision.chain import promised_ends
@@ -18,6 +19,7 @@ from narrowcast.precision.choice import ModulePlan
 from narrowcast.precision.fp8_chain import Fp8Chain
 from narrowcast.precision.gelu_chain import GeluChain
 from narrowcast.precision.kinds import products_of
+from narrowcast.precision.modules import swap
 from narrowcast.precision.plan import Plan
 
 
@@ -33,32 +35,60 @@ class Site:
     """All zeros until something has passed."""
 
 
+class Watched(nn.Module):
+    """A module that leaves samples of what passes through it."""
+
+    nc_input: Tensor | None
+    nc_output: Tensor | None
+    nc_grad_output: Tensor | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the module does, and copy samples."""
+        x = args[0] if args else None
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        if self.nc_input is not None and isinstance(x, Tensor) and x.is_floating_point():
+            self.nc_input.copy_(sample(x))
+        output = super().forward(*args, **kwargs)
+        if self.nc_output is None or not isinstance(output, Tensor):
+            return output
+        assert self.nc_grad_output is not None
+        if output.requires_grad:
+            return tap(output, self.nc_output, self.nc_grad_output)
+        self.nc_output.copy_(sample(output))
+        return output
+
+
 class Probes:
-    """The sites of a prepared model, and the hooks that fill their samples."""
+    """The sites of a prepared model, whose samples every pass fills."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.sites: list[Site] = []
-        self._handles: list[RemovableHandle] = []
         self._weights: list[tuple[nn.Parameter, Site, Site]] = []
-        device = next(model.parameters()).device
-        inside = _ends_of_chains(model)
+        self._device = next(model.parameters()).device
+        self._before: dict[nn.Module, type[nn.Module]] = {}
+        # By the module that runs: a chain runs for its first and its last layer.
+        taken: dict[nn.Module, dict[str, Tensor | None]] = {}
+        chained = _ends_of_chains(model)
         for chosen in plan.modules:
             if not products_of(chosen.kind):
                 continue
             module = model.get_submodule(chosen.name)
-            entry, exit_ = inside.get(chosen.name, (module, module))
+            entry, exit_ = chained.get(chosen.name, (module, module))
             if entry is not None:
-                (site,) = self._add(chosen, "input", device=device)
-                hook = _quiet(_Entry(site.sample))
-                self._handles.append(entry.register_forward_pre_hook(hook))
+                taken.setdefault(entry, {})["nc_input"] = self._add(chosen, "input").sample
             if exit_ is not None:
-                output, gradient = self._add(chosen, "output", "grad_output", device=device)
-                hook = _quiet(_Exit(output.sample, gradient.sample))
-                self._handles.append(exit_.register_forward_hook(hook))
+                there = taken.setdefault(exit_, {})
+                there["nc_output"] = self._add(chosen, "output").sample
+                there["nc_grad_output"] = self._add(chosen, "grad_output").sample
             weight = getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                site, gradient = self._add(chosen, "weight", "grad_weight", device=device)
-                self._weights.append((weight, site, gradient))
+                sites = self._add(chosen, "weight"), self._add(chosen, "grad_weight")
+                self._weights.append((weight, *sites))
+        nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
+        for module, samples in taken.items():
+            self._before[module] = type(module)
+            swap(module, Watched, **{**nothing, **samples})
 
     @torch.no_grad()
     def take_weights(self) -> None:
@@ -68,35 +98,34 @@ class Probes:
             if weight.grad is not None:
                 gradient_site.sample.copy_(sample(weight.grad))
 
-    def _add(self, chosen: ModulePlan, *roles: str, device: torch.device) -> list[Site]:
-        added = [_site(chosen, role, device) for role in roles]
-        self.sites.extend(added)
-        return added
-
     def remove(self) -> None:
-        """Take the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Make the modules again what they were."""
+        for module, kind in self._before.items():
+            module.__class__ = kind
+            for name in ("nc_input", "nc_output", "nc_grad_output"):
+                del module.__dict__[name]
+            if module.__dict__["nc_plain_class"] is kind:
+                del module.__dict__["nc_plain_class"]
+        self._before.clear()
 
-
-def _site(chosen: ModulePlan, role: str, device: torch.device) -> Site:
-    policy = chosen.policy
-    rounded_to = {
-        "input": policy.forward,
-        "weight": policy.forward,
-        "output": policy.output_format,
-        "grad_output": policy.grad_input,
-        "grad_weight": policy.grads_format,
-    }[role]
-    scaled = role in ("input", "weight", "grad_output")
-    return Site(
-        module=chosen.name,
-        role=role,
-        format=rounded_to,
-        scaling=policy.scaling if scaled else "none",
-        sample=torch.zeros(SAMPLE, device=device),
-    )
+    def _add(self, chosen: ModulePlan, role: str) -> Site:
+        policy = chosen.policy
+        rounded_to = {
+            "input": policy.forward,
+            "weight": policy.forward,
+            "output": policy.output_format,
+            "grad_output": policy.grad_input,
+            "grad_weight": policy.grads_format,
+        }[role]
+        site = Site(
+            module=chosen.name,
+            role=role,
+            format=rounded_to,
+            scaling=policy.scaling if role in ("input", "weight", "grad_output") else "none",
+            sample=torch.zeros(SAMPLE, device=self._device),
+        )
+        self.sites.append(site)
+        return site
 
 
 def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Module | None]]:
@@ -112,35 +141,3 @@ def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Mo
             first, last = (f"{name}.{end}".lstrip(".") for end in ends)
             seen[first], seen[last] = (module, None), (None, module)
     return seen
-
-
-class _Entry:
-    """Samples the first tensor that goes into a module."""
-
-    def __init__(self, into: Tensor) -> None:
-        self._into = into
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0] if args else None
-        if isinstance(x, Tensor) and x.is_floating_point() and torch.is_grad_enabled():
-            self._into.copy_(sample(x))
-
-
-class _Exit:
-    """Samples what a module returns, and the gradient that comes back to it."""
-
-    def __init__(self, into: Tensor, gradient_into: Tensor) -> None:
-        self._into, self._gradient_into = into, gradient_into
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not isinstance(output, Tensor) or not torch.is_grad_enabled():
-            return None
-        if not output.requires_grad:
-            self._into.copy_(sample(output))
-            return None
-        return tap(output, self._into, self._gradient_into)
-
-
-def _quiet(hook: Any) -> Any:
-    hook.nc_quiet = True
-    return hook

@@ -17,20 +17,13 @@ def promised_ends(module: nn.Module) -> tuple[str, str] | None:
 
 
 def is_watched(*layers: nn.Module) -> bool:
-    """Say whether somebody wants to see what goes in or out of one of these layers.
-
-    A hook with an attribute `nc_quiet` can do without, where layers run as one.
-    """
+    """Say whether somebody wants to see what goes in or out of one of these layers."""
     return any(
-        not getattr(hook, "nc_quiet", False)
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
         for layer in layers
-        for hooks in (
-            layer._forward_hooks,
-            layer._forward_pre_hooks,
-            layer._backward_hooks,
-            layer._backward_pre_hooks,
-        )
-        for hook in hooks.values()
     )
 
 
