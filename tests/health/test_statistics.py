@@ -112,7 +112,7 @@ def test_exponents_are_counted_after_the_scale():
 @settings(max_examples=40, deadline=None)
 @given(shape=st.lists(st.integers(1, 300), min_size=1, max_size=3))
 def test_a_sample_is_of_one_size_and_spread_over_the_whole_tensor(shape):
-    x = torch.arange(float(math.prod(shape))).view(shape)
+    x = torch.arange(math.prod(shape)).view(shape)
     taken = sample(x)
     assert taken.shape == (SAMPLE,)
     places = taken.long().unique()
