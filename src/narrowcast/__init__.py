@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowcast.hardware import Hardware, probe
+    from narrowcast.health.watching import watch
     from narrowcast.precision.linear_loss import linear_cross_entropy
     from narrowcast.precision.loss_scale import LossScale
     from narrowcast.precision.outcome import Outcome
@@ -32,6 +33,7 @@ _HOMES = {
     "policy": ("narrowcast.precision.presets", "policy_from"),
     "prepare": ("narrowcast.precision.prepare", "prepare"),
     "probe": ("narrowcast.hardware", "probe"),
+    "watch": ("narrowcast.health.watching", "watch"),
 }
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "policy",
     "prepare",
     "probe",
+    "watch",
 ]
 
 
