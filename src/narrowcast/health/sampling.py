@@ -1,6 +1,6 @@
 """Samples of tensors, taken where they pass through a model, forward and backward.
 
-A sample is 16,384 values in runs of 128, evenly spaced over the tensor: 32 kB of a tensor of many
+A sample is 4,096 values in runs of 128, evenly spaced over the tensor: 8 kB of a tensor of many
 megabytes. Plain torch operations copy it into memory of its own, so a compiler joins them with what
 makes the tensor, and a captured step keeps them. Nothing is changed on the way, and nothing is kept
 for the backward pass.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from narrowcast.health.statistics import RUN
 
-SAMPLE = 16384
-"""Values of a sample: shares are known to about one part in a hundred of themselves."""
+SAMPLE = 4096
+"""Values of a sample: a share of one part in a thousand is seen, and what is rarer may not be."""
 
 
 def sample(x: Tensor) -> Tensor:
