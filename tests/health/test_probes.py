@@ -105,6 +105,17 @@ def test_samples_are_of_what_passes_forward_and_backward():
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
+def test_an_update_is_what_a_step_changed():
+    model, run = made()
+    probes = Probes(model, run.plan)
+    before = model.first.weight.detach().clone()
+    trained(run, probes, steps=1)
+    probes.take_updates()
+    changed = model.first.weight.detach() - before
+    assert torch.equal(site(probes, "first", "update").sample, sample(changed))
+    assert changed.abs().max() == pytest.approx(1e-2, rel=0.01)  # the first step of AdamW
+
+
 @ignore_instances
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
@@ -170,7 +181,7 @@ def test_blocks_that_are_alike_are_compiled_once():
         block.compile(backend=compiled, fullgraph=True)
     trained(run, probes, steps=2)
     assert compiled.frame_count == 1
-    assert all(s.sample.any() for s in probes.sites)
+    assert all(s.sample.any() for s in probes.sites if s.role != "update")
 
 
 def test_a_reading_tells_every_tensor_in_its_format():

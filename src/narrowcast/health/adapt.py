@@ -46,14 +46,6 @@ class Move(NamedTuple):
     reason: str
 
 
-@dataclass
-class _Raised:
-    format: str
-    since: int
-    """The step of its last change."""
-    calm_since: int
-
-
 @final
 @dataclass
 class Adaptation:
@@ -62,12 +54,12 @@ class Adaptation:
     formats: Mapping[str, str]
     """What the policy gives each module that multiplies."""
     limits: Limits = field(default_factory=Limits)
-    _raised: dict[str, _Raised] = field(default_factory=dict)
-
-    @property
-    def overrides(self) -> dict[str, str]:
-        """Formats in force that are not the policy's, by module."""
-        return {module: raised.format for module, raised in self._raised.items()}
+    overrides: dict[str, str] = field(default_factory=dict)
+    """Formats in force that are not the policy's, by module."""
+    _changed: dict[str, int] = field(default_factory=dict)
+    """The step of each module's last change."""
+    _troubled: dict[str, int] = field(default_factory=dict)
+    """The last step at which each raised module had trouble."""
 
     def decide(self, troubles: Collection[tuple[str, str, str]], *, step: int) -> list[Move]:
         """Return the changes to make after `step`, given all troubles now: (kind, module, role)."""
@@ -76,45 +68,50 @@ class Adaptation:
             if kind in REASONS and module in self.formats:
                 reasons.setdefault(module, f"its {role} {REASONS[kind]}")
         moves = [self._raise(module, why, step) for module, why in reasons.items()]
-        moves += [self._lower(module, step) for module in [*self._raised] if module not in reasons]
+        calm = [module for module in self.overrides if module not in reasons]
+        moves += [self._lower(module, step) for module in calm]
         return [move for move in moves if move is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {
-            module: [raised.format, raised.since, raised.calm_since]
-            for module, raised in self._raised.items()
+            "overrides": dict(self.overrides),
+            "changed": dict(self._changed),
+            "troubled": dict(self._troubled),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._raised = {module: _Raised(*values) for module, values in state.items()}
+        self.overrides = dict(state["overrides"])
+        self._changed, self._troubled = dict(state["changed"]), dict(state["troubled"])
 
     def _raise(self, module: str, why: str, step: int) -> Move | None:
-        raised = self._raised.get(module)
-        now = self.formats[module] if raised is None else raised.format
-        if raised is None:
-            full = len(self._raised) >= max(1, int(self.limits.most * len(self.formats)))
-            if full or now not in WIDER:
-                return None
-        else:
-            raised.calm_since = step
-            if now not in WIDER or step - raised.since < self.limits.cooldown:
-                return None
-        wider = WIDER[now]
-        self._raised[module] = _Raised(wider, step, step)
-        return Move(module, now, wider, why)
+        self._troubled[module] = step
+        now = self.overrides.get(module, self.formats[module])
+        most = max(1, int(self.limits.most * len(self.formats)))
+        full = module not in self.overrides and len(self.overrides) >= most
+        if full or now not in WIDER or self._is_cooling(module, step):
+            return None
+        return self._move(module, now, WIDER[now], why, step=step)
 
     def _lower(self, module: str, step: int) -> Move | None:
-        raised = self._raised[module]
-        quiet = step - raised.calm_since
-        if quiet < self.limits.calm or step - raised.since < self.limits.cooldown:
+        quiet = step - self._troubled[module]
+        if quiet < self.limits.calm or self._is_cooling(module, step):
             return None
-        own = self.formats[module]
+        self._troubled[module] = step  # the format below has to show that it is calm as well
+        own, now = self.formats[module], self.overrides[module]
         # One format at a time: back from fp32 to bf16, and from there to its own.
-        below = own if WIDER.get(own) == raised.format else WIDER[own]
-        if below == own:
-            del self._raised[module]
+        below = own if WIDER[own] == now else WIDER[own]
+        return self._move(module, now, below, f"calm for {quiet} steps", step=step)
+
+    def _move(self, module: str, before: str, after: str, why: str, *, step: int) -> Move:
+        self._changed[module] = step
+        if after == self.formats[module]:
+            del self.overrides[module]
         else:
-            self._raised[module] = _Raised(below, step, step)
-        return Move(module, raised.format, below, f"calm for {quiet} steps")
+            self.overrides[module] = after
+        return Move(module, before, after, why)
+
+    def _is_cooling(self, module: str, step: int) -> bool:
+        changed = self._changed.get(module)
+        return changed is not None and step - changed < self.limits.cooldown

@@ -23,6 +23,11 @@ class Findings:
     _active: dict[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
     """Since when, and for how many looks it has been calm."""
 
+    @property
+    def active(self) -> list[tuple[str, str, str]]:
+        """What is wrong now: kind, module, role."""
+        return [*self._active]
+
     def look(self, record: HealthRecord) -> list[FindingRecord]:
         """Take in the statistics of a step; return the troubles that begin with it."""
         seen = {(s.module, s.role): s for s in self._tensors(record)}

@@ -64,7 +64,7 @@ class Probes:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.sites: list[Site] = []
-        self._weights: list[tuple[nn.Parameter, Site, Site]] = []
+        self._weights: list[_Weight] = []
         self._device = next(model.parameters()).device
         self._before: dict[nn.Module, type[nn.Module]] = {}
         # By the module that runs: a chain runs for its first and its last layer.
@@ -83,8 +83,10 @@ class Probes:
                 there["nc_grad_output"] = self._add(chosen, "grad_output").sample
             weight = getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                sites = self._add(chosen, "weight"), self._add(chosen, "grad_weight")
-                self._weights.append((weight, *sites))
+                roles = ("weight", "grad_weight", "update")
+                self._weights.append(
+                    _Weight(weight, *(self._add(chosen, role).sample for role in roles))
+                )
         nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
         for module, samples in taken.items():
             self._before[module] = type(module)
@@ -93,10 +95,16 @@ class Probes:
     @torch.no_grad()
     def take_weights(self) -> None:
         """Take samples of weights and of their gradients, between the passes and the update."""
-        for weight, site, gradient_site in self._weights:
-            site.sample.copy_(sample(weight))
-            if weight.grad is not None:
-                gradient_site.sample.copy_(sample(weight.grad))
+        for each in self._weights:
+            each.before.copy_(sample(each.weight))
+            if each.weight.grad is not None:
+                each.gradient.copy_(sample(each.weight.grad))
+
+    @torch.no_grad()
+    def take_updates(self) -> None:
+        """Take samples of what an update has changed in the weights as they are kept."""
+        for each in self._weights:
+            each.update.copy_(sample(each.weight) - each.before)
 
     def remove(self) -> None:
         """Make the modules again what they were."""
@@ -116,6 +124,7 @@ class Probes:
             "output": policy.output_format,
             "grad_output": policy.grad_input,
             "grad_weight": policy.grads_format,
+            "update": policy.params,
         }[role]
         site = Site(
             module=chosen.name,
@@ -126,6 +135,16 @@ class Probes:
         )
         self.sites.append(site)
         return site
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight, and samples of it before an update, of its gradient, and of the update."""
+
+    weight: nn.Parameter
+    before: Tensor
+    gradient: Tensor
+    update: Tensor
 
 
 def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Module | None]]:

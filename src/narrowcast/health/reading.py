@@ -38,8 +38,12 @@ class Reading:
         rows = self._table.numbers()
         both = list(zip(self._sites, rows, strict=True))
         ran = {s.module for s, row in both if s.role in ("input", "output") and _is_there(row)}
-        # A tensor of zeros tells something only where its module has been called.
-        told = [(s, row) for s, row in both if _is_there(row) or s.module in ran]
+        # Zeros tell something only where a module has been called and something could come of it.
+        told = [
+            (s, row)
+            for s, row in both
+            if _is_there(row) or (s.module in ran and s.role in ("output", "grad_output"))
+        ]
         if not told:
             return []
         columns = {name: tuple(row[i] for _, row in told) for i, name in enumerate(COLUMNS)}
