@@ -74,6 +74,27 @@ def test_values_beyond_a_format_are_found_once_and_again_after_a_calm(form, time
     assert whats(findings.look(look(20, bad))) == [("mlp", "output", what)]
 
 
+def test_of_all_that_is_not_finite_only_the_first_is_named():
+    bad, good = torch.full((128,), math.nan), drawn()
+    forward = look(
+        1,
+        ("a", "input", "fp16", good),
+        ("a", "output", "fp16", good),
+        ("b", "input", "fp16", good),
+        ("b", "output", "fp16", torch.full((128,), math.inf)),
+        ("c", "output", "fp16", bad),
+        ("a", "grad_output", "fp16", bad),
+    )
+    assert whats(Findings().look(forward)) == [("b", "output", "overflow of fp16")]
+    backward = look(
+        1,
+        ("a", "grad_output", "fp16", bad),
+        ("b", "grad_output", "fp16", bad),
+        ("c", "grad_output", "fp16", good),
+    )
+    assert whats(Findings().look(backward)) == [("b", "grad_output", "overflow of fp16")]
+
+
 def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not():
     tiny = drawn(times=1e-8)
     found = Findings().look(

@@ -9,7 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from narrowcast.health.rules import CALM, LOST, REMEMBERED, RULES, Seen, Trouble, percent, spike
+from narrowcast.health.rules import (
+    CALM,
+    LOST,
+    REMEMBERED,
+    RULES,
+    Seen,
+    Trouble,
+    first_nonfinite,
+    percent,
+    spike,
+)
 from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
 
 
@@ -32,6 +42,7 @@ class Findings:
         """Take in the statistics of a step; return the troubles that begin with it."""
         seen = {(s.module, s.role): s for s in self._tensors(record)}
         found = [t for s in seen.values() for rule in RULES for t in rule(s)]
+        found += first_nonfinite([*seen.values()])
         for key, tensor in seen.items():
             self._amax.setdefault(key, deque(maxlen=REMEMBERED)).append(tensor.amax)
         return self._told(found, step=record.step, asked={rule.__name__ for rule in RULES})

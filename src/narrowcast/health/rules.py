@@ -57,18 +57,9 @@ Rule = Callable[[Seen], Iterator[Trouble]]
 
 
 def overflow(seen: Seen) -> Iterator[Trouble]:
-    """Values beyond a format that does not saturate, or not finite at all."""
-    lost = seen.nonfinite + (0.0 if seen.format in EIGHT_BITS else seen.overflow)
-    if lost > 0:
-        wider = "bf16" if seen.format == "fp16" else "fp32"
-        yield Trouble(
-            "overflow",
-            seen.module,
-            seen.role,
-            f"overflow of {seen.format}",
-            f"{percent(lost)} of the values, largest {seen.amax:.3g}",
-            f"try {_override(seen.module, wider)}",
-        )
+    """Values beyond a format that does not saturate."""
+    if seen.format not in EIGHT_BITS and seen.overflow > 0:
+        yield _overflowing(seen, seen.overflow)
 
 
 def saturation(seen: Seen) -> Iterator[Trouble]:
@@ -130,6 +121,19 @@ def drift(seen: Seen) -> Iterator[Trouble]:
         )
 
 
+def first_nonfinite(seen: Sequence[Seen]) -> Iterator[Trouble]:
+    """Name where what is not finite began, of all tensors in the model's order.
+
+    Everything after it in the forward pass is not finite either, and then all gradients; where only
+    gradients are, it began nearest the loss.
+    """
+    bad = [each for each in seen if each.nonfinite]
+    forward = [each for each in bad if each.role not in GRADIENTS]
+    if bad:
+        first = forward[0] if forward else bad[-1]
+        yield _overflowing(first, first.nonfinite)
+
+
 RULES: tuple[Rule, ...] = (overflow, saturation, vanishing, dead, drift)
 
 
@@ -143,6 +147,18 @@ def spike(loss: float, past: Sequence[float]) -> str:
     if loss - usual > SPIKE * max(distance, 1e-3 * abs(usual)):
         return f"{loss:.4g}, usually {usual:.4g}"
     return ""
+
+
+def _overflowing(seen: Seen, share: float) -> Trouble:
+    wider = "bf16" if seen.format == "fp16" else "fp32"
+    return Trouble(
+        "overflow",
+        seen.module,
+        seen.role,
+        f"overflow of {seen.format}",
+        f"{percent(share)} of the values, largest {seen.amax:.3g}",
+        f"try {_override(seen.module, wider)}",
+    )
 
 
 def _override(module: str, name: str) -> str:
