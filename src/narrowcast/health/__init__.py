@@ -1,0 +1,1 @@
+"""Numerical health: where a number that is not finite came from, and rehearsals of that."""
