@@ -61,13 +61,15 @@ class Inquiry:
         self._row = 0 if good else self._row + 1
         rehearsed = self.faults_at(step)
         told = [] if rehearsed is None else _announced(step, rehearsed)
-        if good or scene is None or not self._is_due(step):
+        # A rehearsal is there to be looked into.
+        due = rehearsed is not None or self._is_due(step)
+        if good or scene is None or not due:
             return Account(why=outcome.why, findings=told)
         self._replays += 1
         around = None if rehearsed is None else rehearsed.during
         verdict = replay(self._prepared, scene, self._loss_of, around=around)
         if verdict is None:
-            return Account(why=outcome.why and outcome.why + _not_found(moved), findings=told)
+            return Account(why=_not_found(outcome.why, moved=moved), findings=told)
         scale = _scale_change(outcome)
         why = "" if outcome.applied else f"not finite: {verdict.where}{scale and '; loss ' + scale}"
         told.append(_finding(step, verdict, outcome, scale=scale, moved=moved))
@@ -82,22 +84,22 @@ class Inquiry:
         self._replays, self._row = state["replays"], state["row"]
 
     def _is_due(self, step: int) -> bool:
-        return self._row % AGAIN == 1 and self._replays < FREE + SHARE * step
+        return self._row % AGAIN == 1 and self._replays + 1 <= FREE + SHARE * step
 
 
 def _finding(
     step: int, verdict: Verdict, outcome: Outcome, *, scale: str, moved: bool
 ) -> FindingRecord:
-    ended = "skipped" if not outcome.applied else "had a loss that is not finite"
     later = "; seen in a replay with the weights of a later step" if moved else ""
+    skipped = f"the step is skipped{scale and '; ' + scale}"
     return FindingRecord(
         step=step,
         since=step,
         module=verdict.module,
         role=verdict.role,
         what=verdict.what,
-        why=f"step {step} {ended}: {verdict.told}{scale and '; ' + scale}{later}",
-        action="" if outcome.applied else "the step is skipped",
+        why=verdict.told + later,
+        action="" if outcome.applied else skipped,
         advice=verdict.advice(loss_scale=outcome.loss_scale),
     )
 
@@ -124,6 +126,10 @@ def _scale_change(outcome: Outcome) -> str:
     return f"scale {outcome.loss_scale:g} → {outcome.next_scale:g}"
 
 
-def _not_found(moved: bool) -> str:
-    since = ", with the weights of a later step" if moved else ""
-    return f"; a replay{since} did not show it"
+def _not_found(why: str, *, moved: bool) -> str:
+    """Say that a replay was finite, in a reason that ends, as any does, with the scale."""
+    if not why:
+        return why  # an applied step has none
+    names, scale, change = why.partition("; loss scale ")
+    since = ", with the weights of a later step," if moved else ""
+    return f"{names}; a replay{since} did not show it{scale}{change}"

@@ -12,7 +12,7 @@ Role = Literal["batch", "input", "weight", "output", "loss", "grad_output", "gra
 ROLES: tuple[Role, ...] = ("input", "weight", "output", "grad_output", "grad_weight")
 """Those that a module has."""
 
-SQUARE_ROOT = 2.0**64 * (1 - 2.0**-25)
+SQUARE_ROOT = 2.0**64 * (1 - 2.0**-24)
 """The largest number whose square fp32 holds. Beyond it a gradient counts as not finite, because
 Adam would square it; an activation of that size has lost all neighbours in any sum."""
 LARGEST_TO_FP16 = 65519.0
