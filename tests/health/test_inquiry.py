@@ -20,7 +20,9 @@ def told(net, batch, step, bad, *, verdicts=True, policy="bf16"):
         scene = inquiry.before(given)
         outcome = step(run, loss_of, given)
         loss = math.nan if is_bad else 1.0
-        accounts.append(inquiry.account(number, outcome, loss=loss, scene=scene, moved=False))
+        accounts.append(
+            inquiry.account(number, outcome, loss=loss, scene=scene, moved=lambda: False)
+        )
     return accounts, inquiry
 
 
@@ -68,9 +70,23 @@ def test_what_a_replay_does_not_show_is_said_with_the_names_there_are(net, batch
     run.model.between = partial(torch.mul, torch.tensor(math.inf))
     outcome = step(run, loss_of, [batch()])
     run.model.between = partial(torch.mul, torch.tensor(1.0))  # gone, when it is looked for
-    account = inquiry.account(1, outcome, loss=math.nan, scene=scene, moved=True)
+    account = inquiry.account(1, outcome, loss=math.nan, scene=scene, moved=lambda: True)
     assert "nearest the loss" in account.why
     assert account.why.endswith("; a replay, with the weights of a later step, did not show it")
+
+
+def test_a_replay_that_finds_no_memory_does_not_end_the_run(net, batch, step):
+    run, loss_of = net("fp16")
+
+    def exhausted(each):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    inquiry = Inquiry(run, exhausted, verdicts=True)
+    scene = inquiry.before([batch()])
+    run.model.between = partial(torch.mul, torch.tensor(math.inf))
+    outcome = step(run, loss_of, [batch()])
+    account = inquiry.account(1, outcome, loss=math.nan, scene=scene, moved=lambda: False)
+    assert account.why.endswith("no memory was left for a replay; loss scale 65536 → 32768")
 
 
 def test_it_goes_on_counting_after_a_resume(net, batch, step):

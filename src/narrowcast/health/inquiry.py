@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from narrowcast.health.faults import Faults, StepFaults
@@ -54,9 +55,15 @@ class Inquiry:
         return None if self._faults is None else self._faults.at(step)
 
     def account(
-        self, step: int, outcome: Outcome, *, loss: float, scene: Scene | None, moved: bool
+        self,
+        step: int,
+        outcome: Outcome,
+        *,
+        loss: float,
+        scene: Scene | None,
+        moved: Callable[[], bool],
     ) -> Account:
-        """Tell of a step whose outcome is known; `moved`: the weights have, since it began."""
+        """Tell of a step whose outcome is known; `moved`: whether the weights have, since then."""
         good = outcome.applied and math.isfinite(loss)
         self._row = 0 if good else self._row + 1
         rehearsed = self.faults_at(step)
@@ -66,13 +73,20 @@ class Inquiry:
         if good or scene is None or not due:
             return Account(why=outcome.why, findings=told)
         self._replays += 1
-        around = None if rehearsed is None else rehearsed.during
-        verdict = replay(self._prepared, scene, self._loss_of, around=around)
+        later = ", with the weights of a later step," if moved() else ""
+        try:
+            around = None if rehearsed is None else rehearsed.during
+            verdict = replay(self._prepared, scene, self._loss_of, around=around)
+        except torch.OutOfMemoryError:
+            # Eager passes hold more than those of a compiled, or captured, step.
+            torch.cuda.empty_cache()
+            return Account(why=_with(outcome.why, "no memory was left for a replay"), findings=told)
         if verdict is None:
-            return Account(why=_not_found(outcome.why, moved=moved), findings=told)
+            why = _with(outcome.why, f"a replay{later} did not show it")
+            return Account(why=why, findings=told)
         scale = _scale_change(outcome)
         why = "" if outcome.applied else f"not finite: {verdict.where}{scale and '; loss ' + scale}"
-        told.append(_finding(step, verdict, outcome, scale=scale, moved=moved))
+        told.append(_finding(step, verdict, outcome, scale=scale, later=later))
         return Account(why=why, findings=told)
 
     def state_dict(self) -> dict[str, int]:
@@ -88,9 +102,8 @@ class Inquiry:
 
 
 def _finding(
-    step: int, verdict: Verdict, outcome: Outcome, *, scale: str, moved: bool
+    step: int, verdict: Verdict, outcome: Outcome, *, scale: str, later: str
 ) -> FindingRecord:
-    later = "; seen in a replay with the weights of a later step" if moved else ""
     skipped = f"the step is skipped{scale and '; ' + scale}"
     return FindingRecord(
         step=step,
@@ -98,7 +111,7 @@ def _finding(
         module=verdict.module,
         role=verdict.role,
         what=verdict.what,
-        why=verdict.told + later,
+        why=verdict.told + (f"; so seen in a replay{later.rstrip(',')}" if later else ""),
         action="" if outcome.applied else skipped,
         advice=verdict.advice(loss_scale=outcome.loss_scale),
     )
@@ -113,7 +126,7 @@ def _announced(step: int, faults: StepFaults) -> list[FindingRecord]:
             role=fault.role,
             what="fault injected",
             why=f"a rehearsal: the recipe's faults ask for {fault}",
-            action="the step runs in eager mode, and no step as a CUDA graph",
+            action="the step runs in eager mode; a run with faults has no CUDA graphs",
             advice="leave out faults in a recipe for a run that counts",
         )
         for fault, name in faults.faults
@@ -126,10 +139,9 @@ def _scale_change(outcome: Outcome) -> str:
     return f"scale {outcome.loss_scale:g} → {outcome.next_scale:g}"
 
 
-def _not_found(why: str, *, moved: bool) -> str:
-    """Say that a replay was finite, in a reason that ends, as any does, with the scale."""
+def _with(why: str, more: str) -> str:
+    """Add to a reason that ends, as any does, with what became of the scale."""
     if not why:
         return why  # an applied step has none
     names, scale, change = why.partition("; loss scale ")
-    since = ", with the weights of a later step," if moved else ""
-    return f"{names}; a replay{since} did not show it{scale}{change}"
+    return f"{names}; {more}{scale}{change}"

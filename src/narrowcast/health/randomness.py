@@ -35,7 +35,7 @@ class RandomState:
             numpy=np.random.get_state(legacy=False),
             on_host=torch.get_rng_state(),
             device=device,
-            on_device=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            on_device=_state_of(device),
         )
 
     def restore(self) -> None:
@@ -43,8 +43,12 @@ class RandomState:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.on_host)
-        if self.on_device is not None:
+        if self.on_device is None:
+            return
+        if self.device.type == "cuda":
             torch.cuda.set_rng_state(self.on_device, self.device)
+        else:
+            torch.mps.set_rng_state(self.on_device)
 
 
 @contextlib.contextmanager
@@ -56,3 +60,13 @@ def drawing_from(state: RandomState) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+def _state_of(device: torch.device) -> Tensor | None:
+    match device.type:
+        case "cuda":
+            return torch.cuda.get_rng_state(device)
+        case "mps":
+            return torch.mps.get_rng_state()
+        case _:
+            return None

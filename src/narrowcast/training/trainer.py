@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
@@ -206,7 +207,7 @@ class _Course:
                 outcome,
                 loss=loss,
                 scene=attempt.scene,
-                moved=applied or bool(self._unread),
+                moved=partial(self._has_moved_since, attempt),
             )
             yield StepRecord(
                 step=attempt.step,
@@ -224,6 +225,10 @@ class _Course:
             self._since = time.perf_counter()  # a look into a bad step is not the next one's
             yield from told.findings
             yield from self._findings()
+
+    def _has_moved_since(self, attempt: _Attempt) -> bool:
+        """Say whether the weights are not those of an attempt any more. Waits for the device."""
+        return any(each.outcome.applied for each in (attempt, *self._unread))
 
     def _findings(self) -> Iterator[FindingRecord]:
         for finding in self._prepared.findings():
