@@ -8,26 +8,30 @@ from narrowcast.health.randomness import RandomState, drawing_from
 CPU = torch.device("cpu")
 
 
-def draw():
-    return random.random(), np.random.rand(), torch.rand(()).item()
-
-
 def test_a_block_draws_what_was_drawn_from_that_state():
-    state = RandomState.now(CPU)
-    first = draw()
-    second_state = RandomState.now(CPU)
-    with drawing_from(state):
-        assert draw() == first
-    second = draw()
-    with drawing_from(second_state):
-        assert draw() == second
+    states, drawn = [], []
+    for _ in range(2):
+        states.append(RandomState.now(CPU))
+        drawn.append(torch.rand(()).item())
+    for state, number in zip(states, drawn, strict=True):
+        with drawing_from(state):
+            assert torch.rand(()).item() == number
 
 
 def test_nobody_knows_afterwards_that_it_has_drawn():
-    state = RandomState.now(CPU)
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def seed():
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        return RandomState.now(CPU)
+
+    seed()
     expected = [draw(), draw()]
-    state.restore()
-    assert draw() == expected[0]
+    state = seed()
+    found = [draw()]
     with drawing_from(state):
         draw()
-    assert draw() == expected[1]
+    assert [*found, draw()] == expected

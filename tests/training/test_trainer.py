@@ -3,6 +3,7 @@ import shutil
 import signal
 import threading
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -182,10 +183,69 @@ def test_a_run_with_verdicts_is_the_run_without_bit_for_bit(ready, policy):
     assert "not finite: the loss, micro-batch 1 of 2" in with_verdicts[6].why
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """Samples of which one is not a number."""
+
+    good: object
+    number: int
+
+    def __len__(self):
+        return len(self.good)
+
+    def __getitems__(self, indices):
+        x, y = self.good.__getitems__(indices)
+        x[[i for i, number in enumerate(indices) if number == self.number]] = math.nan
+        return x, y
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-tensor"])
+def test_a_bad_sample_is_named_in_every_way_to_take_a_step(ready, policy, device):
+    """On a GPU the steps are captured by then, and the next is under way when this one is read."""
+    precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
+    made = ready(steps=20, precision=precision, device=device)
+    order = Order(samples=100, batch_size=8, seed=0)
+    made.task.train_data = BadSample(made.task.train_data, order.indices(14)[5])
+    records = run(made)
+    skipped = [r for r in steps_of(records) if not r.applied]
+    assert skipped[0].why.startswith("not finite: the batch, micro-batch 1 of 1")
+    first = next(i for i in range(20) if made.task.train_data.number in order.indices(i))
+    assert skipped[0].step == first + 1
+    index = order.indices(first).index(made.task.train_data.number)
+    told = next(r for r in records if isinstance(r, FindingRecord) and r.role == "batch")
+    assert told.why.startswith(
+        f"the batch itself holds a NaN at index {index} (micro-batch 1 of 1)"
+    )
+    assert told.advice.startswith(f"look at sample {index}")
+
+
 FAULTS = [
     {"step": 3, "module": "first", "role": "grad_output", "value": "nan", "micro_batch": 2},
     {"step": 6, "module": "rise", "role": "weight", "value": "inf"},
 ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-delayed"])
+def test_a_run_with_verdicts_on_the_gpu_is_the_run_without_bit_for_bit(ready, policy):
+    ends = []
+    for verdicts in (False, True):
+        settings = {
+            "precision": {"policy": policy, "loss_scale": {"initial": 1024.0}},
+            "health": {"verdicts": verdicts},
+            "faults": tuple(FaultSection(**fault) for fault in FAULTS),
+            "deterministic": True,
+        }
+        made = ready(steps=12, accumulate=2, device="cuda", **settings)
+        records = steps_of(run(made))
+        assert [r.step for r in records if not r.applied] == [3, 6]
+        assert ("not finite: first grad_output" in records[2].why) is verdicts
+        ends.append((made.prepared.state_dict(), torch.get_rng_state(), torch.cuda.get_rng_state()))
+    assert first_difference(*ends) is None
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])

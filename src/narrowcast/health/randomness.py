@@ -4,7 +4,6 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,35 +12,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RandomState:
-    """Where the generators of Python, NumPy, torch and one device stood.
+    """Where torch's generators stood, on the host and on one device.
 
-    As each of them gives it, which takes microseconds: one is kept for every step. What a
-    checkpoint holds is made of plain values, in `training`.
+    One is kept for every step, so it is no more than that: it takes a microsecond or two, and the
+    generators of Python and NumPy, from which hardly any model draws, would take fifty.
     """
 
-    python: Any
-    numpy: Any
     on_host: Tensor
-    """Of torch."""
     device: torch.device
     on_device: Tensor | None
-    """None for a CPU, which draws from torch's own."""
+    """None for a CPU, which draws from the host's."""
 
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
         """Return the state as it is. Waits for nothing."""
-        return cls(
-            python=random.getstate(),
-            numpy=np.random.get_state(legacy=False),
-            on_host=torch.get_rng_state(),
-            device=device,
-            on_device=_state_of(device),
-        )
+        return cls(on_host=torch.get_rng_state(), device=device, on_device=_state_of(device))
 
     def restore(self) -> None:
-        """Let every generator go on from here."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        """Let torch's generators go on from here."""
         torch.set_rng_state(self.on_host)
         if self.on_device is None:
             return
@@ -53,13 +41,18 @@ class RandomState:
 
 @contextlib.contextmanager
 def drawing_from(state: RandomState) -> Iterator[None]:
-    """Let the block draw from `state` on, and nobody after it know that it has drawn."""
-    before = RandomState.now(state.device)
+    """Let the block draw from `state` on, and nobody after it know that it has drawn.
+
+    Of Python and NumPy it draws what comes next, and that will come again.
+    """
+    before, python, numpy = RandomState.now(state.device), random.getstate(), np.random.get_state()
     state.restore()
     try:
         yield
     finally:
         before.restore()
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _state_of(device: torch.device) -> Tensor | None:
