@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from narrowcast.hardware import Hardware, probe
     from narrowcast.health.explain import explain
     from narrowcast.health.verdict import Verdict
+    from narrowcast.health.watching import watch
     from narrowcast.precision.linear_loss import linear_cross_entropy
     from narrowcast.precision.loss_scale import LossScale
     from narrowcast.precision.outcome import Outcome
@@ -36,6 +37,7 @@ _HOMES = {
     "policy": ("narrowcast.precision.presets", "policy_from"),
     "prepare": ("narrowcast.precision.prepare", "prepare"),
     "probe": ("narrowcast.hardware", "probe"),
+    "watch": ("narrowcast.health.watching", "watch"),
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "policy",
     "prepare",
     "probe",
+    "watch",
 ]
 
 

@@ -50,6 +50,8 @@ BENCH = Bench(
         " (guard alone)": {"meter_every": 0},
         " (lost updates, every step)": {"meter_every": 1},
         " (lost updates, every 10)": {"meter_every": 10},
+        " (statistics, every step)": {"meter_every": 0, "statistics_every": 1},
+        " (statistics, every 10)": {"meter_every": 0, "statistics_every": 10},
         " (average of weights)": {"meter_every": 0, "ema_decay": 0.999},
         " (deterministic)": {"meter_every": 0, "deterministic": True},
     },

@@ -1,1 +1,1 @@
-"""Numerical health: where a number that is not finite came from, and rehearsals of that."""
+"""Numerical health: what tensors lose to their formats, and where a bad number came from."""

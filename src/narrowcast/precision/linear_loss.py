@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.kernels.launch import why_not
+from narrowcast.precision.chain import is_watched
 from narrowcast.precision.chunked_loss import LossTerms, chunked_loss, reduced
 from narrowcast.precision.chunked_module import chunked_module_loss
 from narrowcast.precision.modules import InRegion
@@ -137,7 +138,7 @@ def _here(
 
 def _is_fp8(head: nn.Linear, terms: LossTerms) -> bool:
     """Say whether a head multiplies in fp8 on this device, and can be called for each chunk."""
-    if torch.compiler.is_compiling() or _is_emulated() or _is_hooked(head):
+    if torch.compiler.is_compiling() or _is_emulated() or is_watched(head):
         return False  # the compiler cannot trace a backward pass inside a forward pass
     from narrowcast.precision.fp8_linear import Fp8Linear
     from narrowcast.precision.fp8_local import Fp8LocalLinear
@@ -153,7 +154,7 @@ def _is_fp8(head: nn.Linear, terms: LossTerms) -> bool:
 def _operand_dtype(hidden: Tensor, head: nn.Linear) -> torch.dtype | None:
     """Return the format in which a plain linear layer multiplies here, if we can do the same."""
     tensors = [t for t in (hidden, head.weight, head.bias) if t is not None]
-    if _is_hooked(head) or any(is_traceable_wrapper_subclass(t) for t in tensors) or _is_emulated():
+    if is_watched(head) or any(is_traceable_wrapper_subclass(t) for t in tensors) or _is_emulated():
         return None
     dtypes = {t.dtype for t in tensors}
     if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
@@ -161,15 +162,6 @@ def _operand_dtype(hidden: Tensor, head: nn.Linear) -> torch.dtype | None:
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype if len(dtypes) == 1 else None
-
-
-def _is_hooked(head: nn.Linear) -> bool:
-    return bool(
-        head._forward_hooks
-        or head._forward_pre_hooks
-        or head._backward_hooks
-        or head._backward_pre_hooks
-    )
 
 
 def _is_emulated() -> bool:

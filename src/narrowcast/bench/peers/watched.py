@@ -5,9 +5,11 @@ from torch import Tensor
 from narrowcast.bench.model import Workbench
 from narrowcast.bench.peers.stepping import optimizer_for, trial_of
 from narrowcast.bench.timing import Trial
+from narrowcast.precision.outcome import Outcome
 from narrowcast.precision.prepare import prepare
 from narrowcast.training.compiling import compiled
 from narrowcast.training.determinism import deterministic_kernels
+from narrowcast.training.observing import Observer
 
 
 def build(
@@ -17,8 +19,9 @@ def build(
     meter_every: int,
     ema_decay: float | None = None,
     deterministic: bool = False,
+    statistics_every: int = 0,
 ) -> Trial:
-    """Return a step in a policy, with a lost-update meter, an average or deterministic kernels."""
+    """Return a step in a policy, with what watches it: a meter of lost updates, statistics, …"""
     prepared = prepare(
         bench.model,
         optimizer_for(bench, bench.model),
@@ -30,16 +33,24 @@ def build(
     )
     # Never left: this process measures nothing else.
     deterministic_kernels(deterministic).__enter__()
+    observer = Observer(prepared, every=statistics_every)
     model = compiled(prepared.model, bench.recipe)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         with prepared.compute():
             return bench.task.loss(model, (tokens, targets))
 
+    def update() -> Outcome:
+        observer.after_passes()
+        outcome = prepared.step()
+        observer.after_step(outcome.step)
+        observer.drop(before=outcome.step)
+        return outcome
+
     return trial_of(
         bench,
         loss_of=loss_of,
         backward=prepared.backward,
-        update=prepared.step,
+        update=update,
         compiled=bench.recipe.compile,
     )

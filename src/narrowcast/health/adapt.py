@@ -1,0 +1,117 @@
+"""Adaptive precision: which modules get a wider format, and when they return to their own.
+
+A module whose tensors overflow, saturate or vanish goes one format up (8 bits → bf16 → fp32, fp16 →
+bf16 → fp32). After a calm it goes one down again, and never below what the policy says. Pure: what
+is decided here is carried out by the trainer, between two steps.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+WIDER = {
+    "e2m1": "bf16",
+    "nvfp4": "bf16",
+    "mxfp8": "bf16",
+    "e4m3": "bf16",
+    "e5m2": "bf16",
+    "fp16": "bf16",
+    "bf16": "fp32",
+    "tf32": "fp32",
+}
+"""The format above each; fp32 has none."""
+
+REASONS = {"overflow": "overflows", "saturation": "saturates", "vanishing": "loses its gradients"}
+"""Kinds of trouble that a wider format helps against, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How far and how fast formats may change."""
+
+    most: float = 0.25
+    """Share of the modules that may be raised at once; one is always allowed."""
+    cooldown: int = 100
+    """Steps between two changes of one module."""
+    calm: int = 1000
+    """Steps without trouble after which a module goes down again."""
+
+
+class Move(NamedTuple):
+    """One module's change of format."""
+
+    module: str
+    before: str
+    after: str
+    reason: str
+
+
+@final
+@dataclass
+class Adaptation:
+    """The modules that are raised now; goes into a checkpoint as plain data."""
+
+    formats: Mapping[str, str]
+    """What the policy gives each module that multiplies."""
+    limits: Limits = field(default_factory=Limits)
+    overrides: dict[str, str] = field(default_factory=dict)
+    """Formats in force that are not the policy's, by module."""
+    _changed: dict[str, int] = field(default_factory=dict)
+    """The step of each module's last change."""
+    _troubled: dict[str, int] = field(default_factory=dict)
+    """The last step at which each raised module had trouble."""
+
+    def decide(self, troubles: Collection[tuple[str, str, str]], *, step: int) -> list[Move]:
+        """Return the changes to make after `step`, given all troubles now: (kind, module, role)."""
+        reasons: dict[str, str] = {}
+        for kind, module, role in troubles:
+            if kind in REASONS and module in self.formats:
+                reasons.setdefault(module, f"its {role} {REASONS[kind]}")
+        moves = [self._raise(module, why, step) for module, why in reasons.items()]
+        calm = [module for module in self.overrides if module not in reasons]
+        moves += [self._lower(module, step) for module in calm]
+        return [move for move in moves if move is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "overrides": dict(self.overrides),
+            "changed": dict(self._changed),
+            "troubled": dict(self._troubled),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.overrides = dict(state["overrides"])
+        self._changed, self._troubled = dict(state["changed"]), dict(state["troubled"])
+
+    def _raise(self, module: str, why: str, step: int) -> Move | None:
+        self._troubled[module] = step
+        now = self.overrides.get(module, self.formats[module])
+        most = max(1, int(self.limits.most * len(self.formats)))
+        full = module not in self.overrides and len(self.overrides) >= most
+        if full or now not in WIDER or self._is_cooling(module, step):
+            return None
+        return self._move(module, now, WIDER[now], why, step=step)
+
+    def _lower(self, module: str, step: int) -> Move | None:
+        quiet = step - self._troubled[module]
+        if quiet < self.limits.calm or self._is_cooling(module, step):
+            return None
+        self._troubled[module] = step  # the format below has to show that it is calm as well
+        own, now = self.formats[module], self.overrides[module]
+        # One format at a time: back from fp32 to bf16, and from there to its own.
+        below = own if WIDER[own] == now else WIDER[own]
+        return self._move(module, now, below, f"calm for {quiet} steps", step=step)
+
+    def _move(self, module: str, before: str, after: str, why: str, *, step: int) -> Move:
+        self._changed[module] = step
+        if after == self.formats[module]:
+            del self.overrides[module]
+        else:
+            self.overrides[module] = after
+        return Move(module, before, after, why)
+
+    def _is_cooling(self, module: str, step: int) -> bool:
+        changed = self._changed.get(module)
+        return changed is not None and step - changed < self.limits.cooldown

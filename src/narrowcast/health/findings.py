@@ -1,0 +1,115 @@
+"""The troubles of a run: told when they begin, and again if they come back after a calm.
+
+Made from records alone, so a finished run can be asked as well as one that is running.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from narrowcast.health.rules import CALM, LOST, REMEMBERED, RULES, Seen, Trouble, percent, spike
+from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
+
+
+@final
+@dataclass
+class Findings:
+    """Troubles of a run so far; goes into a checkpoint as plain data."""
+
+    _amax: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _active: dict[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
+    """Since when, and for how many looks it has been calm."""
+
+    @property
+    def active(self) -> list[tuple[str, str, str]]:
+        """What is wrong now: kind, module, role."""
+        return [*self._active]
+
+    def look(self, record: HealthRecord) -> list[FindingRecord]:
+        """Take in the statistics of a step; return the troubles that begin with it."""
+        seen = {(s.module, s.role): s for s in self._tensors(record)}
+        found = [t for s in seen.values() for rule in RULES for t in rule(s)]
+        for key, tensor in seen.items():
+            self._amax.setdefault(key, deque(maxlen=REMEMBERED)).append(tensor.amax)
+        return self._told(found, step=record.step, asked={rule.__name__ for rule in RULES})
+
+    def step(self, record: StepRecord) -> list[FindingRecord]:
+        """Take in a step; return the troubles that begin with it."""
+        found = []
+        told = spike(record.loss, self._losses)
+        if told:
+            advice = "look at the data of this step, lower optimizer.lr, or clip_norm=1"
+            found.append(Trouble("spike", "", "loss", "loss spike", told, advice))
+        if record.applied and math.isfinite(record.loss):
+            self._losses.append(record.loss)
+        asked = {"spike"}
+        if record.lost_updates is not None:
+            asked.add("lost")
+            if record.lost_updates > LOST:
+                why = f"{percent(record.lost_updates)} of the updates round to nothing"
+                advice = "try master=split (or kahan, stochastic) in the policy"
+                found.append(Trouble("lost", "", "update", "lost updates", why, advice))
+        return self._told(found, step=record.step, asked=asked)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "amax": [[*key, list(values)] for key, values in self._amax.items()],
+            "losses": list(self._losses),
+            "active": [[*key, *value] for key, value in self._active.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._amax = {(m, r): deque(v, maxlen=REMEMBERED) for m, r, v in state["amax"]}
+        self._losses = deque(state["losses"], maxlen=REMEMBERED)
+        self._active = {(m, r, w): (since, calm) for m, r, w, since, calm in state["active"]}
+
+    def _tensors(self, record: HealthRecord) -> Iterator[Seen]:
+        for i, (module, role) in enumerate(zip(record.module, record.role, strict=True)):
+            yield Seen(
+                module=module,
+                role=role,
+                format=record.format[i],
+                amax=record.amax[i],
+                overflow=record.overflow[i],
+                underflow=record.underflow[i],
+                nonfinite=record.nonfinite[i],
+                past=tuple(self._amax.get((module, role), ())),
+            )
+
+    def _told(self, found: Sequence[Trouble], *, step: int, asked: set[str]) -> list[FindingRecord]:
+        """Return those that begin now; let those go whose rules were asked and say no more."""
+        there = {t[:3] for t in found}
+        for key, (since, calm) in list(self._active.items()):
+            if key[0] not in asked:
+                continue
+            if key in there:
+                self._active[key] = since, 0
+            elif calm + 1 >= CALM:
+                del self._active[key]
+            else:
+                self._active[key] = since, calm + 1
+        fresh = []
+        for trouble in found:
+            if trouble[:3] not in self._active:
+                self._active[trouble[:3]] = step, 0
+                fresh.append(_finding(trouble, step))
+        return fresh
+
+
+def _finding(trouble: Trouble, step: int) -> FindingRecord:
+    _, module, role, what, why, advice = trouble
+    return FindingRecord(
+        step=step,
+        since=step,
+        module=module,
+        role=role,
+        what=what,
+        why=why,
+        action="",
+        advice=advice,
+    )

@@ -1,0 +1,154 @@
+"""What can be seen to go wrong in the statistics of a tensor or in a loss: one rule a function."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from statistics import median
+from typing import NamedTuple
+
+SATURATED = 1e-3
+"""Share of values beyond the range of an 8-bit format above which a layer is said to saturate."""
+VANISHED = 0.25
+"""Share of a gradient that rounds to zero above which it is said to vanish."""
+LOST = 0.5
+"""Share of lost updates above which weights are said to stand still."""
+GROWN = 16.0
+"""A largest magnitude that is so many times its median is said to drift."""
+SPIKE = 8.0
+"""A loss that is so many times the usual distance of neighbours above the last few is a spike."""
+RECENT = 8
+REMEMBERED = 64
+"""Looks, or steps, that a rule compares with."""
+CALM = 3
+"""Looks without a trouble after which it is over."""
+
+EIGHT_BITS = frozenset({"e4m3", "e5m2", "e2m1", "mxfp8", "nvfp4"})
+GRADIENTS = frozenset({"grad_output", "grad_weight"})
+
+
+class Seen(NamedTuple):
+    """One tensor of one look."""
+
+    module: str
+    role: str
+    format: str
+    amax: float
+    overflow: float
+    underflow: float
+    nonfinite: float
+    past: Sequence[float]
+    """Its largest magnitudes in the looks before, the latest last."""
+
+
+class Trouble(NamedTuple):
+    """What a rule has to say."""
+
+    kind: str
+    """Which rule; a trouble of one kind, module and role is told once."""
+    module: str
+    role: str
+    what: str
+    why: str
+    advice: str
+
+
+Rule = Callable[[Seen], Iterator[Trouble]]
+"""Looks at one tensor."""
+
+
+def overflow(seen: Seen) -> Iterator[Trouble]:
+    """Values beyond a format that does not saturate, or not finite at all."""
+    lost = seen.nonfinite + (0.0 if seen.format in EIGHT_BITS else seen.overflow)
+    if lost > 0:
+        wider = "bf16" if seen.format == "fp16" else "fp32"
+        yield Trouble(
+            "overflow",
+            seen.module,
+            seen.role,
+            f"overflow of {seen.format}",
+            f"{percent(lost)} of the values, largest {seen.amax:.3g}",
+            f"try {_override(seen.module, wider)}",
+        )
+
+
+def saturation(seen: Seen) -> Iterator[Trouble]:
+    """Values beyond an 8-bit format, which become its largest."""
+    if seen.format in EIGHT_BITS and seen.overflow > SATURATED:
+        yield Trouble(
+            "saturation",
+            seen.module,
+            seen.role,
+            f"saturation of {seen.format}",
+            f"{percent(seen.overflow)} of the values, largest {seen.amax:.3g}",
+            f"try {_override(seen.module, 'bf16')}",
+        )
+
+
+def vanishing(seen: Seen) -> Iterator[Trouble]:
+    """Gradients that round to zero."""
+    if seen.role in GRADIENTS and seen.underflow > VANISHED:
+        scaled = "a larger precision.loss_scale.initial or " if seen.format == "fp16" else ""
+        yield Trouble(
+            "vanishing",
+            seen.module,
+            seen.role,
+            f"gradients below {seen.format}",
+            f"{percent(seen.underflow)} of the values round to zero",
+            f"try {scaled}{_override(seen.module, 'bf16')}",
+        )
+
+
+def dead(seen: Seen) -> Iterator[Trouble]:
+    """A module that gives or gets nothing but zeros, look after look."""
+    if seen.role not in ("output", "grad_output") or seen.amax > 0 or seen.nonfinite:
+        return
+    if len(seen.past) >= CALM and not any(seen.past[-CALM:]):
+        yield Trouble(
+            "dead",
+            seen.module,
+            seen.role,
+            "dead layer",
+            f"its {seen.role.replace('_', ' ')} is zero",
+            "look at the activation before it, or lower optimizer.lr",
+        )
+
+
+def drift(seen: Seen) -> Iterator[Trouble]:
+    """A largest magnitude that has grown far beyond what it was."""
+    past = [value for value in seen.past if 0 < value < math.inf]
+    if len(past) < REMEMBERED // 4 or not seen.amax < math.inf:
+        return
+    usual = median(past)
+    if seen.amax > GROWN * usual:
+        yield Trouble(
+            "drift",
+            seen.module,
+            seen.role,
+            "magnitudes grow",
+            f"largest {seen.amax:.3g}, usually {usual:.3g}",
+            "lower optimizer.lr, clip gradients (clip_norm=1), or watch it",
+        )
+
+
+RULES: tuple[Rule, ...] = (overflow, saturation, vanishing, dead, drift)
+
+
+def spike(loss: float, past: Sequence[float]) -> str:
+    """Say how a loss lies outside what was usual; nothing where it does not."""
+    if len(past) < REMEMBERED // 2 or not math.isfinite(loss):
+        return ""
+    # Of the last few, and of the differences of neighbours: a run that learns moves by itself.
+    usual = median(islice(past, len(past) - RECENT, None))
+    distance = median(abs(a - b) for a, b in pairwise(past))
+    if loss - usual > SPIKE * max(distance, 1e-3 * abs(usual)):
+        return f"{loss:.4g}, usually {usual:.4g}"
+    return ""
+
+
+def _override(module: str, name: str) -> str:
+    return f'precision.overrides={{"{module}": {name}}}'
+
+
+def percent(share: float) -> str:
+    """Write a share."""
+    return f"{100 * share:.3g} %"

@@ -1,0 +1,52 @@
+"""Samples of tensors, taken where they pass through a model, forward and backward.
+
+A sample is 4,096 values in runs of 128, evenly spaced over the tensor: 8 kB of a tensor of many
+megabytes. Plain torch operations copy it into memory of its own, so a compiler joins them with what
+makes the tensor, and a captured step keeps them. Nothing is changed on the way, and nothing is kept
+for the backward pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.health.statistics import RUN
+
+SAMPLE = 4096
+"""Values of a sample: a share of one part in a thousand is seen, and what is rarer may not be."""
+
+
+def sample(x: Tensor) -> Tensor:
+    """Return SAMPLE values of a tensor, evenly spaced; of a smaller one, its values repeated."""
+    flat = x.detach().reshape(-1)
+    count = flat.numel()
+    if count < SAMPLE:
+        return flat.repeat(-(-SAMPLE // max(count, 1)))[:SAMPLE]
+    run = RUN if count % RUN == 0 else 1
+    runs = SAMPLE // run
+    stride = count // run // runs
+    return flat.view(-1, run)[: runs * stride : stride].reshape(-1)
+
+
+def tap(x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
+    """Return `x`; copy a sample of it, and in the backward pass of its gradient."""
+    result: Tensor = _tap(x, into, gradient_into)
+    return result
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
+        into.copy_(sample(x))
+        ctx.save_for_backward(gradient_into)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (into,) = ctx.saved_tensors
+        into.copy_(sample(gradient))
+        return gradient, None, None
+
+
+_tap: Any = _Tap.apply

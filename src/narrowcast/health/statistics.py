@@ -1,0 +1,99 @@
+"""What samples of many tensors lose to a format, in one go and on their device.
+
+Every row is a sample of one tensor. Nothing here waits for the device: the numbers of all tensors
+of a step are one small matrix, which is read when it has arrived.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from narrowcast.numerics import FORMATS, BlockFormat, Format, round_to, scale_for
+
+COLUMNS = ("amax", "amin", "overflow", "underflow", "subnormal", "nonfinite", "snr_db")
+"""Of a result, in this order. An SNR of NaN: nothing was changed, or nothing was there."""
+
+LOWEST, POWERS = -149, 277
+"""The powers of two that fp32 has, from its smallest subnormal number on."""
+
+RUN = 128
+"""Neighbours that a sample keeps together, as blocks share a scale."""
+
+
+def statistics(samples: Tensor, target: Format, *, scaling: str = "none") -> Tensor:
+    """Return what each row of `samples` loses to `target`: (tensors, columns), in fp32.
+
+    With a `scaling` the values are first brought into the format's range by a power of two: of the
+    whole sample, or for `block` of each run of 128. A scale for each row is taken as one of the
+    sample, so that a layer with it may do better than told.
+    """
+    x = samples.float()
+    finite = x.isfinite()
+    x = torch.where(finite, x, 0.0)
+    magnitude = x.abs()
+    scale = _scales(x, target, scaling)
+    scaled = magnitude * scale
+    there = magnitude > 0
+    over = torch.ge if target.overflow_is_even else torch.gt
+    gone = there & (scaled <= target.smallest / 2)
+    little = there & (scaled < target.smallest_normal) & ~gone
+    error = x - round_to(x * scale, target, saturate=True) / scale
+    signal, noise = (each.square().sum(1) for each in (x, error))
+    snr = 10 * torch.log10(signal / noise)
+    amin = torch.where(there, magnitude, math.inf).amin(1)
+    columns = (
+        torch.where(finite.all(1), magnitude.amax(1), math.inf),
+        torch.where(amin.isfinite(), amin, 0.0),
+        *(_share(each) for each in (over(scaled, _end(target)) & finite, gone, little, ~finite)),
+        torch.where(snr.isfinite(), snr, math.nan),
+    )
+    return torch.stack(columns, dim=1)
+
+
+def what_if(samples: Tensor, name: str) -> Tensor:
+    """Return what each row would lose to the format of this name, as a layer would scale it."""
+    target = FORMATS[name]
+    if isinstance(target, BlockFormat):
+        return statistics(samples, target.element, scaling="block")
+    return statistics(samples, target, scaling="tensor" if target.bits <= 8 else "none")
+
+
+def exponent_counts(samples: Tensor, target: Format, *, scaling: str = "none") -> Tensor:
+    """Return how many values of each row lie at each power of two, scaled as before a cast.
+
+    (tensors, powers), the first of which is 2**LOWEST; zeros and what is not finite are not there.
+    """
+    x = samples.float()
+    finite = torch.where(x.isfinite(), x, 0.0)
+    scaled = finite.abs() * _scales(finite, target, scaling)
+    powers = torch.frexp(scaled).exponent.long() - 1 - LOWEST
+    counts = torch.zeros(len(x), POWERS, device=x.device, dtype=torch.int64)
+    return counts.scatter_add_(1, powers.clamp(0, POWERS - 1), (scaled > 0).long())
+
+
+def trimmed(counts: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return the lowest power that any value has, and the counts from there to the highest."""
+    filled = [i for i, count in enumerate(counts) if count]
+    if not filled:
+        return 0, ()
+    return LOWEST + filled[0], tuple(counts[filled[0] : filled[-1] + 1])
+
+
+def _scales(x: Tensor, target: Format, scaling: str) -> Tensor:
+    if scaling == "none":
+        return torch.ones_like(x[:, :1])
+    if scaling == "block" and x.shape[1] % RUN == 0:
+        runs = x.view(-1, RUN)
+        return scale_for(runs, target, per="row").expand_as(runs).reshape(x.shape)
+    return scale_for(x, target, per="row")
+
+
+def _end(target: Format) -> float:
+    """Return where a format ends; torch refuses to compare fp32 with what is beyond it."""
+    return target.overflow if target.overflow <= torch.finfo(torch.float32).max else math.inf
+
+
+def _share(which: Tensor) -> Tensor:
+    return which.float().mean(1)

@@ -1,0 +1,160 @@
+"""Statistics and findings for people who stay in their own loop, or in somebody else's.
+
+    watch = narrowcast.watch(model, policy="bf16")
+    ...
+    loss.backward()
+    for finding in watch.step():
+        print(finding.module, finding.what, finding.why, finding.advice)
+    optimizer.step()
+
+The policy says what formats the loop computes in; nothing of the model changes but that samples are
+taken as tensors pass.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self, final
+
+from torch import nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import probe
+from narrowcast.health.findings import Findings
+from narrowcast.health.probes import Probes
+from narrowcast.health.reading import Reading
+from narrowcast.precision.plan import plan
+from narrowcast.precision.policy import Policy
+from narrowcast.runs import FindingRecord, HealthRecord
+
+EVERY = 10
+"""Steps between two readings."""
+
+
+def watch(model: nn.Module, *, policy: str | Policy = "fp32", every: int = EVERY) -> "Watch":
+    """Look at the tensors of a model that a loop of your own trains in a policy's formats.
+
+    Compile the model afterwards, if at all. `close()`, or the end of a `with` block, makes it
+    again what it was.
+    """
+    if every < 1:
+        raise RecipeError(f"watch(every={every}): write how many steps lie between two readings")
+    return Watch(model, policy=policy, every=every)
+
+
+@final
+class Watch:
+    """What is known of a model's tensors, and what was found."""
+
+    def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
+        device = next(model.parameters()).device
+        choices = plan(model, policy, hardware=probe(str(device)), only_faster=False)
+        self._probes, self._every = Probes(model, choices), every
+        self._findings, self._waits = Findings(), device.type == "cuda"
+        self._readings: deque[Reading] = deque()
+        self._steps = 0
+        self.statistics: HealthRecord | None = None
+        """The latest that have arrived."""
+
+    def step(self) -> list[FindingRecord]:
+        """Take note of a step, between `backward()` and the optimizer's; return what begins there.
+
+        On a GPU statistics are told one reading late, so that nothing waits for them.
+        """
+        self._steps += 1
+        if self._steps % self._every:
+            return []
+        self._probes.take_weights()
+        self._readings.append(Reading(self._probes, step=self._steps))
+        return self._arrived(leaving=1 if self._waits else 0)
+
+    def close(self) -> list[FindingRecord]:
+        """Make the model again what it was; return what was still on its way."""
+        found = self._arrived(leaving=0)
+        self._probes.remove()
+        return found
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _arrived(self, *, leaving: int) -> list[FindingRecord]:
+        found: list[FindingRecord] = []
+        while len(self._readings) > leaving:
+            for record in self._readings.popleft().records():
+                if isinstance(record, HealthRecord):
+                    self.statistics = record
+                    found += self._findings.look(record)
+        return found
+
+
+Tell = Callable[[FindingRecord], object]
+
+
+def lightning_callback(
+    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
+) -> Any:
+    """Return a callback for a Lightning trainer that watches the module it fits.
+
+    Findings go to `tell`, or to Lightning's warnings.
+    """
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities import rank_zero_warn
+
+    base: Any = Callback
+
+    class Watching(base):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.watch = watch(pl_module, policy=policy, every=every)
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            self._tell(self.watch.step())
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            self._tell(self.watch.close())
+
+        def _tell(self, found: list[FindingRecord]) -> None:
+            for finding in found:
+                (tell or (lambda f: rank_zero_warn(sentence(f))))(finding)
+
+    return Watching()
+
+
+def transformers_callback(
+    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
+) -> Any:
+    """Return a callback for transformers' Trainer that watches the model it trains.
+
+    Findings go to `tell`, or to transformers' log as warnings.
+    """
+    from transformers import TrainerCallback
+    from transformers.utils import logging
+
+    base: Any = TrainerCallback  # its types are there or not, as it is installed or not
+
+    class Watching(base):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.watch = watch(given["model"], policy=policy, every=every)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._tell(self.watch.step())
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._tell(self.watch.close())
+
+        def _tell(self, found: list[FindingRecord]) -> None:
+            log = logging.get_logger("transformers.narrowcast")
+            for finding in found:
+                (tell or (lambda f: log.warning(sentence(f))))(finding)
+
+    return Watching()
+
+
+def sentence(finding: FindingRecord) -> str:
+    """Write a finding as one line."""
+    where = " ".join(part for part in (finding.module, finding.role) if part)
+    rest = f"; {finding.remedy}" if finding.remedy else ""
+    return f"step {finding.step}: {where}: {finding.what}: {finding.why}{rest}"

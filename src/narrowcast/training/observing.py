@@ -1,0 +1,84 @@
+"""What a run looks at beside training: statistics of its tensors, and what they mean.
+
+Samples are taken in every step, as they cost next to nothing; statistics are made of them every few
+steps and arrive with that step's record.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, final
+
+from narrowcast.health.findings import Findings
+from narrowcast.health.probes import Probes
+from narrowcast.health.reading import Reading
+from narrowcast.precision.prepare import Prepared
+from narrowcast.runs import HealthRecord, Record, StepRecord
+
+EXPONENTS_EVERY = 10
+"""Readings between two that also tell how the worst tensors are spread over the powers of two."""
+
+
+@final
+class Observer:
+    """Reads the tensors of a prepared model every few steps; `every=0`: never."""
+
+    def __init__(self, prepared: Prepared, *, every: int) -> None:
+        self._prepared, self._every = prepared, every
+        self._findings = Findings()
+        self._readings: deque[tuple[int, Reading]] = deque()
+        self._probes: Probes | None = None
+        self._install()
+
+    @property
+    def troubles(self) -> list[tuple[str, str, str]]:
+        """What is wrong now: kind, module, role."""
+        return self._findings.active
+
+    def after_passes(self) -> None:
+        """Take samples of weights and gradients, once all gradients of a step are there."""
+        if self._probes is not None:
+            self._probes.take_weights()
+
+    def after_step(self, step: int) -> None:
+        """Read, if it is time to, what a step that was just queued has left."""
+        if self._probes is None or step % self._every:
+            return
+        self._probes.take_updates()
+        exponents = (step // self._every - 1) % EXPONENTS_EVERY == 0
+        self._readings.append((step, Reading(self._probes, step=step, exponents=exponents)))
+
+    def account(self, record: StepRecord) -> Iterator[Record]:
+        """Yield what there is to tell beside a step's record: findings, statistics."""
+        yield from self._findings.step(record)
+        while self._readings and self._readings[0][0] <= record.step:
+            _, reading = self._readings.popleft()
+            for told in reading.records():
+                yield told
+                if isinstance(told, HealthRecord):
+                    yield from self._findings.look(told)
+
+    def drop(self, *, before: int) -> None:
+        """Read what has arrived of the steps before one, and tell nobody."""
+        while self._readings and self._readings[0][0] < before:
+            self._readings.popleft()[1].records()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the model as it was inside the block, in which its formats may change."""
+        if self._probes is not None:
+            self._probes.remove()
+        yield
+        self._install()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the findings to come."""
+        return self._findings.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._findings.load_state_dict(state)
+
+    def _install(self) -> None:
+        if self._every:
+            self._probes = Probes(self._prepared.model, self._prepared.plan)

@@ -1,0 +1,131 @@
+"""Rules on statistics of real tensors that go wrong in known ways."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from narrowcast.health.findings import CALM, Findings
+from narrowcast.health.statistics import COLUMNS, statistics
+from narrowcast.numerics import format_named
+from narrowcast.runs import HealthRecord, StepRecord
+
+
+def look(step, *tensors):
+    """A record of tensors: (module, role, format, values)."""
+    rows = [
+        statistics(x.view(1, -1), format_named(form), scaling="none")[0].tolist()
+        for _, _, form, x in tensors
+    ]
+    columns = {name: tuple(row[i] for row in rows) for i, name in enumerate(COLUMNS)}
+    snr = tuple(None if math.isnan(v) else v for v in columns.pop("snr_db"))
+    modules, roles, formats = (tuple(t[i] for t in tensors) for i in range(3))
+    return HealthRecord(
+        step=step, module=modules, role=roles, format=formats, snr_db=snr, **columns
+    )
+
+
+def step(number, loss, **changes):
+    facts = {
+        "step": number, "loss": loss, "loss_scale": 1.0, "applied": True, "why": "",
+        "grad_norm": 1.0, "lr": 1e-3, "lost_updates": None, "tokens": 1, "seconds": 0.1,
+        "peak_bytes": 1,
+    }  # fmt: skip
+    return StepRecord(**{**facts, **changes})
+
+
+def drawn(seed=0, *, times=1.0):
+    return torch.randn(2048, generator=torch.Generator().manual_seed(seed)) * times
+
+
+def whats(found):
+    return [(f.module, f.role, f.what) for f in found]
+
+
+def test_a_healthy_run_has_no_findings():
+    findings = Findings()
+    for n in range(100):
+        assert findings.look(look(n, ("a", "input", "e4m3", drawn(n)))) == []
+        assert findings.look(look(n, ("a", "grad_output", "fp16", drawn(n)))) == []
+        noise = drawn(n)[0].item()
+        assert findings.step(step(n, 4.0 * 0.97**n + 2 + 0.02 * noise, lost_updates=0.1)) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "times", "what", "advice"),
+    [
+        ("fp16", 3e4, "overflow of fp16", "bf16"),
+        ("e4m3", 300.0, "saturation of e4m3", "bf16"),
+        ("fp32", math.inf, "overflow of fp32", "fp32"),
+    ],
+)
+def test_values_beyond_a_format_are_found_once_and_again_after_a_calm(form, times, what, advice):
+    findings = Findings()
+    bad = ("mlp", "output", form, drawn(times=times))
+    good = ("mlp", "output", form, drawn())
+    (found,) = findings.look(look(7, bad))
+    assert (found.module, found.role, found.what, found.since) == ("mlp", "output", what, 7)
+    assert advice in found.advice
+    assert "%" in found.why
+    assert findings.look(look(8, bad)) == []
+    for n in range(CALM):
+        assert findings.look(look(9 + n, good)) == []
+    assert whats(findings.look(look(20, bad))) == [("mlp", "output", what)]
+
+
+def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not():
+    tiny = drawn(times=1e-8)
+    found = Findings().look(
+        look(1, ("a", "grad_output", "fp16", tiny), ("a", "output", "fp16", tiny))
+    )
+    assert whats(found) == [("a", "grad_output", "gradients below fp16")]
+    assert "loss_scale" in found[0].advice
+
+
+def test_a_layer_of_zeros_is_dead_only_after_some_looks():
+    findings, zeros = Findings(), torch.zeros(128)
+    told = [
+        whats(
+            findings.look(look(n, ("a", "input", "bf16", drawn(n)), ("a", "output", "bf16", zeros)))
+        )
+        for n in range(6)
+    ]
+    assert told == [[], [], [], [("a", "output", "dead layer")], [], []]
+
+
+def test_magnitudes_that_grow_beyond_their_past_are_found():
+    findings = Findings()
+    for n in range(20):
+        assert findings.look(look(n, ("a", "input", "bf16", drawn(n)))) == []
+    found = findings.look(look(20, ("a", "input", "bf16", drawn(times=100.0))))
+    assert whats(found) == [("a", "input", "magnitudes grow")]
+
+
+def test_a_loss_spike_is_found_and_a_steep_beginning_is_not():
+    findings = Findings()
+    for n in range(80):
+        assert findings.step(step(n, 8 * 0.95**n + 2 + 0.05 * drawn(n)[0].item())) == []
+    (found,) = findings.step(step(80, 9.0))
+    assert (found.what, found.since) == ("loss spike", 80)
+    assert findings.step(step(81, math.nan, applied=False)) == []
+
+
+def test_weights_that_stand_still_are_found_when_they_are_measured():
+    findings = Findings()
+    assert whats(findings.step(step(1, 2.0, lost_updates=0.9))) == [("", "update", "lost updates")]
+    assert findings.step(step(2, 2.0)) == []
+    assert findings.step(step(3, 2.0, lost_updates=0.9)) == []
+
+
+def test_what_is_known_survives_a_checkpoint_as_plain_data():
+    straight, first, second = Findings(), Findings(), Findings()
+    records = [
+        look(n, ("a", "input", "e4m3", drawn(n, times=1.0 if n < 30 else 400.0))) for n in range(40)
+    ]
+    expected = [straight.look(r) for r in records]
+    told = [first.look(r) for r in records[:25]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    told += [second.look(r) for r in records[25:]]
+    assert told == expected
+    assert sum(map(len, told)) == 2
