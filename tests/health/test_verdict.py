@@ -49,3 +49,12 @@ def test_a_limit_is_the_last_number_that_fits(value):
 )
 def test_magnitudes_are_short(value, text):
     assert written(value) == text
+
+
+def test_a_loss_scale_is_blamed_for_what_it_can_have_done():
+    blamed = "the loss scale was too high"
+    assert verdict().advice(loss_scale=65536.0).startswith(blamed)
+    assert not verdict(amax=math.nan).advice(loss_scale=65536.0).startswith(blamed)
+    assert not verdict().advice(loss_scale=1.0).startswith(blamed)
+    assert not verdict("output", amax=math.inf).advice(loss_scale=65536.0).startswith(blamed)
+    assert not verdict(format="bf16", amax=math.inf).advice(loss_scale=65536.0).startswith(blamed)

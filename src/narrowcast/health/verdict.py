@@ -78,7 +78,7 @@ class Verdict:
         if self.place.role == "weight":
             return "the weights were bad before the step: resume from an earlier checkpoint"
         narrow = self.place.format == "fp16"
-        if narrow and self.phase == "backward" and loss_scale > 1:
+        if narrow and self.phase == "backward" and self.kind != "nan" and loss_scale > 1:
             return "the loss scale was too high for this gradient, and gives way by itself"
         calmer = "a lower optimizer.lr, or a lower clip_norm"
         if self.place.format in ("", "fp32"):
