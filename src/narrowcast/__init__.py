@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowcast.hardware import Hardware, probe
+    from narrowcast.health.explain import explain
+    from narrowcast.health.verdict import Verdict
     from narrowcast.health.watching import watch
     from narrowcast.precision.linear_loss import linear_cross_entropy
     from narrowcast.precision.loss_scale import LossScale
@@ -28,6 +30,8 @@ _HOMES = {
     "Plan": ("narrowcast.precision.plan", "Plan"),
     "Policy": ("narrowcast.precision.policy", "Policy"),
     "Prepared": ("narrowcast.precision.prepare", "Prepared"),
+    "Verdict": ("narrowcast.health.verdict", "Verdict"),
+    "explain": ("narrowcast.health.explain", "explain"),
     "linear_cross_entropy": ("narrowcast.precision.linear_loss", "linear_cross_entropy"),
     "plan": ("narrowcast.precision.plan", "plan"),
     "policy": ("narrowcast.precision.presets", "policy_from"),
@@ -44,7 +48,9 @@ __all__ = [
     "Plan",
     "Policy",
     "Prepared",
+    "Verdict",
     "__version__",
+    "explain",
     "linear_cross_entropy",
     "plan",
     "policy",

@@ -1,5 +1,6 @@
 """When a weight kept in fp8 is made anew, and where."""
 
+import contextlib
 import copy
 
 import pytest
@@ -321,3 +322,34 @@ def test_an_evaluation_before_the_first_step_decides_no_scale(emulate):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     theirs = straight.full_weights()
     assert all(torch.equal(theirs[name], value) for name, value in run.full_weights().items())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bad", [(), (0, 1), (3, 4)])
+def test_passes_aside_leave_the_course_of_a_run_as_it_is(policy, bad):
+    """Fp8 weights, the scales they were made with, and what was noted of them on the way."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(16, 32, generator=generator).to(DEVICE) for _ in range(7)]
+    ends = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
+        chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=chosen)
+        for step, x in enumerate(drawn):
+            given = x * float("nan") if step in bad else x
+            for aside in (True, False) if looks else (False,):
+                with run.aside() if aside else contextlib.nullcontext():
+                    with run.compute():
+                        loss = F.mse_loss(run.model(given * 3 if aside else given), given[:, :16])
+                    run.backward(loss)
+            assert run.step().applied is (step not in bad)
+            if looks:
+                with run.aside(), run.compute():
+                    run.model(given)
+        ends.append([run.state_dict()["amax"], *run.full_weights().values()])
+    (histories, *weights), (other_histories, *other_weights) = ends
+    assert (histories is None) is (policy != "fp8-delayed")
+    for name in histories or {}:
+        assert torch.equal(histories[name], other_histories[name])
+    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))

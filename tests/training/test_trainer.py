@@ -1,13 +1,15 @@
 import math
+import shutil
 import signal
 import threading
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from narrowcast.config.sections import DataSection
+from narrowcast.config.sections import DataSection, FaultSection
 from narrowcast.errors import CheckpointError, DivergedError, RecipeError
 from narrowcast.runs import (
     CheckpointRecord,
@@ -138,6 +140,148 @@ def train_into(records, made, folder):
     for record in train(made.prepared, made.task, made.recipe, folder=folder):
         records.append(record)
     return []
+
+
+def poisoned(task, bad, *, accumulate=2):
+    """Let the loss of the first micro-batch of some steps go through an infinity, ever again.
+
+    By the batch, not by a count: a replay is to meet the same.
+    """
+    order = Order(samples=len(task.train_data), batch_size=8, seed=0)
+    data = task.train_data
+    first = [data.__getitems__(order.indices((step - 1) * accumulate))[0] for step in bad]
+    good = task.loss
+
+    def loss(model, batch):
+        hit = any(torch.equal(batch[0], each) for each in first)
+        return good(model, batch) * (math.inf if hit else 1.0)
+
+    task.loss = loss
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8-delayed"])
+def test_a_run_with_verdicts_is_the_run_without_bit_for_bit(ready, policy):
+    """Dropout, running means, scales and histories: a replay leaves no trace in any of them."""
+    ends, records = [], []
+    for verdicts in (False, True):
+        # A scale at which no step overflows by itself.
+        precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
+        health = {"verdicts": verdicts}
+        made = ready(steps=12, accumulate=2, health=health, precision=precision)
+        poisoned(made.task, [1, 2, 7])
+        records.append(steps_of(run(made)))
+        ends.append((made.prepared.state_dict(), torch.get_rng_state()))
+    assert first_difference(*ends) is None
+    without, with_verdicts = records
+    assert [r.applied for r in without] == [step not in (1, 2, 7) for step in range(1, 13)]
+    for a, b in zip(without, with_verdicts, strict=True):
+        assert (a.loss, a.grad_norm, a.loss_scale) == pytest.approx(
+            (b.loss, b.grad_norm, b.loss_scale), rel=0, abs=0, nan_ok=True
+        )
+    assert "not finite: the loss, micro-batch 1 of 2" in with_verdicts[0].why
+    assert "nearest the loss" in with_verdicts[1].why  # the second of a row is not replayed
+    assert "not finite: the loss, micro-batch 1 of 2" in with_verdicts[6].why
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """Samples of which one is not a number."""
+
+    good: object
+    number: int
+
+    def __len__(self):
+        return len(self.good)
+
+    def __getitems__(self, indices):
+        x, y = self.good.__getitems__(indices)
+        x[[i for i, number in enumerate(indices) if number == self.number]] = math.nan
+        return x, y
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-tensor"])
+def test_a_bad_sample_is_named_in_every_way_to_take_a_step(ready, policy, device):
+    """On a GPU the steps are captured by then, and the next is under way when this one is read."""
+    precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
+    made = ready(steps=20, precision=precision, device=device)
+    order = Order(samples=100, batch_size=8, seed=0)
+    made.task.train_data = BadSample(made.task.train_data, order.indices(14)[5])
+    records = run(made)
+    skipped = [r for r in steps_of(records) if not r.applied]
+    assert skipped[0].why.startswith("not finite: the batch, micro-batch 1 of 1")
+    first = next(i for i in range(20) if made.task.train_data.number in order.indices(i))
+    assert skipped[0].step == first + 1
+    index = order.indices(first).index(made.task.train_data.number)
+    told = next(r for r in records if isinstance(r, FindingRecord) and r.role == "batch")
+    assert told.why.startswith(
+        f"the batch itself holds a NaN at index {index} (micro-batch 1 of 1)"
+    )
+    assert told.advice.startswith(f"look at sample {index}")
+
+
+FAULTS = [
+    {"step": 3, "module": "first", "role": "grad_output", "value": "nan", "micro_batch": 2},
+    {"step": 6, "module": "rise", "role": "weight", "value": "inf"},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-delayed"])
+def test_a_run_with_verdicts_on_the_gpu_is_the_run_without_bit_for_bit(ready, policy):
+    ends = []
+    for verdicts in (False, True):
+        settings = {
+            "precision": {"policy": policy, "loss_scale": {"initial": 1024.0}},
+            "health": {"verdicts": verdicts},
+            "faults": tuple(FaultSection(**fault) for fault in FAULTS),
+            "deterministic": True,
+        }
+        made = ready(steps=12, accumulate=2, device="cuda", **settings)
+        records = steps_of(run(made))
+        assert [r.step for r in records if not r.applied] == [3, 6]
+        assert ("not finite: first grad_output" in records[2].why) is verdicts
+        ends.append((made.prepared.state_dict(), torch.get_rng_state(), torch.cuda.get_rng_state()))
+    assert first_difference(*ends) is None
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_faults_of_a_recipe_are_announced_skipped_and_named(ready, compile):  # noqa: A002
+    if compile and shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    faults = tuple(FaultSection(**fault) for fault in FAULTS)
+    made = ready("bf16", steps=8, accumulate=2, faults=faults, compile=compile)
+    records = run(made)
+    assert [r.step for r in steps_of(records) if not r.applied] == [3, 6]
+    found = [r for r in records if isinstance(r, FindingRecord) and "gradients of" not in r.why]
+    assert [(r.step, r.module, r.role, r.what) for r in found] == [
+        (3, "first", "grad_output", "fault injected"),
+        (3, "first", "grad_output", "NaN"),
+        (6, "rise", "weight", "fault injected"),
+        (6, "rise", "weight", "infinity"),
+    ]
+    assert "micro-batch 2 of 2" in found[1].why
+    assert all(p.isfinite().all() for p in made.task.model.parameters())
+
+
+def test_a_run_with_faults_is_resumed_bit_for_bit(ready, tmp_path):
+    faults = tuple(FaultSection(**fault) for fault in FAULTS)
+    settings = {"steps": 8, "accumulate": 2, "faults": faults, "checkpoint": {"every": 4}}
+    whole = ready("fp16", **settings)
+    records = run(whole, folder=tmp_path / "whole")
+    state = load_checkpoint(tmp_path / "whole" / "checkpoints" / "step-000004")
+    resumed = ready("fp16", **settings)
+    rest = run(resumed, folder=tmp_path / "resumed", resume=state)
+    later = [r for r in records if r.step > 4]
+    assert all(same_course(a, b) for a, b in zip(later, rest, strict=True))
+    ends = [made.prepared.state_dict() for made in (whole, resumed)]
+    assert first_difference(*ends) is None
 
 
 def test_evaluations_and_checkpoints_come_when_asked_and_at_the_end(ready, tmp_path):

@@ -225,6 +225,30 @@ class EvalSection(Section):
     every: int = Field(default=0, ge=0, description="steps between; 0: at the end")
 
 
+class HealthSection(Section):
+    """What is looked at beside the training."""
+
+    verdicts: bool = Field(
+        default=True,
+        description="replay a step that is not finite, to name where that came from",
+    )
+
+
+class FaultSection(Section):
+    """A number put in place of another, on purpose, for the passes of one micro-batch."""
+
+    step: int = Field(ge=1, description="the step it is put into")
+    module: str = Field(description="name of a module, or a glob that matches exactly one")
+    role: Literal["input", "weight", "output", "grad_output", "grad_weight"] = Field(
+        description="the tensor it is put into"
+    )
+    value: Literal["inf", "nan", "large", "bit-flip"] = Field(description="what is put there")
+    micro_batch: int = Field(default=1, ge=1, description="the micro-batch of the step")
+    index: int | None = Field(
+        default=None, ge=0, description="which number of the tensor; none: chosen by the seed"
+    )
+
+
 class CommonSettings(Section):
     """The settings that are the same for every workload."""
 
@@ -261,9 +285,39 @@ class CommonSettings(Section):
     )
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="saving")
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")
+    health: HealthSection = Field(default_factory=HealthSection, description="numerical health")
+    faults: tuple[FaultSection, ...] = Field(
+        default=(), description="faults to rehearse: step, module, role, value"
+    )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=(), description="programs that are told of the run too; wandb without a network"
     )
+
+    @model_validator(mode="after")
+    def _can_be_rehearsed(self) -> Self:
+        """Refuse faults that no step would have."""
+        refuse_conflicts(
+            [
+                *(
+                    (
+                        ("faults", "steps"),
+                        f"step {fault.step} is after the last; write steps={fault.step}",
+                    )
+                    for fault in self.faults
+                    if fault.step > self.steps
+                ),
+                *(
+                    (
+                        ("faults", "accumulate"),
+                        f"a step has {self.accumulate} micro-batches, not {fault.micro_batch}; "
+                        f"write accumulate={fault.micro_batch}",
+                    )
+                    for fault in self.faults
+                    if fault.micro_batch > self.accumulate
+                ),
+            ]
+        )
+        return self
 
 
 class Recipe(CommonSettings):

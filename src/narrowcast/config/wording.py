@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from narrowcast.config.tree import Tree, choices_of, leaves, options_of
@@ -106,6 +107,8 @@ _SIMPLE = {
 def _kind(option: Any) -> str:
     args = get_args(option)
     match get_origin(option):
+        case None if isinstance(option, type) and issubclass(option, BaseModel):
+            return f"a mapping with {_listed_fields(option)}"
         case None:
             return _SIMPLE.get(option, "another value")
         case origin if origin is Literal:
@@ -116,6 +119,18 @@ def _kind(option: Any) -> str:
             return f"a mapping of names to {_needed_item(args[1])}"
         case _:
             return f"a list: {_needed_item(args[0])} each"
+
+
+def _listed_fields(model: type[BaseModel]) -> str:
+    fields = model.model_fields.items()
+    told = [
+        f"{name} ({choices})"
+        if (choices := ", ".join(map(str, choices_of(field.annotation))))
+        else name
+        for name, field in fields
+        if field.is_required()
+    ]
+    return ", ".join(told)
 
 
 def _needed_item(annotation: Any) -> str:

@@ -1,1 +1,1 @@
-"""Numerical health: what tensors lose to their formats, and what that does to a run."""
+"""Numerical health: what tensors lose to their formats, and where a bad number came from."""

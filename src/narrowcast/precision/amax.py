@@ -5,8 +5,9 @@ is applied, that goes into the history and the next scale comes out of it; a ski
 trace. The scales of all modules lie side by side, so that a step moves them in one go.
 """
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,23 @@ class AmaxHistories:
         self.inverse.zero_()
         self.moves += 1
         distrust(self._addresses)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Take back afterwards what passes inside the block note or decide. Waits for the device.
+
+        A scale that no matrix has decided yet is decided by those of the block, and forgotten.
+        """
+        # As `.data`: autograd may be keeping the notes for a backward pass.
+        held = [each.data for each in (self.amax, self.notes, self.inverse, self.counts)]
+        before, moves = [each.clone() for each in held], self.moves
+        try:
+            yield
+        finally:
+            for each, value in zip(held, before, strict=True):
+                each.copy_(value)
+            self.moves = moves
+            self._trust_what_is_known()
 
     @property
     def _addresses(self) -> set[int]:

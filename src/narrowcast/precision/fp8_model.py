@@ -56,6 +56,19 @@ class Fp8Model:
         finally:
             noted.copy_(before)
 
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Take back afterwards what passes inside the block did to scales and fp8 weights."""
+        made = [(layer, layer.nc_weight, layer.nc_weight_is_of) for layer in self._layers]
+        histories = self._histories
+        with contextlib.nullcontext() if histories is None else histories.unchanged():
+            try:
+                yield
+            finally:
+                for layer, weight, is_of in made:
+                    # A weight that was made anew here is made again, and noted, by the next step.
+                    layer.nc_weight, layer.nc_weight_is_of = weight, is_of
+
     def bytes(self) -> dict[str, int]:
         """Return what the fp8 weights take, by role; nothing where there are none."""
         made = [layer.nc_weight for layer in self._layers if layer.nc_weight is not None]

@@ -174,19 +174,19 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    return _changed(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return changed_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def changed_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with its tensors changed, those inside tuples, lists and dicts included."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and type(value) not in (tuple, torch.Size):
-        return type(value)(*(_changed(item, change) for item in value))  # a named one
+        return type(value)(*(changed_tensors(item, change) for item in value))  # a named one
     if isinstance(value, tuple | list):
-        return type(value)([_changed(item, change) for item in value])
+        return type(value)([changed_tensors(item, change) for item in value])
     if isinstance(value, dict):
-        fresh = {key: _changed(item, change) for key, item in value.items()}
+        fresh = {key: changed_tensors(item, change) for key, item in value.items()}
         if type(value) is dict:
             return fresh
         copied = copy.copy(value)  # a dict that is more than one stays so
@@ -205,4 +205,4 @@ def _scale_gradients(value: Any, factor: Tensor) -> tuple[Any, int]:
         scaled.append(tensor)
         return cast(Tensor, _scale_gradient(tensor, factor))
 
-    return _changed(value, change), len(scaled)
+    return changed_tensors(value, change), len(scaled)

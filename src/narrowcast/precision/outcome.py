@@ -115,6 +115,11 @@ class Outcome:
         return self._facts.loss_scale
 
     @property
+    def next_scale(self) -> float:
+        """The scale the loss of the next step is multiplied by."""
+        return self._facts.next_scale
+
+    @property
     def grad_norm(self) -> float:
         """The norm of all gradients, unscaled, before clipping."""
         return self._facts.grad_norm

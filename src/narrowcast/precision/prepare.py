@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import DivergedError, RecipeError
 from narrowcast.hardware import probe
+from narrowcast.precision.aside import grads_and_buffers_kept
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.fp8_model import Fp8Model
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
@@ -258,6 +259,25 @@ class Prepared:
         if self._weights.device.type == "cpu":
             self.settle()
         return outcome
+
+    def scale_values(self) -> list[Tensor]:
+        """Return copies of every loss scale in force: of the losses, then of parts of the model."""
+        return [value.clone() for value in self._scales.values]
+
+    @contextlib.contextmanager
+    def aside(self, scales: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Leave no trace of the passes that are made inside the block, and make no step in it.
+
+        Gradients, buffers, fp8 weights and what their scales come from are afterwards as they were.
+        `scales`, from `scale_values`, are in force inside. Random numbers are drawn as ever.
+        """
+        checked_at = self._scales_checked_at
+        values = self._scales.values if scales is None else scales
+        with self._fp8.unchanged(), self._scales.set_to(values), grads_and_buffers_kept(self.model):
+            try:
+                yield
+            finally:
+                self._scales_checked_at = checked_at
 
     def settle(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""

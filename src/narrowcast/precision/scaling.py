@@ -5,7 +5,8 @@ weights are scaled by the product of both. When gradients overflow, the part the
 backs off; the scale of the whole loss does where no part is to blame or none can give way further.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +61,24 @@ class Scales:
     def value(self) -> Tensor | None:
         """The scale of the first loss."""
         return next(iter(self._losses.values())).value if self._losses else None
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Every scale, as it is: those of the losses, then those of the parts."""
+        return [scale.value for scale in (*self._losses.values(), *self.parts.values())]
+
+    @contextlib.contextmanager
+    def set_to(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Let other values be in force inside the block, and what it finds be forgotten."""
+        before, finite = [value.clone() for value in self.values], dict(self._finite)
+        try:
+            for scale, value in zip(self.values, values, strict=True):
+                scale.copy_(value)
+            yield
+        finally:
+            for scale, value in zip(self.values, before, strict=True):
+                scale.copy_(value)
+            self._finite = finite
 
     def take_unscaled(self, name: str, gradients: Sequence[Tensor]) -> None:
         """Divide one loss's scale out of its gradients at once, so that the next can be added."""

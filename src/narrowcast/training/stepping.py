@@ -5,6 +5,7 @@ between which the host learns how the step before ended and sets the learning ra
 the host nothing, whatever the number of kernels: it is how small models keep a GPU busy.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import UnsupportedError
+from narrowcast.health.faults import StepFaults
+from narrowcast.health.replay import eagerly
 from narrowcast.precision.outcome import Outcome
 from narrowcast.precision.prepare import Prepared
 from narrowcast.training.compiling import compiled
@@ -47,9 +50,15 @@ class Stepper:
         """Whether steps are replayed as CUDA graphs now."""
         return self._graphs is not None
 
-    def __call__(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
+    def __call__(
+        self, batches: Sequence[Batch], *, faults: StepFaults | None = None
+    ) -> tuple[Outcome, Tensor]:
         """Take a step; return its outcome and the mean loss, on the device."""
         self._taken += 1
+        if faults is not None:
+            with eagerly():
+                loss = self.passes(batches, faults=faults)
+            return self._prepared.step(), loss
         if not self._wants_graph:
             return self._launch(batches)
         # A graph keeps what its capture did, so the scales of fp8 must be those of a step by then.
@@ -71,13 +80,14 @@ class Stepper:
                 "cuda_graph=false"
             ) from error
 
-    def passes(self, batches: Sequence[Batch]) -> Tensor:
+    def passes(self, batches: Sequence[Batch], *, faults: StepFaults | None = None) -> Tensor:
         """Queue forward and backward passes; return the mean loss."""
         losses = []
-        for batch in batches:
-            with self._prepared.compute():
-                loss = self._task.loss(self._model, batch)
-            self._prepared.backward(loss / len(batches))
+        for number, batch in enumerate(batches, start=1):
+            with contextlib.nullcontext() if faults is None else faults.during(number):
+                with self._prepared.compute():
+                    loss = self._task.loss(self._model, batch)
+                self._prepared.backward(loss / len(batches))
             losses.append(loss.detach())
         return torch.stack(losses).float().mean()
 
@@ -158,6 +168,8 @@ def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:
     why = prepared.why_not_captured
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
+    if recipe.faults and not why:
+        why = "a captured step is the same every time, and faults are not"
     if recipe.cuda_graph and why:
         raise UnsupportedError(
             f"cuda_graph=true: {why}; write cuda_graph=null to have it where it can be"

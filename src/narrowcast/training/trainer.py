@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
@@ -20,6 +21,9 @@ import torch
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError, DivergedError, NarrowcastError, RecipeError
+from narrowcast.health.faults import Fault, Faults
+from narrowcast.health.inquiry import Inquiry
+from narrowcast.health.replay import Scene
 from narrowcast.precision.outcome import Outcome
 from narrowcast.precision.prepare import Prepared
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Record, StepRecord
@@ -78,6 +82,8 @@ class _Attempt:
     outcome: Outcome
     loss: HostNumber
     tokens: int
+    scene: Scene | None
+    """What it was given, kept while it may have to be looked into."""
 
 
 @final
@@ -90,6 +96,12 @@ class _Course:
         self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
         self._device = next(prepared.model.parameters()).device
         self._stepper = Stepper(prepared, task, recipe)
+        self._inquiry = Inquiry(
+            prepared,
+            lambda batch: task.loss(self._stepper.model, batch),
+            verdicts=recipe.health.verdicts,
+            faults=_faults(prepared, recipe),
+        )
         self._step = self._batches = self._evaluated = self._saved = 0
         self._unread: deque[_Attempt] = deque()
         self._since = time.perf_counter()
@@ -170,7 +182,9 @@ class _Course:
         """Queue one step: forward and backward of each micro-batch, then the update."""
         count = self._recipe.accumulate
         batches = list(islice(data, count))
-        outcome, loss = self._stepper(batches)
+        scene = self._inquiry.before(batches)
+        faults = self._inquiry.faults_at(self._step + 1)
+        outcome, loss = self._stepper(batches, faults=faults)
         self._step += 1
         self._batches += count
         return _Attempt(
@@ -178,6 +192,7 @@ class _Course:
             outcome=outcome,
             loss=HostNumber(loss),
             tokens=sum(self._task.tokens(batch) for batch in batches),
+            scene=scene,
         )
 
     def _read(self, *, leaving: int) -> Iterator[Record]:
@@ -186,13 +201,20 @@ class _Course:
             attempt = self._unread.popleft()
             outcome = attempt.outcome
             applied = outcome.applied  # waits, so the clock is read after it
-            now = time.perf_counter()
+            now, loss = time.perf_counter(), attempt.loss.value()
+            told = self._inquiry.account(
+                attempt.step,
+                outcome,
+                loss=loss,
+                scene=attempt.scene,
+                moved=partial(self._has_moved_since, attempt),
+            )
             yield StepRecord(
                 step=attempt.step,
-                loss=attempt.loss.value(),
+                loss=loss,
                 loss_scale=outcome.loss_scale,
                 applied=applied,
-                why=outcome.why,
+                why=told.why,
                 grad_norm=outcome.grad_norm,
                 lr=outcome.lr,
                 lost_updates=outcome.lost_updates,
@@ -200,8 +222,13 @@ class _Course:
                 seconds=now - self._since,
                 peak_bytes=_peak_bytes(self._device),
             )
-            self._since = now
+            self._since = time.perf_counter()  # a look into a bad step is not the next one's
+            yield from told.findings
             yield from self._findings()
+
+    def _has_moved_since(self, attempt: _Attempt) -> bool:
+        """Say whether the weights are not those of an attempt any more. Waits for the device."""
+        return any(each.outcome.applied for each in (attempt, *self._unread))
 
     def _findings(self) -> Iterator[FindingRecord]:
         for finding in self._prepared.findings():
@@ -218,6 +245,7 @@ class _Course:
             "samples": len(self._task.train_data),
             "shapes": shapes(self._prepared.model),
             "random": capture_randomness(self._device),
+            "inquiry": self._inquiry.state_dict(),
             "prepared": self._prepared.state_dict(),
         }
         keep = self._recipe.checkpoint.keep
@@ -229,6 +257,7 @@ class _Course:
     def _restore(self, state: dict[str, Any]) -> Iterator[FindingRecord]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
         self._prepared.load_state_dict(state["prepared"])
+        self._inquiry.load_state_dict(state["inquiry"])
         self._step, self._batches = state["step"], state["batches"]
         self._evaluated, self._saved = state["evaluated"], state["step"]
         if not restore_randomness(state["random"], self._device):
@@ -243,6 +272,11 @@ class _Course:
                 action=f"started them from seed={self._recipe.seed}",
                 advice=f"resume on {saved_on} to continue them bit for bit",
             )
+
+
+def _faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
+    asked = [Fault(**section.model_dump()) for section in recipe.faults]
+    return Faults(prepared.model, asked, seed=recipe.seed) if asked else None
 
 
 def _peak_bytes(device: torch.device) -> int:

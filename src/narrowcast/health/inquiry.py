@@ -1,0 +1,147 @@
+"""The inquiry into bad steps of a run: which are replayed, and what is told of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from narrowcast.health.faults import Faults, StepFaults
+from narrowcast.health.replay import Scene, replay
+from narrowcast.health.verdict import Verdict
+from narrowcast.precision.outcome import Outcome
+from narrowcast.precision.prepare import Prepared
+from narrowcast.runs import FindingRecord
+
+AGAIN = 50
+"""Bad steps of a row between two that are replayed: what is wrong with one is wrong with most."""
+FREE, SHARE = 4, 0.01
+"""Replays of a run: these, and this share of its steps. A replay takes about two steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What is told of a step."""
+
+    why: str
+    """For its record; empty where it was applied."""
+    findings: Sequence[FindingRecord] = ()
+
+
+@final
+class Inquiry:
+    """Looks into the bad steps of a run."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        loss_of: Callable[[Any], Tensor],
+        *,
+        verdicts: bool,
+        faults: Faults | None = None,
+    ) -> None:
+        self._prepared, self._loss_of = prepared, loss_of
+        self._verdicts, self._faults = verdicts, faults
+        self._replays = self._row = 0
+
+    def before(self, batches: Sequence[Any]) -> Scene | None:
+        """Return what has to be kept of a step until its outcome is known."""
+        return Scene.before(self._prepared, batches) if self._verdicts else None
+
+    def faults_at(self, step: int) -> StepFaults | None:
+        """Return the faults of a step; None where it has none."""
+        return None if self._faults is None else self._faults.at(step)
+
+    def account(
+        self,
+        step: int,
+        outcome: Outcome,
+        *,
+        loss: float,
+        scene: Scene | None,
+        moved: Callable[[], bool],
+    ) -> Account:
+        """Tell of a step whose outcome is known; `moved`: whether the weights have, since then."""
+        good = outcome.applied and math.isfinite(loss)
+        self._row = 0 if good else self._row + 1
+        rehearsed = self.faults_at(step)
+        told = [] if rehearsed is None else _announced(step, rehearsed)
+        # A rehearsal is there to be looked into.
+        due = rehearsed is not None or self._is_due(step)
+        if good or scene is None or not due:
+            return Account(why=outcome.why, findings=told)
+        self._replays += 1
+        later = ", with the weights of a later step," if moved() else ""
+        try:
+            around = None if rehearsed is None else rehearsed.during
+            verdict = replay(self._prepared, scene, self._loss_of, around=around)
+        except torch.OutOfMemoryError:
+            # Eager passes hold more than those of a compiled, or captured, step.
+            torch.cuda.empty_cache()
+            return Account(why=_with(outcome.why, "no memory was left for a replay"), findings=told)
+        if verdict is None:
+            why = _with(outcome.why, f"a replay{later} did not show it")
+            return Account(why=why, findings=told)
+        scale = _scale_change(outcome)
+        why = "" if outcome.applied else f"not finite: {verdict.where}{scale and '; loss ' + scale}"
+        told.append(_finding(step, verdict, outcome, scale=scale, later=later))
+        return Account(why=why, findings=told)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what decides which steps are looked into."""
+        return {"replays": self._replays, "row": self._row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take up where a saved run stood."""
+        self._replays, self._row = state["replays"], state["row"]
+
+    def _is_due(self, step: int) -> bool:
+        return self._row % AGAIN == 1 and self._replays + 1 <= FREE + SHARE * step
+
+
+def _finding(
+    step: int, verdict: Verdict, outcome: Outcome, *, scale: str, later: str
+) -> FindingRecord:
+    skipped = f"the step is skipped{scale and '; ' + scale}"
+    return FindingRecord(
+        step=step,
+        since=step,
+        module=verdict.module,
+        role=verdict.role,
+        what=verdict.what,
+        why=verdict.told + (f"; so seen in a replay{later.rstrip(',')}" if later else ""),
+        action="" if outcome.applied else skipped,
+        advice=verdict.advice(loss_scale=outcome.loss_scale),
+    )
+
+
+def _announced(step: int, faults: StepFaults) -> list[FindingRecord]:
+    return [
+        FindingRecord(
+            step=step,
+            since=step,
+            module=name,
+            role=fault.role,
+            what="fault injected",
+            why=f"a rehearsal: the recipe's faults ask for {fault}",
+            action="the step runs in eager mode; a run with faults has no CUDA graphs",
+            advice="leave out faults in a recipe for a run that counts",
+        )
+        for fault, name in faults.faults
+    ]
+
+
+def _scale_change(outcome: Outcome) -> str:
+    if outcome.next_scale == outcome.loss_scale:
+        return ""
+    return f"scale {outcome.loss_scale:g} → {outcome.next_scale:g}"
+
+
+def _with(why: str, more: str) -> str:
+    """Add to a reason that ends, as any does, with what became of the scale."""
+    if not why:
+        return why  # an applied step has none
+    names, scale, change = why.partition("; loss scale ")
+    return f"{names}; {more}{scale}{change}"

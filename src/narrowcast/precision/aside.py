@@ -1,0 +1,34 @@
+"""Passes that leave no trace: what a backward pass adds to, and what a forward pass writes."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def grads_and_buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Begin the block without gradients; give gradients and buffers back afterwards, bit for bit.
+
+    What a module keeps elsewhere, in attributes of its own, is not known here.
+    """
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer  # a module may have put another in its place
+                # As `.data`: this is no change that anybody must know of.
+                buffer.data.copy_(value)
