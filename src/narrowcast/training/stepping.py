@@ -108,7 +108,7 @@ class _Graphs:
         self._prepared = prepared
         self._inputs = [tuple(tensor.clone() for tensor in batch) for batch in batches]
         prepared.settle()
-        prepared.write_settings()  # a change of them must not be captured
+        prepared.captured.write_settings()  # a change of them must not be captured
         # The graph must make fp8 weights anew, even if an evaluation has just done so.
         torch.autograd.graph.increment_version(
             [p for p in prepared.model.parameters() if p.requires_grad]
@@ -119,11 +119,11 @@ class _Graphs:
         self._passes = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._passes, pool=pool):
             self._loss = stepper.passes(self._inputs)
-        self._present = prepared.present()
-        gradients = prepared.gradients()
+        self._present = prepared.captured.present()
+        gradients = prepared.captured.gradients()
         self._updates: dict[bool, _Update] = {}
         for metered in (False, True):
-            prepared.set_gradients(gradients)
+            prepared.captured.set_gradients(gradients)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 packed = prepared.queue_update(self._present, metered=metered)
@@ -140,11 +140,11 @@ class _Graphs:
                 mine.copy_(given, non_blocking=True)
         self._passes.replay()
         self._prepared.begin_step()
-        self._prepared.write_settings()
+        self._prepared.captured.write_settings()
         metered = self._prepared.is_metered
         update = self._updates[metered]
         update.graph.replay()
-        self._prepared.has_replayed(self._present)
+        self._prepared.captured.has_replayed(self._present)
         outcome = self._prepared.end_step(update.packed, self._present, metered=metered)
         return outcome, self._loss
 
@@ -155,7 +155,7 @@ def _shapes(batches: Sequence[Batch]) -> list[list[Any]]:
 
 def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:
     """Say whether steps are to be captured; refuse where that was asked and cannot be."""
-    why = prepared.why_not_captured
+    why = prepared.captured.why_not
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
     if recipe.cuda_graph and why:
