@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from narrowcast.config.tree import Tree, choices_of, leaves, options_of
@@ -107,6 +108,8 @@ def _kind(option: Any) -> str:
     args = get_args(option)
     match get_origin(option):
         case None:
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                return f"a mapping of {', '.join(option.model_fields)}"
             return _SIMPLE.get(option, "another value")
         case origin if origin is Literal:
             return "one of " + ", ".join(str(choice) for choice in choices_of(option))

@@ -54,11 +54,7 @@ class Carried:
         goes on; one that begins has the settings given here, or those given before, or the default.
         Histories of delayed scaling go on where a module of the same name had one.
         """
-        refuse_foreign_plan(self._model, chosen, mine=self.plan)
-        asked, policy = self._asked, chosen.policy
-        in_one_pass, path = update_path(self._optimizer, policy, asked=asked)
-        scales = self._scales_under(policy, loss_scale)
-        _refuse_lost_gradients(scales, policy)
+        in_one_pass, path, scales = self.terms(chosen, loss_scale=loss_scale)
         before = self.fp8
         self.weights.change(self.plan, chosen, one_pass=in_one_pass, seed=seed)
         self.plan, self.region = chosen, chosen.region
@@ -66,6 +62,19 @@ class Carried:
         self.fp8 = Fp8Model(self._model)
         self.fp8.take_over(before)
         scale_parts(self._parts, scales.parts)
+
+    def terms(
+        self, chosen: Plan, *, loss_scale: LossScale | None = None
+    ) -> tuple[bool, str, Scales]:
+        """Return whether the update would be in one pass, and why, and the loss scales; or refuse.
+
+        Changes nothing.
+        """
+        refuse_foreign_plan(self._model, chosen, mine=self.plan)
+        in_one_pass, path = update_path(self._optimizer, chosen.policy, asked=self._asked)
+        scales = self._scales_under(chosen.policy, loss_scale)
+        _refuse_lost_gradients(scales, chosen.policy)
+        return in_one_pass, path, scales
 
     @property
     def decides_on_device(self) -> bool:

@@ -162,6 +162,10 @@ class Prepared:
         self._scales_checked_at = self._steps_begun if self._carried.fp8.has_histories else math.inf
         return changes_between(before, choices)
 
+    def refuse_impossible(self, choices: Plan) -> None:
+        """Raise what `change` to this plan would raise; change nothing."""
+        self._carried.terms(choices)
+
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
         if not torch.compiler.is_compiling():

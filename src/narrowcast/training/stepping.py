@@ -32,10 +32,10 @@ class Stepper:
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
         self._prepared, self._task = prepared, task
+        self._recipe = recipe
         self._model = compiled(prepared.model, recipe)
-        self._wants_graph = _wants_graph(prepared, recipe)
-        self._taken = 0
         self._graphs: _Graphs | None = None
+        self.renew()
 
     @property
     def model(self) -> nn.Module:
@@ -47,13 +47,24 @@ class Stepper:
         """Whether steps are replayed as CUDA graphs now."""
         return self._graphs is not None
 
+    def renew(self) -> None:
+        """Begin as with the first step: the model has other formats now, and graphs do not know.
+
+        They are captured anew rather than kept for each policy: their memory stays with them.
+        """
+        self._graphs = None
+        self._wants_graph = _wants_graph(self._prepared, self._recipe)
+        self._taken, self._applied_before = 0, self._prepared.steps_applied
+
     def __call__(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
         """Take a step; return its outcome and the mean loss, on the device."""
         self._taken += 1
         if not self._wants_graph:
             return self._launch(batches)
         # A graph keeps what its capture did, so the scales of fp8 must be those of a step by then.
-        warm = self._taken > WARM_UP and (self.captured or self._prepared.steps_applied > 0)
+        warm = self._taken > WARM_UP and (
+            self.captured or self._prepared.steps_applied > self._applied_before
+        )
         if not warm:
             return self._launch_beside(batches)
         if self._graphs is None or not self._graphs.fits(batches):

@@ -29,6 +29,7 @@ from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate
 from narrowcast.training.export import export_weights
 from narrowcast.training.host_number import HostNumber
+from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.randomness import (
     capture_randomness,
     restore_randomness,
@@ -89,6 +90,8 @@ class _Course:
     ) -> None:
         self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
         self._device = next(prepared.model.parameters()).device
+        self._schedule = PrecisionSchedule(prepared, recipe, rows=task.rows)
+        self._schedule.bring_about()
         self._stepper = Stepper(prepared, task, recipe)
         self._step = self._batches = self._evaluated = self._saved = 0
         self._unread: deque[_Attempt] = deque()
@@ -132,6 +135,7 @@ class _Course:
                 yield from self._between_steps(stop)
                 if self._step == recipe.steps:
                     break
+                yield from self._begin_phase()
                 try:
                     self._unread.append(self._attempt(data))
                 except DivergedError:
@@ -162,6 +166,15 @@ class _Course:
                 + (how if self._folder else "without a folder to save it to, it cannot be resumed")
             )
 
+    def _begin_phase(self) -> Iterator[Record]:
+        """Go over to the next policy of the schedule when it is time to."""
+        if self._schedule.is_due(self._step):
+            yield from self._read(leaving=0)
+            record = self._schedule.advance(self._step)
+            self._stepper.renew()
+            yield record
+            self._since = time.perf_counter()
+
     def _is_due(self, every: int, *, last: int) -> bool:
         ended = self._step == self._recipe.steps
         return self._step != last and (ended or (every > 0 and self._step % every == 0))
@@ -187,7 +200,7 @@ class _Course:
             outcome = attempt.outcome
             applied = outcome.applied  # waits, so the clock is read after it
             now = time.perf_counter()
-            yield StepRecord(
+            record = StepRecord(
                 step=attempt.step,
                 loss=attempt.loss.value(),
                 loss_scale=outcome.loss_scale,
@@ -200,6 +213,8 @@ class _Course:
                 seconds=now - self._since,
                 peak_bytes=_peak_bytes(self._device),
             )
+            self._schedule.note(record)
+            yield record
             self._since = now
             yield from self._findings()
 
@@ -218,6 +233,7 @@ class _Course:
             "samples": len(self._task.train_data),
             "shapes": shapes(self._prepared.model),
             "random": capture_randomness(self._device),
+            "schedule": self._schedule.state_dict(),
             "prepared": self._prepared.state_dict(),
         }
         keep = self._recipe.checkpoint.keep
@@ -228,7 +244,9 @@ class _Course:
 
     def _restore(self, state: dict[str, Any]) -> Iterator[FindingRecord]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
+        self._schedule.restore(state["schedule"])
         self._prepared.load_state_dict(state["prepared"])
+        self._stepper.renew()
         self._step, self._batches = state["step"], state["batches"]
         self._evaluated, self._saved = state["evaluated"], state["step"]
         if not restore_randomness(state["random"], self._device):
