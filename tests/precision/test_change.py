@@ -184,6 +184,19 @@ def test_a_switch_at_the_very_beginning_is_the_policy_itself(policy, optimizer, 
     assert equal(fp32_values(direct), fp32_values(switched))
 
 
+@pytest.mark.parametrize("policy", ["aggressive", "bf16-pure", "fp8-delayed"])
+@pytest.mark.parametrize("name", ["RMSprop", "Adafactor", "NAdam", "Adagrad"])
+def test_any_optimizer_goes_on_in_another_policy_and_back(name, policy, cpu):
+    model = model_of()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    run = nc.prepare(model, optimizer, policy=plan(model, "fp32", hardware=cpu))
+    train(run, 0, 2)
+    for there in (policy, "fp32"):
+        run.change(planned(run, there))
+        assert all(applied for applied, *_ in train(run, 2, 4))
+    assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
+
+
 def test_gradients_have_the_format_of_the_policy_in_force(cpu):
     run = fresh("bf16, params=bf16, master=split, grads=fp32", cpu)
     seen = []
@@ -197,11 +210,12 @@ def test_gradients_have_the_format_of_the_policy_in_force(cpu):
     assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
-def test_eight_bit_moments_that_stay_so_keep_their_codes(cpu):
+@pytest.mark.parametrize("policy", ["aggressive, moments=int8", "bf16-pure, moments=int8"])
+def test_eight_bit_moments_that_stay_so_keep_their_codes(policy, cpu):
     run = fresh("fp32, moments=int8", cpu)
     train(run, 0, 3)
     kept = moments(run)
-    run.change(planned(run, "aggressive, moments=int8"))
+    run.change(planned(run, policy))
     assert all(map(torch.equal, moments(run), kept))
     assert run.optimizer.state[run.optimizer.param_groups[0]["params"][0]]["exp_avg"].dtype == (
         torch.int8
@@ -271,6 +285,37 @@ def test_a_first_step_that_is_skipped_decides_no_scale_after_a_change_either(cpu
     clean.change(planned(clean, "fp8-delayed"))
     told, expected = train(run, 3, 5), train(clean, 3, 5)
     assert [norm for _, norm, _ in told] == [norm for _, norm, _ in expected]
+
+
+def test_such_a_step_decides_nothing_for_a_resumed_run_either(cpu):
+    straight = fresh("bf16", cpu)
+    train(straight, 0, 2)
+    straight.change(planned(straight, "fp8-delayed"))
+    train(straight, 2, 3, overflow_at=(2,))
+    saved = copy.deepcopy(straight.state_dict())
+    resumed = fresh("bf16", cpu)
+    resumed.change(planned(resumed, "fp8-delayed"))
+    resumed.load_state_dict(saved)
+    assert train(resumed, 3, 5) == train(straight, 3, 5)
+
+
+def test_a_skipped_step_after_a_change_leaves_older_histories_alone(cpu):
+    run = fresh("fp8-delayed; 0: bf16", cpu)
+    train(run, 0, 3)
+    run.change(planned(run, "fp8-delayed"))
+    scale = run.model[3].nc_history.inverse("input").clone()
+    train(run, 3, 4, overflow_at=(3,))
+    with run.compute():
+        assert torch.equal(run.model[3].nc_history.inverse("input"), scale)
+        assert not run.model[0].nc_history.inverse("input").any()
+
+
+def test_chance_is_drawn_anew_where_rounding_by_chance_begins(cpu):
+    run = fresh("fp32", cpu)
+    train(run, 0, 3)
+    run.change(planned(run, "bf16, params=bf16, master=stochastic"))
+    drawn = run.state_dict()["master"]["generator"]
+    assert torch.equal(drawn, torch.Generator().manual_seed(3).get_state())
 
 
 def test_the_optimizer_its_rates_and_all_counts_go_on(cpu):
