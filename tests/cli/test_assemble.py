@@ -31,12 +31,12 @@ def test_moments_are_counted_as_torch_keeps_them(tiny, words):
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim() > 0  # not the count of steps
     )
-    assert planned(recipe, probe("cpu")).bytes["moments"] == kept
+    assert planned(recipe, probe("cpu"))[0].bytes["moments"] == kept
 
 
 def test_the_plan_that_is_carried_out_is_the_one_that_is_printed(tiny):
     recipe = load_recipe(tiny, ["precision.policy=fp8-row"]).recipe
-    assert assemble(recipe).prepared.plan == planned(recipe, probe("cpu"))
+    assert assemble(recipe).prepared.plan == planned(recipe, probe("cpu"))[0]
 
 
 def test_the_settings_of_the_loss_scale_reach_the_scale(tiny):
@@ -47,7 +47,7 @@ def test_the_settings_of_the_loss_scale_reach_the_scale(tiny):
 
 def test_planning_on_a_device_that_is_not_here_needs_no_such_device(tiny):
     there = Hardware(device="cuda:7", name="a large GPU", memory_bytes=2**40)
-    assert planned(load_recipe(tiny).recipe, there).hardware is there
+    assert planned(load_recipe(tiny).recipe, there)[0].hardware is there
 
 
 def test_products_that_must_not_be_emulated_are_refused_where_there_are_none(tiny):

@@ -66,7 +66,9 @@ def test_a_terminal_without_such_letters_gets_question_marks(tiny, monkeypatch):
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_a_terminal_is_not_overrun_and_sees_every_reason(tiny, width):
-    choices = planned(load_recipe("quickstart", ["precision.policy=fp8-row"]).recipe, probe("cpu"))
+    (choices,) = planned(
+        load_recipe("quickstart", ["precision.policy=fp8-row"]).recipe, probe("cpu")
+    )
     console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
     print_plan(console, choices, title="quickstart", every=False)
     shown = console.file.getvalue()
@@ -74,3 +76,30 @@ def test_a_terminal_is_not_overrun_and_sees_every_reason(tiny, width):
     assert "…" not in shown
     for reason in ("no CPU has e4m3 products", "kept fp32: normalisation"):
         assert reason in shown
+
+
+SCHEDULE = "precision.schedule=[{policy: fp32, until: 25%}, {policy: fp8-row, until: 3}, {}]"
+
+
+def test_every_phase_of_a_schedule_is_shown(narrowcast, tiny):
+    shown = narrowcast("plan", tiny, SCHEDULE).out
+    assert "phase 1   fp32, until step 1 (25%); " in shown
+    assert "phase 2   fp8-row, until step 3; " in shown
+    assert "phase 3   fp16, until the end; " in shown
+    assert "tiny, phase 3 of 3  compute=fp16" in shown
+    assert "no CPU has e4m3 products" in shown
+
+
+def test_json_has_the_phases_where_there_are_any(narrowcast, tiny):
+    described = json.loads(narrowcast("plan", tiny, SCHEDULE, "--json").out)
+    assert described["policy"] == "compute=fp32"
+    assert [phase["policy"] for phase in described["phases"]] == ["fp32", "fp8-row", "fp16"]
+    assert "phases" not in json.loads(narrowcast("plan", tiny, "--json").out)
+
+
+def test_a_phase_that_cannot_be_is_refused_with_its_number(narrowcast, tiny):
+    wrong = "precision.schedule=[{policy: fp23, until: 1}, {policy: bf16, overrides: {nix: fp32}}]"
+    ended = narrowcast("plan", tiny, wrong)
+    assert ended.code == 2
+    assert "phase 1 of precision.schedule: precision policy: no preset is named 'fp23'" in ended.err
+    assert "phase 2 of precision.schedule: precision exception `nix: fp32`" in ended.err

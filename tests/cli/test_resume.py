@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from narrowcast.runs import Record, RunFolder, StepRecord, same_course
+from narrowcast.runs import PrecisionRecord, Record, RunFolder, StepRecord, same_course
 
 
 def records_of(folder: Path) -> list[Record]:
@@ -54,6 +54,37 @@ def test_a_run_killed_at_any_step_and_resumed_is_the_run_it_would_have_been(
     assert same(records_of(killed), records_of(straight))
     assert weights_of(killed) == weights_of(straight)
     assert len(json.loads((killed / "environment.json").read_text())["sessions"]) == 2
+
+
+PHASES = "[{policy: fp32, until: 25}, {policy: fp8-delayed, until: 70%}, {policy: bf16}]"
+
+
+@pytest.mark.parametrize("step", [12, 40, 65])
+def test_a_scheduled_run_killed_in_any_phase_is_the_run_it_would_have_been(
+    step, start, narrowcast, tiny, tmp_path
+):
+    words = ["train", tiny, "steps=80", "checkpoint.every=5", f"precision.schedule={PHASES}"]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    with start(*words, "--out", killed) as process:
+        while not _recorded(killed, step):
+            assert process.poll() is None
+            time.sleep(0.002)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert narrowcast(*words, "--out", straight).code == 0
+    assert narrowcast("resume", killed).code == 0
+    assert same(records_of(killed), records_of(straight))
+    assert weights_of(killed) == weights_of(straight)
+    changes = [r for r in records_of(killed) if isinstance(r, PrecisionRecord)]
+    assert [(r.step, r.after) for r in changes] == [(26, "fp8-delayed"), (57, "bf16")]
+
+
+def test_phases_that_end_elsewhere_in_a_longer_run_are_told(narrowcast, tiny, tmp_path):
+    schedule = "precision.schedule=[{policy: fp32, until: 50%}, {policy: bf16}]"
+    assert narrowcast("train", tiny, schedule, "--out", tmp_path / "run").code == 0
+    ended = narrowcast("resume", tmp_path / "run", "steps=8")
+    assert ended.code == 0
+    assert "phases that end at a share of the run do so of 8 steps now" in ended.out
 
 
 def test_a_finished_run_says_so_and_nothing_is_done(narrowcast, done):

@@ -24,6 +24,13 @@ def test_the_drop_in_learns_in_fp16_and_skips_only_the_bad_batch(optimizer):
     assert float(accuracy) > 0.5  # ten classes: chance is 0.1
 
 
+def test_a_schedule_in_a_loop_of_ones_own_says_every_change_and_learns():
+    output = run_example("schedule.py")
+    assert "step 11: 0: fp32 → e4m3/e5m2 delayed" in output
+    assert "step 51: 2: e4m3/e5m2 delayed → bf16, weights bf16 with split master" in output
+    assert float(re.search(r"accuracy (\S+) after 60 of 60", output).group(1)) > 0.5
+
+
 def test_every_example_is_short():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 80, path.name

@@ -9,6 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.numerics import BF16, FP16, TF32
+from narrowcast.precision.plan import plan
 from narrowcast.precision.regions import EmulatedProducts
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
@@ -89,3 +90,22 @@ def test_compiled_products_are_rounded_once_and_not_less(target):
     # Sums in another order make a few results round the other way; a rounding too few or too many
     # would show in all of them.
     assert (compiled - eager).norm() < 0.1 * effect
+
+
+def test_a_policy_that_returns_is_not_compiled_again(cpu):
+    torch._dynamo.reset()
+    traced = []
+    model = Model()
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="bf16", emulate=True)
+    model.compile(backend=lambda graph, _: traced.append(graph) or graph.forward)
+    counts = []
+    policies = ("bf16", "fp8-delayed", "aggressive", "bf16; up: fp32")
+    for policy in policies * 2:
+        run.change(plan(model, policy, hardware=run.plan.hardware, emulate=True))
+        for _ in range(2):
+            with run.compute():
+                loss = F.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
+            assert run.step(loss).applied
+        counts.append(len(traced))
+    torch._dynamo.reset()
+    assert counts == [1, 2, 3, 4, *[4] * 4]

@@ -168,7 +168,7 @@ def test_parts_with_scales_of_their_own_are_unscaled_each_by_its_own():
         for which in (True, False)
     ]
     for run in runs:
-        run._scales.parts["0"].value.fill_(8.0)
+        run._carried.scales.parts["0"].value.fill_(8.0)
         run.model[3].weight.requires_grad_(False)  # fewer factors than weights
         train(run, 0, 3)
     mine, theirs = (run.full_weights() for run in runs)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, integers
 
-from narrowcast.report.phrases import count, duration, large, scale, share, size, value
+from narrowcast.report.phrases import count, duration, large, policies, scale, share, size, value
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,9 @@ def test_every_float_has_a_text_and_none_of_them_is_longer_than_a_cell(x):
 @given(floats(min_value=1e-3, max_value=9e5))
 def test_a_value_is_right_to_four_significant_digits(x):
     assert math.isclose(float(value(x).replace(",", "")), x, rel_tol=0.5e-3)
+
+
+def test_a_run_with_phases_is_called_by_their_policies_in_order():
+    phases = [{"policy": "fp32", "until": 3}, {"policy": None}, {"policy": "fp8-row"}]
+    assert policies("bf16", phases) == "fp32 → bf16 → fp8-row"
+    assert policies("bf16", []) == policies("bf16", None) == policies("bf16", "odd") == "bf16"

@@ -7,7 +7,7 @@ from torch import nn
 
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.hardware import Hardware, probe
-from narrowcast.precision.plan import plan
+from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 
 
@@ -122,7 +122,7 @@ def ready():
         recipe = sine_recipe(policy, **settings)
         task = task or SineTask(seed=recipe.seed, samples=samples, device=device)
         hardware = probe(device) if device != "cpu" else EMULATING
-        choices = plan(task.model, recipe.precision.policy, hardware=hardware)
+        choices = plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)[0]
         return Ready(task, recipe, prepare_recipe(recipe, task.model, choices=choices))
 
     return make

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import narrowcast as nc
 from narrowcast.config.sections import DataSection, Recipe, Section
+from narrowcast.hardware import Hardware
+from narrowcast.precision.plan import plan
 from narrowcast.training.compiling import compiled, repeated_blocks
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.settings import LmModel
@@ -136,6 +139,42 @@ def test_the_compiler_sees_one_of_many_blocks_that_are_alike(graphs):
     compiled(model, WANTED)
     model(TOKENS)
     assert len(graphs) == 1
+
+
+class Blocks(nn.Module):
+    """Blocks of one linear layer each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(graphs):
+    model, hardware = Blocks(), Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
+    choices = plan(model, "fp32", hardware=hardware)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=choices)
+    compiled(model, WANTED)
+    policies = ("fp32", "bf16", "fp8-delayed", "fp8-row", "fp16", "bf16; blocks.1: fp32")
+    counts = []
+    for policy in policies * 2:
+        scale = nc.LossScale(initial=256.0)
+        run.change(plan(model, policy, hardware=hardware), loss_scale=scale)
+        with run.compute():
+            loss = model(torch.ones(2, 16)).sum()
+        assert run.step(loss).applied
+        with torch.no_grad():
+            model(torch.ones(2, 16))
+        counts.append(len(graphs))
+    # To evaluate, to train the first block, whose input has no gradient, and to train the others.
+    assert counts[:5] == [3, 6, 9, 12, 15]
+    assert counts[5] > 15
+    assert counts[6:] == [counts[5]] * 6
 
 
 @pytest.mark.slow

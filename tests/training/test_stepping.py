@@ -195,6 +195,29 @@ def test_replayed_steps_are_the_launched_ones(policy, accumulate):
 
 
 @gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_policy_is_captured_anew_and_steps_as_the_launched_one(compiled):
+    needs_fp8("fp8-delayed")
+    (replayed, mine), (launched, theirs) = both("bf16", compile=compiled)
+    start, step = weights(mine), 0
+    for policy in ("bf16", "fp8-delayed", "aggressive", "bf16"):
+        for stepper, prepared in ((replayed, mine), (launched, theirs)):
+            hardware = prepared.plan.hardware
+            prepared.change(plan(prepared.model, policy, hardware=hardware, only_faster=False))
+            stepper.renew()
+        for taken in range(WARM_UP + 3):
+            given = batches(step, device="cuda")
+            (_, loss), (_, other) = replayed(given), launched(given)
+            assert loss.item() == pytest.approx(other.item(), rel=2**-5)
+            assert replayed.captured is (taken >= WARM_UP)
+            step += 1
+    assert mine.steps_applied == theirs.steps_applied == step
+    for name, value in weights(theirs).items():
+        moved = (value - start[name]).norm()
+        assert (weights(mine)[name] - value).norm() <= 2**-5 * moved
+
+
+@gpu
 def test_the_schedule_moves_under_replay():
     stepper, prepared = made("bf16", device="cuda", cuda_graph=True)
     factor = lr_factor(recipe().lr_schedule, 20)

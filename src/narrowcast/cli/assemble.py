@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from narrowcast.config import Recipe
-from narrowcast.config.sections import OptimizerSection
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, probe
-from narrowcast.precision.plan import Plan, plan
+from narrowcast.precision.plan import Plan
 from narrowcast.precision.prepare import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.training.data import Order
+from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.task import Task
 from narrowcast.workloads import build_task
@@ -28,42 +28,19 @@ class Assembled:
 def assemble(recipe: Recipe) -> Assembled:
     """Build what `recipe` asks for on the device it asks for, or say why that cannot be."""
     hardware = probe(recipe.device)
-    choices = planned(recipe, hardware)
-    _require_memory(choices)
+    phases = planned(recipe, hardware)
+    _require_memory(max(phases, key=lambda choices: sum(choices.bytes.values())))
     task = build_task(recipe, device=torch.device(hardware.device))
     # The trainer would find a batch that is too large only once the run has begun.
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
-    prepared = prepare_recipe(recipe, task.model, choices=choices)
+    prepared = prepare_recipe(recipe, task.model, choices=phases[0])
     return Assembled(task=task, prepared=prepared)
 
 
-def planned(recipe: Recipe, hardware: Hardware) -> Plan:
-    """Plan the model of `recipe` from its shapes alone: no weight is allocated, no data read."""
+def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:
+    """Plan each phase of `recipe` from its model's shapes alone: no weight is allocated."""
     task = build_task(recipe, device=torch.device("meta"))
-    return plan(
-        task.model,
-        recipe.precision.policy,
-        hardware=hardware,
-        overrides=recipe.precision.overrides,
-        emulate=recipe.precision.emulate,
-        moments=_moments(recipe.optimizer),
-        tokens=task.rows,
-        only_faster=recipe.precision.only_faster,
-    )
-
-
-def _moments(settings: OptimizerSection) -> int:
-    """Return how many numbers torch's optimizer keeps for each weight."""
-    with_momentum = int(settings.momentum > 0)
-    match settings.name:
-        case "adamw" | "adam":
-            return 2
-        case "sgd":
-            return with_momentum
-        case "rmsprop":
-            return 1 + with_momentum
-        case "adafactor":
-            return 0  # a row and a column for each matrix: next to nothing
+    return plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)
 
 
 def _require_memory(choices: Plan) -> None:

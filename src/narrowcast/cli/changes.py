@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from narrowcast.config import LoadedRecipe, Recipe, from_resolved
+from narrowcast.config.phases import last_step
 from narrowcast.errors import RecipeError
 from narrowcast.precision.plan import Plan
 from narrowcast.runs import RunFolder
@@ -47,6 +48,11 @@ def notices(run: RunFolder, before: Recipe, after: Recipe, *, choices: Plan) -> 
             f"the {after.lr_schedule.name} learning rate now ends at step {after.steps} instead "
             f"of {before.steps}, so it is not where it stopped"
         )
+    if _ends(before) != _ends(after):
+        found.append(
+            f"phases that end at a share of the run do so of {after.steps} steps now, and no "
+            "longer where they would have"
+        )
     was = run.read_json("plan.json") if (run.path / "plan.json").exists() else {}
     if was and was != choices.to_json():
         found.append(
@@ -60,3 +66,7 @@ def _may_change(key: str, before: Recipe) -> bool:
     # What auto stood for depends on the machine; the checkpoint refuses any other policy anyway.
     named_auto = key == "precision.policy" and before.precision.policy == "auto"
     return key in MAY_CHANGE or named_auto
+
+
+def _ends(recipe: Recipe) -> list[int | None]:
+    return [last_step(phase.until, steps=recipe.steps) for phase in recipe.precision.schedule]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from narrowcast.cli.phases import is_scaled
 from narrowcast.cli.progress import RunDisplay
 from narrowcast.cli.screen import working
 from narrowcast.cli.summary import conclude
@@ -34,7 +35,7 @@ def conduct(
     tally = Tally(steps=recipe.steps)
     for record in earlier:
         tally = tally.after(record) if isinstance(record, StepRecord) else tally
-    display = RunDisplay(console, tally, scaled=choices.policy.needs_loss_scale)
+    display = RunDisplay(console, tally, scaled=is_scaled(loaded.recipe, choices))
     trackers = open_trackers(
         recipe.trackers,
         folder=run.path,

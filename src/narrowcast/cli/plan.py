@@ -13,7 +13,8 @@ from narrowcast.cli.words import json_option, overrides_argument, recipe_argumen
 def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) -> None:
     """Show which formats every module would get, and why.
 
-    The model is planned from its shapes: no weight is allocated and no data is read.
+    The model is planned from its shapes: no weight is allocated and no data is read. Of a run with
+    a precision.schedule every phase is shown.
     """
     from narrowcast.workloads import load_recipe
 
@@ -28,10 +29,16 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         from narrowcast.cli.assemble import planned
         from narrowcast.hardware import probe
 
-        choices = planned(loaded.recipe, probe(loaded.recipe.device))
-    if as_json:
-        click.echo(json.dumps(choices.to_json(), indent=2, ensure_ascii=False))
-        return
+        plans = planned(loaded.recipe, probe(loaded.recipe.device))
     from narrowcast.cli.layer_table import print_plan
+    from narrowcast.cli.phases import phases_json, print_phases, titles
 
-    print_plan(console, choices, title=loaded.recipe.name, every=every)
+    if as_json:
+        described = {**plans[0].to_json(), **phases_json(loaded.recipe, plans)}
+        click.echo(json.dumps(described, indent=2, ensure_ascii=False))
+        return
+    print_phases(console, loaded.recipe, plans)
+    for number, (title, choices) in enumerate(zip(titles(loaded.recipe), plans, strict=True)):
+        if number:
+            console.print()
+        print_plan(console, choices, title=title, every=every)

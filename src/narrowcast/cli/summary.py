@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from narrowcast.cli.phases import course_text
 from narrowcast.cli.progress import measures
 from narrowcast.cli.screen import say, say_command
 from narrowcast.config import Recipe
@@ -14,6 +15,7 @@ from narrowcast.precision.plan import Plan
 from narrowcast.report.layers import bare_reason
 from narrowcast.report.phrases import count, duration, large
 from narrowcast.runs.tally import Tally
+from narrowcast.training.phase_plans import phases_of
 
 
 def introduce(console: Console, recipe: Recipe, *, choices: Plan, folder: str) -> None:
@@ -31,13 +33,13 @@ def introduce(console: Console, recipe: Recipe, *, choices: Plan, folder: str) -
 
 def formats(recipe: Recipe, choices: Plan) -> str:
     """Say which policy a run has, and how much of it is native or emulated, and why."""
-    name, text = recipe.precision.policy, str(choices.policy)
+    name, text = phases_of(recipe.precision)[0].policy, str(choices.policy)
     written = text if name == text else f"{name} ({text})"
     ways = Counter(module.how for module in choices.modules)
     parts = [f"{n} {'module' if n == 1 else 'modules'} {how}" for how, n in ways.items()]
     emulated = next((m for m in choices.modules if m.how == "emulated"), None)
     why = f": {bare_reason(emulated.to_json())}" if emulated else ""
-    return f"{written}; {', '.join(parts)}{why}"
+    return f"{written}; {', '.join(parts)}{why}{course_text(recipe)}"
 
 
 def conclude(

@@ -11,35 +11,16 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, model_validator
+
+from narrowcast.config.phases import Schedule, misplaced
+from narrowcast.config.section import Section as Section
+from narrowcast.config.section import refuse_conflicts as refuse_conflicts
 
 LARGEST_SCALE = 2.0**126
 """The largest power of two whose inverse fp32 holds too, the format the scale is kept in."""
 SMALLEST_SCALE = 2.0**-24
 """The smallest positive value of fp16: a scale below it would flush a gradient of 1."""
-
-
-def refuse_conflicts(conflicts: list[tuple[tuple[str, ...], str]]) -> None:
-    """Raise, from a model validator, for settings that are fine alone but not together.
-
-    Each conflict is the keys that take part, relative to the section, and what to do about it.
-    """
-    if conflicts:
-        text = "; ".join(text for _, text in conflicts)
-        raise PydanticCustomError("conflict", "{text}", {"text": text, "conflicts": conflicts})
-
-
-class Section(BaseModel):
-    """A group of settings: unknown keys are refused, types are not converted, values are fixed."""
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        defer_build=True,  # on first use: most commands never validate a recipe
-    )
 
 
 class DataSection(Section):
@@ -210,6 +191,9 @@ class PrecisionSection(Section):
     loss_scale: LossScaleSection = Field(
         default_factory=LossScaleSection, description="the factor on the loss"
     )
+    schedule: Schedule = Field(
+        default=(), description="phases of the run, each {policy, overrides, until}; none: one"
+    )
 
 
 class CheckpointSection(Section):
@@ -228,6 +212,11 @@ class EvalSection(Section):
 class HealthSection(Section):
     """What is looked at beside the training."""
 
+    every: int = Field(
+        default=50,
+        ge=0,
+        description="steps between two readings of what tensors lose to their formats; 0: none",
+    )
     verdicts: bool = Field(
         default=True,
         description="replay a step that is not finite, to name where that came from",
@@ -317,6 +306,13 @@ class CommonSettings(Section):
                 ),
             ]
         )
+        return self
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Self:
+        """Refuse a schedule in which a phase has no step of this run."""
+        problems = misplaced(self.precision.schedule, steps=self.steps)
+        refuse_conflicts([(("precision.schedule", "steps"), text) for text in problems])
         return self
 
 

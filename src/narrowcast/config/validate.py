@@ -98,7 +98,7 @@ class _Words:
         fields = dict(leaves(self.given.tree))
         if error["type"] == "conflict":
             for keys, text in error["ctx"]["conflicts"]:
-                involved = [(*path, *key.split(".")) for key in keys]
+                involved = [(*path, *key.split(".")) for key in keys] or [path]
                 yield _Problem(frozenset(involved), f"{self._where(involved)}: {text}")
             return
         leaf = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in fields), path)

@@ -122,6 +122,7 @@ def _kind(option: Any) -> str:
 
 
 def _listed_fields(model: type[BaseModel]) -> str:
+    """Return the fields that must be there, or all where none must."""
     fields = model.model_fields.items()
     told = [
         f"{name} ({choices})"
@@ -130,7 +131,7 @@ def _listed_fields(model: type[BaseModel]) -> str:
         for name, field in fields
         if field.is_required()
     ]
-    return ", ".join(told)
+    return ", ".join(told or model.model_fields)
 
 
 def _needed_item(annotation: Any) -> str:

@@ -78,10 +78,31 @@ class AmaxHistories:
         self._trust_what_is_known()
 
     def forget(self) -> None:
-        """Let the next matrices decide the scales, as those of the first step did."""
-        self.inverse.zero_()
+        """Let the next matrices decide the scales that come from no applied step, as the first did.
+
+        Waits for the device.
+        """
+        past = self.amax.amax(-1)
+        self.inverse.copy_(torch.where(past > 0, self.inverse, 0.0))
         self.moves += 1
-        distrust(self._addresses)
+        self._trust_what_is_known()
+
+    def take_over(self, pairs: Sequence[tuple["AmaxHistory", "AmaxHistory"]]) -> None:
+        """Let modules of these go on from other histories: pairs of one's own and another's.
+
+        A scale is kept, or made from the past where the format is another. Waits for the device.
+        """
+        for mine, other in pairs:
+            i, j, theirs = mine.module, other.module, other.whole
+            self.amax[i] = theirs.amax[j]
+            self.counts[i] = theirs.counts[j]
+            past = self.amax[i].amax(-1)
+            same = self._largest[i] == theirs._largest[j]
+            first = torch.where(same, theirs.inverse[j], 0.0)  # from before any step was applied
+            made = inverse_for(past, self._largest[i])
+            self.inverse[i] = torch.where(past > 0, made, first)
+        self.moves += 1
+        self._trust_what_is_known()
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -117,7 +138,7 @@ class AmaxHistory:
     """The scales of one module's operands, and where they note what they meet."""
 
     def __init__(self, whole: AmaxHistories, module: int) -> None:
-        self.whole = whole  # holds the memory
+        self.whole, self.module = whole, module  # the whole holds the memory
         self.amax = whole.amax[module]
         self._inverse = [_single(whole.inverse[module, i]) for i in range(len(ROLES))]
         self._notes = list(whole.notes[module])

@@ -15,6 +15,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat
 from narrowcast.precision.kinds import Kind, products_of
+from narrowcast.precision.modules import plain_class
 from narrowcast.precision.operands import SQUARE
 from narrowcast.precision.policy import NARROW, PRODUCTS, Policy
 
@@ -221,8 +222,9 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     one, wide = policy.functional, _widened(policy)
     if not isinstance(module, nn.Linear):
         return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
-    if type(module).forward is not nn.Linear.forward:
-        return f"kept {one}: {type(module).__name__} has a forward of its own", wide
+    plain = plain_class(module)  # a prepared model is planned as the one it was
+    if plain.forward is not nn.Linear.forward:
+        return f"kept {one}: {plain.__name__} has a forward of its own", wide
     formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
     blocks = [known.block for known in formats if isinstance(known, BlockFormat)]
     own = [SQUARE] if policy.scaling == "block" else []

@@ -18,8 +18,9 @@ class Fp8Model:
     def __init__(self, model: nn.Module) -> None:
         kinds = Fp8Linear | Fp8LocalLinear
         self._layers = [m for m in model.modules() if isinstance(m, kinds)]
-        remembered = (m.__dict__.get("nc_history") for m in model.modules())
-        self._histories = next((h.whole for h in remembered if isinstance(h, AmaxHistory)), None)
+        found = {name: m.__dict__.get("nc_history") for name, m in model.named_modules()}
+        self._by_name = {name: h for name, h in found.items() if isinstance(h, AmaxHistory)}
+        self._histories = next((h.whole for h in self._by_name.values()), None)
 
     def refresh(self) -> None:
         """Make the fp8 weights anew that have changed. A compiled model does not look by itself."""
@@ -41,6 +42,12 @@ class Fp8Model:
         """Let the next matrices decide all scales from past steps."""
         if self._histories is not None:
             self._histories.forget()
+
+    def take_over(self, before: "Fp8Model") -> None:
+        """Let modules that had a history before go on from it. Waits for the device."""
+        shared = [(h, before._by_name[n]) for n, h in self._by_name.items() if n in before._by_name]
+        if self._histories is not None and shared:
+            self._histories.take_over(shared)
 
     @contextlib.contextmanager
     def noting_nothing(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ class Ledger:
         self, scheduler: Scheduler | None, *, patience: int, weights: int, scaled: bool
     ) -> None:
         self.stats = Stats()
-        self._scaled = scaled
+        self.scaled = scaled
         self._scheduler, self._patience, self._weights = scheduler, patience, weights
         self._in_flight: list[tuple[Flight, Outcome]] = []
         self._findings: list[Finding] = []
@@ -63,7 +63,7 @@ class Ledger:
             return
         raise DivergedError(
             f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had gradients that are "
-            f"not finite{', with the loss scale at its smallest' if self._scaled else ''}; the "
+            f"not finite{', with the loss scale at its smallest' if self.scaled else ''}; the "
             f"weights are those of the last good step. Look at {stats.bad_module}: "
             f"{_remedy(stats.bad_module)}"
         )
@@ -87,8 +87,8 @@ class Ledger:
                     since=step - self.stats.overflows_in_a_row + 1,
                     module=facts.bad_module,
                     role="grad_weight",
-                    what="overflow at the smallest loss scale" if self._scaled else "overflow",
-                    why=why + (floor if self._scaled else ""),
+                    what="overflow at the smallest loss scale" if self.scaled else "overflow",
+                    why=why + (floor if self.scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
                     advice=_remedy(facts.bad_module),
                 )

@@ -23,6 +23,8 @@ from narrowcast.errors import CheckpointError
 from narrowcast.numerics import BF16, FP16, FP32, Format, round_stochastic, round_to
 from narrowcast.precision.policy import Master
 
+SCALE = "_scale"
+"""What the key of a moment is followed by in that of its scales, where it has 8 bits."""
 BUCKET = 2**25
 """Weights whose fp32 copies and gradients exist at one time: 256 MiB of them."""
 
@@ -55,7 +57,12 @@ class MasterWeights:
     """The master weights of the parameters that are kept in 16 bits."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], full: Sequence[Tensor], kind: Master
+        self,
+        parameters: Sequence[nn.Parameter],
+        full: Sequence[Tensor],
+        kind: Master,
+        *,
+        seed: int = 0,
     ) -> None:
         self.kind = kind
         self.parameters = list(parameters)
@@ -65,7 +72,7 @@ class MasterWeights:
         self._generator: torch.Generator | None = None
         if kind == "stochastic" and self.parameters:
             self._generator = torch.Generator(self.parameters[0].device)
-            self._generator.manual_seed(0)
+            self._generator.manual_seed(seed)
         # What the optimizer holds in place of each weight. Empty between steps, but for `fp32`.
         self.shells = [nn.Parameter(torch.empty(0, device=p.device)) for p in self.parameters]
         for i, value in enumerate(full):
@@ -302,8 +309,12 @@ def _storage_format(parameters: Sequence[nn.Parameter]) -> Format:
 
 
 def recast(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Give the moments of weights the dtype of these; torch exempts its step counts too."""
+    """Give the moments of weights the dtype of these; torch exempts its step counts too.
+
+    Moments of 8 bits stay what they are, and so do their scales.
+    """
     for parameter in parameters:
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
+            exempt = key == "step" or key.endswith(SCALE)
+            if isinstance(value, Tensor) and value.is_floating_point() and not exempt:
                 optimizer.state[parameter][key] = value.to(parameter.dtype)

@@ -157,6 +157,12 @@ def restore(model: nn.Module) -> None:
                 del module.__dict__[name]
 
 
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class a module has without what `swap` put in front of it."""
+    plain: type[nn.Module] = module.__dict__.get("nc_plain_class", type(module))
+    return plain
+
+
 def is_swapped(model: nn.Module) -> bool:
     """Return whether any module of the model has been given another class."""
     return any("nc_plain_class" in module.__dict__ for module in model.modules())

@@ -24,13 +24,11 @@ from narrowcast.kernels.adamw_twin import (
 )
 from narrowcast.kernels.tables import laid_like, lies_like, upload
 from narrowcast.precision.guard import norms_of
-from narrowcast.precision.master import MasterWeights, as_sharded, local_part
+from narrowcast.precision.master import SCALE, MasterWeights, as_sharded, local_part
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.update_path import has_step_hooks
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
-SCALE = "_scale"
-"""What the key of a moment is followed by in that of its scales."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 

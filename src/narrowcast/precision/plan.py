@@ -16,6 +16,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.choice import Choice, ModulePlan, widens
 from narrowcast.precision.kinds import kind_of
+from narrowcast.precision.modules import plain_class
 from narrowcast.precision.policy import Policy, suggestion
 from narrowcast.precision.presets import policy_from
 from narrowcast.precision.regions import Region
@@ -80,7 +81,7 @@ def plan(
     tokens: int = ASSUMED_TOKENS,
     only_faster: bool = True,
 ) -> Plan:
-    """Decide the formats of every module. Leaves the model as it is.
+    """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
     `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
     would need it is refused. `moments` is how many the optimizer keeps of each weight. `tokens` is
@@ -102,7 +103,7 @@ def plan(
             continue
         named = any(fnmatchcase(name, glob) for glob, _ in whole.exceptions)
         named |= name.rpartition(".")[0] in uncalled
-        if named and type(module).forward is nn.Module.forward:
+        if named and plain_class(module).forward is nn.Module.forward:
             uncalled.add(name)  # a list of modules: what it is excepted from, they are
             named = False
         own = list(module.parameters(recurse=kind == "attention"))

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from narrowcast.errors import DivergedError, RecipeError
 from narrowcast.hardware import probe
 from narrowcast.precision.aside import grads_and_buffers_kept
+from narrowcast.precision.captured import CapturedStep
+from narrowcast.precision.carried import Carried
+from narrowcast.precision.change import PrecisionChange, changes_between
 from narrowcast.precision.ema import WeightAverage
-from narrowcast.precision.fp8_model import Fp8Model
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
 from narrowcast.precision.ledger import Ledger, Scheduler
 from narrowcast.precision.loss_scale import LossScale
 from narrowcast.precision.outcome import Flight, Outcome, pack
-from narrowcast.precision.parts import find_parts, part_of, scale_parts
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.refusals import (
@@ -33,10 +34,7 @@ from narrowcast.precision.refusals import (
     refuse_what_cannot_be,
 )
 from narrowcast.precision.regions import tf32_products
-from narrowcast.precision.scaling import Scales
 from narrowcast.precision.stats import Finding, Stats
-from narrowcast.precision.update_path import update_path
-from narrowcast.precision.weights import TrainedWeights
 
 PATIENCE = 50
 """Steps in a row that may be skipped, at the smallest scale, before training is given up."""
@@ -110,52 +108,71 @@ class Prepared:
         meter_every: int,
         one_pass: bool | None,
     ) -> None:
-        self.model, self.plan, self.optimizer, self.scheduler = model, chosen, optimizer, scheduler
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._clip_norm, self._meter_every = clip_norm, meter_every
-        self._weights = TrainedWeights(model, optimizer)
-        # What can be refused is refused before anything is changed.
-        parts = find_parts(model, scaled_parts)
-        self._scales = Scales(
-            loss_scale,
-            parts=scaled_parts,
-            part_of=[part_of(name, scaled_parts) for name in self._weights.names],
-            device=self._weights.device,
+        self._carried = Carried(
+            model,
+            optimizer,
+            chosen,
+            loss_scale=loss_scale,
+            scaled_parts=scaled_parts,
+            one_pass=one_pass,
         )
-        if self._scales.per_loss and chosen.policy.grads_format == "fp16":
-            raise RecipeError(
-                "several loss scales are divided out before the gradients are added, and fp16 "
-                "gradients would vanish there; write grads=fp32 in the policy"
-            )
-        in_one_pass, self._update_path = update_path(optimizer, chosen.policy, asked=one_pass)
-        self._weights.narrow(chosen, one_pass=in_one_pass)
-        self._fp8 = Fp8Model(model)
-        scale_parts(parts, self._scales.parts)
+        self._weights = self._carried.weights
         self._buffers = BufferGuard(model)
         self._average = None
         if ema_decay is not None:
             self._average = WeightAverage(self._full_weights(), ema_decay)
-        self._region = chosen.region
-        # These skip by themselves; any other must be told by the host, which costs nothing on a CPU
-        # and one wait a step on a GPU.
-        fused_on_gpu = self._weights.device.type == "cuda" and bool(
-            getattr(optimizer, "_step_supports_amp_scaling", False)
-        )
-        self._decides_on_device = in_one_pass or fused_on_gpu
         self._ledger = Ledger(
             scheduler,
             patience=patience,
             weights=len(self._weights.all),
-            scaled=self._scales.value is not None,
+            scaled=self._carried.scales.value is not None,
         )
-        self._steps_begun = 0
-        self._scales_checked_at = 0.0 if self._fp8.has_histories else math.inf
+        self._steps_begun = self._applied_before = 0
+        self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
+
+    @property
+    def plan(self) -> Plan:
+        """What is carried out now."""
+        return self._carried.plan
+
+    def change(
+        self, choices: Plan, *, loss_scale: LossScale | None = None
+    ) -> list[PrecisionChange]:
+        """Carry out another plan from the next step on; return the modules it changes.
+
+        Between two steps only. The optimizer, its learning rates and schedule, all counts, the
+        average of the weights and what buffers hold stay what they are; weights, master weights and
+        moments are converted as exactly as the new formats allow (see `TrainedWeights.change`). A
+        loss scale that both policies need goes on where it is; one that only the new one needs
+        begins with `loss_scale`, or the settings `prepare` was given, or the default. Delayed fp8
+        scales go on in the modules that have had them. Waits for the device.
+
+        Make the plan with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+        """
+        if self._weights.with_gradients():
+            raise RecipeError(
+                "change() was called between backward() and step(), and gradients have the formats "
+                "and the scale of the old policy; call it after step()"
+            )
+        before, applied = self.plan, self.steps_applied
+        self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
+        self._ledger.scaled = self._carried.scales.value is not None
+        self._applied_before = applied
+        self._scales_checked_at = self._steps_begun if self._carried.fp8.has_histories else math.inf
+        return changes_between(before, choices)
+
+    def refuse_impossible(self, choices: Plan) -> None:
+        """Raise what `change` to this plan would raise; change nothing."""
+        self._carried.terms(choices)
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
         if not torch.compiler.is_compiling():
             self._take_back_first_scales()
-        self._fp8.refresh()
-        return self._region()
+        self._carried.fp8.refresh()
+        return self._carried.region()
 
     def backward(self, loss: Tensor, *, name: str = "loss", retain_graph: bool = False) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs.
@@ -168,9 +185,9 @@ class Prepared:
                 f"backward() was given a loss {what}; give it one number that depends on the "
                 "model's weights, computed outside torch.no_grad()"
             )
-        scale = self._scales.of_loss(name)
+        scale = self._carried.scales.of_loss(name)
         scaled = loss if scale is None else loss.float() * scale.value
-        if not self._scales.per_loss:
+        if not self._carried.scales.per_loss:
             self._run_backward(scaled, retain_graph=retain_graph)
             return
         others = [p.grad for p in self._weights.all]
@@ -179,7 +196,7 @@ class Prepared:
         with torch.no_grad():
             fresh = [p.grad for p in self._weights.all if p.grad is not None]
             if fresh:
-                self._scales.take_unscaled(name, fresh)
+                self._carried.scales.take_unscaled(name, fresh)
             for p, other in zip(self._weights.all, others, strict=True):
                 if other is not None:
                     p.grad = other if p.grad is None else p.grad.add_(other)
@@ -194,7 +211,7 @@ class Prepared:
             with torch.enable_grad():
                 self.backward(loss)
         self.begin_step()
-        present = self.present()
+        present = self._weights.with_gradients()
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
         metered = self.is_metered
@@ -216,22 +233,23 @@ class Prepared:
 
         Nothing here waits where the optimizer skips by itself, so a CUDA graph can capture it.
         """
-        inverse = self._scales.inverse(present)
+        inverse = self._carried.scales.inverse(present)
         checked = check_gradients(
             [self._weights.all[i].grad for i in present], inverse, take_norms=self._weights.norms
         )
         one = torch.ones_like(checked.norm)
-        scale = one if self._scales.value is None else self._scales.value.clone()
+        scale = one if self._carried.scales.value is None else self._carried.scales.value.clone()
         lost = None
-        if self._decides_on_device or bool(checked.finite):
+        on_device = self._carried.decides_on_device
+        if on_device or bool(checked.finite):
             lost = self._weights.update(
                 present,
                 factor=self._factor(checked, inverse),
-                finite=checked.finite if self._decides_on_device else None,
+                finite=checked.finite if on_device else None,
                 metered=metered,
             )
-        at_floor = self._scales.update(checked, present)
-        self._fp8.advance(checked.finite)
+        at_floor = self._carried.scales.update(checked, present)
+        self._carried.fp8.advance(checked.finite)
         self._buffers.after_step(checked.finite)
         if self._average is not None:
             self._average.update(self._full_weights(), checked.finite)
@@ -240,7 +258,7 @@ class Prepared:
             finite=checked.finite,
             norm=checked.norm,
             scale=scale,
-            next_scale=one if self._scales.value is None else self._scales.value,
+            next_scale=one if self._carried.scales.value is None else self._carried.scales.value,
             lost=lost,
             at_floor=at_floor,
             norms=checked.norms,
@@ -262,7 +280,7 @@ class Prepared:
 
     def scale_values(self) -> list[Tensor]:
         """Return copies of every loss scale in force: of the losses, then of parts of the model."""
-        return [value.clone() for value in self._scales.values]
+        return [value.clone() for value in self._carried.scales.values]
 
     @contextlib.contextmanager
     def aside(self, scales: Sequence[Tensor] | None = None) -> Iterator[None]:
@@ -272,8 +290,12 @@ class Prepared:
         `scales`, from `scale_values`, are in force inside. Random numbers are drawn as ever.
         """
         checked_at = self._scales_checked_at
-        values = self._scales.values if scales is None else scales
-        with self._fp8.unchanged(), self._scales.set_to(values), grads_and_buffers_kept(self.model):
+        values = self._carried.scales.values if scales is None else scales
+        with (
+            self._carried.fp8.unchanged(),
+            self._carried.scales.set_to(values),
+            grads_and_buffers_kept(self.model),
+        ):
             try:
                 yield
             finally:
@@ -286,7 +308,7 @@ class Prepared:
     def stats(self) -> Stats:
         """Return the counts of the run so far. Waits for the device."""
         self.settle()
-        self._ledger.stats.bytes = self._weights.bytes() | self._fp8.bytes()
+        self._ledger.stats.bytes = self._weights.bytes() | self._carried.fp8.bytes()
         return self._ledger.stats
 
     def findings(self) -> list[Finding]:
@@ -294,36 +316,9 @@ class Prepared:
         return self._ledger.findings()
 
     @property
-    def why_not_captured(self) -> str:
-        """Why no CUDA graph can hold this model's update; nothing where one can."""
-        if self._weights.device.type != "cuda":
-            return f"CUDA graphs are not for {self._weights.device.type}"
-        if self._weights.one_pass is None:
-            return f"the update is not the one-pass kernel ({self._update_path})"
-        return ""
-
-    def present(self) -> list[int]:
-        """Return the places of the weights that have a gradient now."""
-        return self._weights.with_gradients()
-
-    def has_replayed(self, present: Sequence[int]) -> None:
-        """Take note that a captured update was replayed: weights kept in fp8 are older than it."""
-        assert self._weights.one_pass is not None
-        self._weights.one_pass.has_written(present)
-
-    def gradients(self) -> list[Tensor | None]:
-        """Return every weight's gradient as it is now."""
-        return [p.grad for p in self._weights.all]
-
-    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Give every weight the gradient it had."""
-        for p, gradient in zip(self._weights.all, gradients, strict=True):
-            p.grad = gradient
-
-    def write_settings(self) -> None:
-        """Let the next replay of a captured update use the optimizer's settings of now."""
-        assert self._weights.one_pass is not None
-        self._weights.one_pass.write_hyper()
+    def captured(self) -> CapturedStep:
+        """What a CUDA graph of this model's step needs."""
+        return CapturedStep(self._weights, update_path=self.update_path)
 
     @property
     def is_metered(self) -> bool:
@@ -344,7 +339,7 @@ class Prepared:
     @property
     def update_path(self) -> str:
         """What updates the weights, and why: the one-pass optimizer or torch's own."""
-        return self._update_path
+        return self._carried.update_path
 
     @property
     def has_average(self) -> bool:
@@ -357,7 +352,7 @@ class Prepared:
         if self._average is None:
             yield
             return
-        with self._fp8.noting_nothing(), self._average.in_place_of(self._weights.all):
+        with self._carried.fp8.noting_nothing(), self._average.in_place_of(self._weights.all):
             yield
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -379,9 +374,10 @@ class Prepared:
             "master": self._weights.masters.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "scales": self._scales.state_dict(),
+            "scales": self._carried.scales.state_dict(),
             "average": None if self._average is None else self._average.averages,
-            "amax": self._fp8.state_dict(),
+            "amax": self._carried.fp8.state_dict(),
+            "applied_before": self._applied_before,
             "stats": self._ledger.stats.state_dict(),
         }
 
@@ -393,30 +389,31 @@ class Prepared:
         self._weights.load_optimizer(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self._scales.load_state_dict(state["scales"])
+        self._carried.scales.load_state_dict(state["scales"])
         if self._average is not None:
             for average, saved in zip(self._average.averages, state["average"], strict=True):
                 average.copy_(saved)
-        self._fp8.load_state_dict(state["amax"])
+        self._carried.fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
-        self._scales_checked_at = 0.0 if self._fp8.has_histories else math.inf
+        self._applied_before = int(state["applied_before"])
+        self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
         self._buffers.reset()
 
     def _take_back_first_scales(self) -> None:
         """Forget scales that no step but skipped ones has made. Waits until one was applied."""
         if self._steps_begun <= self._scales_checked_at:
             return
-        applied = self.steps_applied > 0
+        applied = self.steps_applied > self._applied_before
         self._scales_checked_at = math.inf if applied else self._steps_begun
         if not applied:
-            self._fp8.forget()
+            self._carried.fp8.forget()
 
     def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
         if self.plan.emulated:
             # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
             # tensor and steps aside for all that happens in it; that of an edge passes it by.
-            with self._region():
+            with self._carried.region():
                 edge = torch.autograd.graph.get_gradient_edge(scaled)
                 one = torch.ones_like(scaled)
                 torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)

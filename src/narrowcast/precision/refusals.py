@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.precision.modules import is_swapped
+from narrowcast.precision.plan import Plan
 
 
 def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -72,6 +73,22 @@ def refuse_changed_groups(optimizer: torch.optim.Optimizer, *, weights: int) -> 
                 f"the learning rate is {group['lr']}, which would make every weight so; "
                 "look at the learning-rate schedule"
             )
+
+
+def refuse_foreign_plan(model: nn.Module, chosen: Plan, *, mine: Plan) -> None:
+    """Refuse to change to a plan that was made for another model or another device."""
+    names = {name for name, _ in model.named_modules()}
+    missing = next((m.name for m in chosen.modules if m.name not in names), None)
+    if missing is not None:
+        raise RecipeError(
+            f"the plan is of another model: this one has no module {missing!r}; "
+            "make it with plan(prepared.model, …)"
+        )
+    if chosen.hardware.device != mine.hardware.device:
+        raise RecipeError(
+            f"the plan was made for {chosen.hardware.device}, and the model is prepared on "
+            f"{mine.hardware.device}; make it with hardware=prepared.plan.hardware"
+        )
 
 
 def refuse_foreign_state(state: dict[str, Any], *, mine: dict[str, Any]) -> None:

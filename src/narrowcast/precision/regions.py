@@ -72,6 +72,14 @@ _REDUCTIONS: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 
+# By name, for modes to look up: a number that `torch.compile` reads from an object of a run, and
+# that is another one when the policy is, it takes for a variable, and then cannot decide by it.
+_UNIFORM = {
+    name: ProductFormats.of(Policy(forward=name, grad_input=name, grad_weight=name))
+    for name in ("fp32", "tf32", "bf16", "fp16")
+}
+
+
 @dataclass(frozen=True)
 class Region:
     """A format for functional products, and whether the device multiplies it or we emulate it."""
@@ -118,14 +126,14 @@ class RoundedReductions(TorchFunctionMode):
 
     def __init__(self, target: Format) -> None:
         super().__init__()
-        self._target = target
+        self._name = target.name
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Round around reductions, pass on everything else."""
         if func in _REDUCTIONS:
-            return rounded_call(func, args, kwargs or {}, self._target)
+            return rounded_call(func, args, kwargs or {}, plain_format(self._name))
         return func(*args, **(kwargs or {}))
 
 
@@ -137,14 +145,11 @@ class EmulatedProducts(TorchFunctionMode):
 
     def __init__(self, target: Format, *, widen: bool = True) -> None:
         super().__init__()
-        self._target, self._widen = target, widen
-        self._formats = ProductFormats.of(
-            Policy(forward=target.name, grad_input=target.name, grad_weight=target.name)
-        )
+        self._name, self._widen = target.name, widen
 
     def is_of(self, target: Format) -> bool:
         """Say whether this is a model's region of a format."""
-        return self._target is target and self._widen
+        return self._name == target.name and self._widen
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -154,16 +159,16 @@ class EmulatedProducts(TorchFunctionMode):
         if _is_compiled(args, kwargs):
             return func(*args, **kwargs)
         if func is F.linear:
-            return _linear(*args, formats=self._formats, **kwargs)
+            return _linear(*args, formats=_UNIFORM[self._name], **kwargs)
         if func is F.multi_head_attention_forward:
-            with EmulatedProducts(self._target):
+            with EmulatedProducts(plain_format(self._name)):
                 return multi_head_attention(*args, **kwargs)
         if func in _IN_PLACE:
             return args[0].copy_(self.__torch_function__(_IN_PLACE[func], types, args, kwargs))
         if func is torch.prelu:
             return _prelu(*args, **kwargs)
-        if func in _PRODUCTS and self._target is not FP32:
-            return rounded_call(func, args, kwargs, self._target)
+        if func in _PRODUCTS and self._name != FP32.name:
+            return rounded_call(func, args, kwargs, plain_format(self._name))
         if func in _PRODUCTS or (self._widen and func in _REDUCTIONS):
             args = tuple(_widened(a) for a in args)
             kwargs = {k: _widened(a) for k, a in kwargs.items()}

@@ -32,6 +32,12 @@ from narrowcast.precision.regions import Region
 
 def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value."""
+    rewrite_modules(model, plan)
+    return _narrow_weights(model, plan)
+
+
+def rewrite_modules(model: nn.Module, plan: Plan) -> None:
+    """Let every module compute in its formats; leave the weights as they are kept."""
     device_type = torch.device(plan.hardware.device).type
     regions = {"": plan.region}
     for chosen in plan.modules:
@@ -60,12 +66,21 @@ def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     _give_histories(model, plan)
     _join_chains(model, plan)
     _allow_kernels(model, plan)
-    narrowed = _narrow_weights(model, plan)
     whole = regions[""]
     if whole != Region("fp32", False, device_type):
         # Called outside `compute()`, to evaluate or to sample, the model is in its policy too.
         swap(model, InRegion, nc_region=whole)
-    return narrowed
+
+
+def weight_formats(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
+    """Return what each weight is kept in; one that two modules share has the wider one's format."""
+    wanted: dict[nn.Parameter, str] = {}
+    for chosen in plan.modules:
+        module = model.get_submodule(chosen.name)
+        for parameter in module.parameters(recurse=chosen.kind == "attention"):
+            before = wanted.get(parameter, chosen.policy.params)
+            wanted[parameter] = "fp32" if "fp32" in (before, chosen.policy.params) else before
+    return wanted
 
 
 def _region_around(name: str, regions: Mapping[str, Region]) -> Region:
@@ -163,23 +178,24 @@ def _rewrite_norm(module: nn.Module, chosen: ModulePlan, policy: Policy) -> None
 
 
 def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
-    """Cast weights to their storage format; a weight two modules share takes the wider one's."""
-    wanted: dict[nn.Parameter, str] = {}
-    for chosen in plan.modules:
-        module = model.get_submodule(chosen.name)
-        for parameter in module.parameters(recurse=chosen.kind == "attention"):
-            before = wanted.get(parameter, chosen.policy.params)
-            wanted[parameter] = "fp32" if "fp32" in (before, chosen.policy.params) else before
+    """Cast weights to their storage format."""
     narrowed = []
-    for parameter, name in wanted.items():
+    for parameter, name in weight_formats(model, plan).items():
         if name == "fp32" or not parameter.is_floating_point():
             continue
         full = parameter.data
         parameter.data = full.to(_dtype(name))
-        if plan.policy.grads_format == "fp32":
-            parameter.grad_dtype = torch.float32
+        wide = plan.policy.grads_format == "fp32"
+        set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
         narrowed.append((parameter, full))
     return narrowed
+
+
+def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let a weight's gradients have a dtype, unless they have it already."""
+    # Once set, torch keeps it whatever the weight's own dtype becomes.
+    if parameter.grad_dtype != dtype:
+        parameter.grad_dtype = dtype
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -22,7 +22,12 @@ from narrowcast.precision.modules import restore
 from narrowcast.precision.one_pass import OnePass
 from narrowcast.precision.plan import Plan
 from narrowcast.precision.regions import EmulatedProducts
-from narrowcast.precision.rewrite import rewrite
+from narrowcast.precision.rewrite import (
+    rewrite,
+    rewrite_modules,
+    set_grad_dtype,
+    weight_formats,
+)
 
 
 class TrainedWeights:
@@ -42,8 +47,11 @@ class TrainedWeights:
         self.one_pass: OnePass | None = None
         self._master_index: dict[nn.Parameter, int] = {}
 
-    def narrow(self, chosen: Plan, *, one_pass: bool) -> None:
-        """Carry out a plan on the model, and let the optimizer hold the master weights."""
+    def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
+        """Carry out a plan on the model, and let the optimizer hold the master weights.
+
+        `seed` is that of rounding by chance, where the master weights are `stochastic`.
+        """
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         narrowed = rewrite(self._model, chosen)
         for p, full in narrowed:
@@ -55,16 +63,42 @@ class TrainedWeights:
             [p for p, _ in narrowed if p in trained],
             [full for p, full in narrowed if p in trained],
             chosen.policy.master or "none",
+            seed=seed,
         )
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self._optimizer)
         self._emulated = chosen.emulated and chosen.policy.master == "none"
+        self.one_pass = None
         if one_pass:
             self.one_pass = OnePass(self._optimizer, self.all, self.masters, policy=chosen.policy)
 
-    def widen(self) -> None:
-        """Undo `narrow`: plain modules, fp32 weights with all digits, the optimizer on them."""
-        if self.one_pass is not None:
+    def change(self, before: Plan, chosen: Plan, *, one_pass: bool, seed: int) -> None:
+        """Carry out another plan in place of the one in force.
+
+        Every weight passes through its fp32 value, so fp32 weights and `fp32` and `split` masters
+        become one another bit for bit. `kahan` takes as many digits as two 16-bit numbers have and
+        `stochastic` and `none` those of one, rounded to the nearest; what any of them holds is
+        handed on whole. Moments keep their values in the formats of the new policy; 8-bit ones that
+        stay so keep their codes. Where nothing is kept in another way, no tensor is touched; else
+        two fp32 copies of the weights that are changed exist for a moment.
+        """
+        if _storage(self._model, before) == _storage(self._model, chosen):
+            restore(self._model)
+            rewrite_modules(self._model, chosen)
+            self._emulated = chosen.emulated and chosen.policy.master == "none"
+            return
+        codes = "int8"  # by themselves: made into numbers and back they would round once more
+        both = before.policy.moments_format == chosen.policy.moments_format == codes
+        self.widen(keep_codes=both and one_pass)
+        self.masters, self._master_index = MasterWeights([], [], "none"), {}
+        self.narrow(chosen, one_pass=one_pass, seed=seed)
+
+    def widen(self, *, keep_codes: bool = False) -> None:
+        """Undo `narrow`: plain modules, fp32 weights with all digits, the optimizer on them.
+
+        With `keep_codes` moments of 8 bits stay what they are; torch itself cannot go on with them.
+        """
+        if self.one_pass is not None and not keep_codes:
             self.one_pass.release()
         full = [self.full(p).clone() for p in self._narrowed]
         restore(self._model)
@@ -72,6 +106,7 @@ class TrainedWeights:
         for parameter, value in zip(self._narrowed, full, strict=True):
             parameter.grad = None
             replace_values(parameter, value)
+            set_grad_dtype(parameter, value.dtype)
         for group in self._optimizer.param_groups:
             group["params"] = [originals.get(p, p) for p in group["params"]]
         for shell, parameter in originals.items():
@@ -188,6 +223,13 @@ class TrainedWeights:
     def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
         index = self._master_index.get(weight)
         return (weight.detach(),) if index is None else self.masters.stored(index)
+
+
+def _storage(model: nn.Module, plan: Plan) -> tuple[object, ...]:
+    """Return all that decides how weights, gradients and moments are kept."""
+    policy = plan.policy
+    kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_one_pass)
+    return (weight_formats(model, plan), *kept)
 
 
 def _size(tensor: Tensor) -> int:

@@ -108,3 +108,10 @@ def _with_unit(n: float, *, base: float, units: tuple[str, ...]) -> str:
         return f"{n:.0f}{units[0]}"
     digits = 2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0
     return f"{n:.{digits}f}{units[rank]}" if abs(n) < 10 * base else f"{n:.2e}{units[rank]}"
+
+
+def policies(policy: str, schedule: object) -> str:
+    """Return the policy of a run, or those of its phases in their order: `fp32 → fp8-row`."""
+    phases = schedule if isinstance(schedule, list) else []
+    named = [str(phase.get("policy") or policy) for phase in phases if isinstance(phase, dict)]
+    return " → ".join(named) or policy

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowcast.report.phrases import policies
 from narrowcast.runs.folder import RunFolder
 from narrowcast.runs.records import (
     CheckpointRecord,
@@ -49,7 +50,8 @@ class Story:
     def policy(self) -> str:
         """The precision policy that was asked for."""
         planned = (self.plan or {}).get("policy")
-        return str(self.setting("precision.policy") or planned or "an unnamed policy")
+        asked = str(self.setting("precision.policy") or planned or "an unnamed policy")
+        return policies(asked, self.setting("precision.schedule"))
 
     @property
     def modules(self) -> list[Mapping[str, Any]]:

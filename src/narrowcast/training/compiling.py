@@ -5,10 +5,18 @@ the fused loss) runs its own kernels as they are.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+import torch._dynamo
 from torch import nn
 
 from narrowcast.config.sections import Recipe
+
+VERSIONS = 64
+"""Versions of a block that the compiler keeps before it runs the rest uncompiled, without a word.
+Its own 8 are for code that changes by mistake; every policy of a run needs three, to evaluate and
+to train, and so does every kind of block with an exception."""
 
 
 def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -17,6 +25,8 @@ def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
     In place: the model, its names and its weights stay what they are.
     """
     if recipe.compile:
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, VERSIONS)
         for block in repeated_blocks(model) or [model]:
             block.compile()
     return model

@@ -43,3 +43,17 @@ def build_optimizer(
             return torch.optim.RMSprop(groups, lr=lr, momentum=settings.momentum, eps=eps)
         case "adafactor":
             return torch.optim.Adafactor(groups, lr=lr)
+
+
+def moments_of(settings: OptimizerSection) -> int:
+    """Return how many numbers torch's optimizer keeps for each weight."""
+    with_momentum = int(settings.momentum > 0)
+    match settings.name:
+        case "adamw" | "adam":
+            return 2
+        case "sgd":
+            return with_momentum
+        case "rmsprop":
+            return 1 + with_momentum
+        case "adafactor":
+            return 0  # a row and a column for each matrix: next to nothing

@@ -21,14 +21,15 @@ def prepare_recipe(recipe: Recipe, model: nn.Module, *, choices: Plan) -> Prepar
         policy=choices,
         clip_norm=recipe.clip_norm,
         scheduler=LambdaLR(optimizer, lr_factor(recipe.lr_schedule, recipe.steps)),
-        loss_scale=_loss_scale(settings) if choices.policy.needs_loss_scale else None,
+        loss_scale=loss_scale_of(settings) if choices.policy.needs_loss_scale else None,
         scaled_parts=settings.groups,
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
     )
 
 
-def _loss_scale(settings: LossScaleSection) -> LossScale:
+def loss_scale_of(settings: LossScaleSection) -> LossScale:
+    """Return the loss scale that a recipe asks for."""
     return LossScale(
         initial=settings.initial,
         growth=settings.growth,

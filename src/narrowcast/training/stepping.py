@@ -6,7 +6,7 @@ the host nothing, whatever the number of kernels: it is how small models keep a 
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -33,12 +33,19 @@ for the host to keep ahead, and a captured step holds its memory for ever."""
 class Stepper:
     """Takes the steps of a run."""
 
-    def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        task: Task,
+        recipe: Recipe,
+        *,
+        after_passes: Callable[[], None] = lambda: None,
+    ) -> None:
         self._prepared, self._task = prepared, task
+        self._recipe, self._after_passes = recipe, after_passes
         self._model = compiled(prepared.model, recipe)
-        self._wants_graph = _wants_graph(prepared, recipe)
-        self._taken = 0
         self._graphs: _Graphs | None = None
+        self.renew()
 
     @property
     def model(self) -> nn.Module:
@@ -49,6 +56,15 @@ class Stepper:
     def captured(self) -> bool:
         """Whether steps are replayed as CUDA graphs now."""
         return self._graphs is not None
+
+    def renew(self) -> None:
+        """Begin as with the first step: the model has other formats now, and graphs do not know.
+
+        They are captured anew rather than kept for each policy: their memory stays with them.
+        """
+        self._graphs = None
+        self._wants_graph = _wants_graph(self._prepared, self._recipe)
+        self._taken, self._applied_before = 0, self._prepared.steps_applied
 
     def __call__(
         self, batches: Sequence[Batch], *, faults: StepFaults | None = None
@@ -62,7 +78,9 @@ class Stepper:
         if not self._wants_graph:
             return self._launch(batches)
         # A graph keeps what its capture did, so the scales of fp8 must be those of a step by then.
-        warm = self._taken > WARM_UP and (self.captured or self._prepared.steps_applied > 0)
+        warm = self._taken > WARM_UP and (
+            self.captured or self._prepared.steps_applied > self._applied_before
+        )
         if not warm:
             return self._launch_beside(batches)
         if self._graphs is None or not self._graphs.fits(batches):
@@ -89,6 +107,7 @@ class Stepper:
                     loss = self._task.loss(self._model, batch)
                 self._prepared.backward(loss / len(batches))
             losses.append(loss.detach())
+        self._after_passes()
         return torch.stack(losses).float().mean()
 
     def _launch(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
@@ -118,7 +137,7 @@ class _Graphs:
         self._prepared = prepared
         self._inputs = [tuple(tensor.clone() for tensor in batch) for batch in batches]
         prepared.settle()
-        prepared.write_settings()  # a change of them must not be captured
+        prepared.captured.write_settings()  # a change of them must not be captured
         # The graph must make fp8 weights anew, even if an evaluation has just done so.
         torch.autograd.graph.increment_version(
             [p for p in prepared.model.parameters() if p.requires_grad]
@@ -129,11 +148,11 @@ class _Graphs:
         self._passes = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._passes, pool=pool):
             self._loss = stepper.passes(self._inputs)
-        self._present = prepared.present()
-        gradients = prepared.gradients()
+        self._present = prepared.captured.present()
+        gradients = prepared.captured.gradients()
         self._updates: dict[bool, _Update] = {}
         for metered in (False, True):
-            prepared.set_gradients(gradients)
+            prepared.captured.set_gradients(gradients)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 packed = prepared.queue_update(self._present, metered=metered)
@@ -150,11 +169,11 @@ class _Graphs:
                 mine.copy_(given, non_blocking=True)
         self._passes.replay()
         self._prepared.begin_step()
-        self._prepared.write_settings()
+        self._prepared.captured.write_settings()
         metered = self._prepared.is_metered
         update = self._updates[metered]
         update.graph.replay()
-        self._prepared.has_replayed(self._present)
+        self._prepared.captured.has_replayed(self._present)
         outcome = self._prepared.end_step(update.packed, self._present, metered=metered)
         return outcome, self._loss
 
@@ -165,7 +184,7 @@ def _shapes(batches: Sequence[Batch]) -> list[list[Any]]:
 
 def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:
     """Say whether steps are to be captured; refuse where that was asked and cannot be."""
-    why = prepared.why_not_captured
+    why = prepared.captured.why_not
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
     if recipe.faults and not why:

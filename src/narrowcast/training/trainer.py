@@ -33,6 +33,8 @@ from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate
 from narrowcast.training.export import export_weights
 from narrowcast.training.host_number import HostNumber
+from narrowcast.training.observing import Observer
+from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.randomness import (
     capture_randomness,
     restore_randomness,
@@ -95,7 +97,10 @@ class _Course:
     ) -> None:
         self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
         self._device = next(prepared.model.parameters()).device
-        self._stepper = Stepper(prepared, task, recipe)
+        self._schedule = PrecisionSchedule(prepared, recipe, rows=task.rows)
+        self._schedule.bring_about()
+        self._observer = Observer(prepared, every=recipe.health.every)
+        self._stepper = Stepper(prepared, task, recipe, after_passes=self._observer.after_passes)
         self._inquiry = Inquiry(
             prepared,
             lambda batch: task.loss(self._stepper.model, batch),
@@ -144,6 +149,7 @@ class _Course:
                 yield from self._between_steps(stop)
                 if self._step == recipe.steps:
                     break
+                yield from self._begin_phase()
                 try:
                     self._unread.append(self._attempt(data))
                 except DivergedError:
@@ -174,6 +180,16 @@ class _Course:
                 + (how if self._folder else "without a folder to save it to, it cannot be resumed")
             )
 
+    def _begin_phase(self) -> Iterator[Record]:
+        """Go over to the next policy of the schedule when it is time to."""
+        if self._schedule.is_due(self._step):
+            yield from self._read(leaving=0)
+            with self._observer.aside():
+                record = self._schedule.advance(self._step)
+            self._stepper.renew()
+            yield record
+            self._since = time.perf_counter()
+
     def _is_due(self, every: int, *, last: int) -> bool:
         ended = self._step == self._recipe.steps
         return self._step != last and (ended or (every > 0 and self._step % every == 0))
@@ -186,6 +202,7 @@ class _Course:
         faults = self._inquiry.faults_at(self._step + 1)
         outcome, loss = self._stepper(batches, faults=faults)
         self._step += 1
+        self._observer.after_step(self._step)
         self._batches += count
         return _Attempt(
             step=self._step,
@@ -209,7 +226,7 @@ class _Course:
                 scene=attempt.scene,
                 moved=partial(self._has_moved_since, attempt),
             )
-            yield StepRecord(
+            record = StepRecord(
                 step=attempt.step,
                 loss=loss,
                 loss_scale=outcome.loss_scale,
@@ -222,8 +239,12 @@ class _Course:
                 seconds=now - self._since,
                 peak_bytes=_peak_bytes(self._device),
             )
-            self._since = time.perf_counter()  # a look into a bad step is not the next one's
+            # A look into a bad step is not the next one's time; all else is, as a GPU works on.
+            self._since = time.perf_counter() if told.findings else now
+            self._schedule.note(record)
+            yield record
             yield from told.findings
+            yield from self._observer.account(record)
             yield from self._findings()
 
     def _has_moved_since(self, attempt: _Attempt) -> bool:
@@ -246,6 +267,8 @@ class _Course:
             "shapes": shapes(self._prepared.model),
             "random": capture_randomness(self._device),
             "inquiry": self._inquiry.state_dict(),
+            "observer": self._observer.state_dict(),
+            "schedule": self._schedule.state_dict(),
             "prepared": self._prepared.state_dict(),
         }
         keep = self._recipe.checkpoint.keep
@@ -256,8 +279,12 @@ class _Course:
 
     def _restore(self, state: dict[str, Any]) -> Iterator[FindingRecord]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
+        with self._observer.aside():
+            self._schedule.restore(state["schedule"])
+        self._observer.load_state_dict(state["observer"])
         self._prepared.load_state_dict(state["prepared"])
         self._inquiry.load_state_dict(state["inquiry"])
+        self._stepper.renew()
         self._step, self._batches = state["step"], state["batches"]
         self._evaluated, self._saved = state["evaluated"], state["step"]
         if not restore_randomness(state["random"], self._device):

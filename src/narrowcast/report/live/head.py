@@ -6,7 +6,16 @@ from typing import Any
 
 from narrowcast.report.live.account import Account
 from narrowcast.report.live.happenings import shortened
-from narrowcast.report.phrases import count, duration, large, scale, share, size, value
+from narrowcast.report.phrases import (
+    count,
+    duration,
+    large,
+    policies,
+    scale,
+    share,
+    size,
+    value,
+)
 from narrowcast.report.summary import Ending, Fact
 from narrowcast.runs.follow import LARGEST
 
@@ -23,6 +32,7 @@ def head(
     step, asked = account.tally.step, account.tally.steps
     name = _text(setting(settings, "name")) or _text(setting(settings, "workload")) or "this run"
     policy = _text(setting(settings, "precision.policy"))
+    policy = policies(policy, setting(settings, "precision.schedule"))
     return {
         "name": name,
         "title": f"{name} {_in_policy(policy)}".strip(),

@@ -1,0 +1,95 @@
+"""The plan of every phase of a run, and how phases are told."""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from torch import nn
+
+from narrowcast.config.phases import ConditionSection, PhaseSection, Until, last_step
+from narrowcast.config.sections import PrecisionSection, Recipe
+from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
+from narrowcast.hardware import Hardware
+from narrowcast.precision.plan import Plan, plan
+from narrowcast.training.optimizers import moments_of
+
+_Item = TypeVar("_Item")
+_Answer = TypeVar("_Answer")
+
+
+def phases_of(precision: PrecisionSection) -> tuple[PhaseSection, ...]:
+    """Return the phases of a run, each with its own policy; one where there is no schedule."""
+    return tuple(
+        phase.model_copy(
+            update={
+                "policy": phase.policy or precision.policy,
+                "overrides": {**precision.overrides, **phase.overrides},
+            }
+        )
+        for phase in precision.schedule or (PhaseSection(),)
+    )
+
+
+def plan_phases(
+    recipe: Recipe, model: nn.Module, *, hardware: Hardware, rows: int
+) -> tuple[Plan, ...]:
+    """Plan every phase of a run, or say all that is wrong with any of them."""
+    phases = phases_of(recipe.precision)
+    if len(phases) == 1:
+        return (_planned(recipe, phases[0], model, hardware=hardware, rows=rows),)
+    return each_phase(
+        phases, lambda phase: _planned(recipe, phase, model, hardware=hardware, rows=rows)
+    )
+
+
+def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple[_Answer, ...]:
+    """Ask the same of every phase; where some are refused, refuse them all at once."""
+    answers, problems = list[_Answer](), list[NarrowcastError]()
+    for number, item in enumerate(items, start=1):
+        try:
+            answers.append(ask(item))
+        except (RecipeError, UnsupportedError) as error:
+            text = f"phase {number} of precision.schedule: {error}"
+            problems.append(type(error)(text))
+    if problems:
+        worst = next((p for p in problems if isinstance(p, RecipeError)), problems[0])
+        raise type(worst)("\n".join(map(str, problems)))
+    return tuple(answers)
+
+
+def text_of(phase: PhaseSection, choices: Plan) -> str:
+    """Return a phase's policy as it was written; where that is `auto`, what it stands for."""
+    if phase.policy is None or phase.policy.startswith("auto"):
+        return str(choices.policy)
+    return "; ".join([phase.policy, *(f"{glob}: {text}" for glob, text in phase.overrides.items())])
+
+
+def end_text(until: Until | None, *, steps: int) -> str:
+    """Say when a phase ends."""
+    match until:
+        case None:
+            return "the end"
+        case ConditionSection(calm=int(calm)):
+            return f"{calm} calm steps in a row"
+        case ConditionSection(loss_below=limit):
+            return f"a mean loss below {limit:g}"
+        case int():
+            return f"step {until}"
+        case _:
+            share = until if isinstance(until, str) else f"{until:.6g} of the run"
+            return f"step {last_step(until, steps=steps)} ({share})"
+
+
+def _planned(
+    recipe: Recipe, phase: PhaseSection, model: nn.Module, *, hardware: Hardware, rows: int
+) -> Plan:
+    assert phase.policy is not None
+    return plan(
+        model,
+        phase.policy,
+        hardware=hardware,
+        overrides=phase.overrides,
+        emulate=recipe.precision.emulate,
+        moments=moments_of(recipe.optimizer),
+        tokens=rows,
+        only_faster=recipe.precision.only_faster,
+    )

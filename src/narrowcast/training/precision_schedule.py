@@ -1,0 +1,129 @@
+"""The phases of a run: which policy is in force, and when the next one takes its place.
+
+An end that is a step or a share of the run is known before it begins. A condition is looked at in
+the record of every step and holds one step later: on a GPU that is when the host has the record
+without waiting for it, and a run that was resumed must decide as one that was not.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
+
+from narrowcast.config.phases import LOSSES, ConditionSection, PhaseSection, Until, last_step
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import CheckpointError
+from narrowcast.precision.plan import Plan
+from narrowcast.precision.prepare import Prepared
+from narrowcast.runs import PrecisionRecord, StepRecord
+from narrowcast.training.phase_plans import each_phase, end_text, phases_of, plan_phases, text_of
+from narrowcast.training.setup import loss_scale_of
+
+WHOLE = "*"
+"""In the place of a module: the change is of the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is in its schedule; part of what a checkpoint keeps."""
+
+    phase: int = 0
+    since: int = 1
+    """The first step of the phase."""
+    calm: int = 0
+    """Steps of the phase since the last that was skipped."""
+    losses: tuple[float, ...] = ()
+    """Of the last steps of the phase, as many as a condition looks at."""
+    met_at: int | None = None
+    """The step whose record met the phase's condition."""
+
+    def after(self, record: StepRecord, until: Until | None) -> "Progress":
+        """Return the progress once a step is known, in a phase with this end."""
+        if self.met_at is not None or not isinstance(until, ConditionSection):
+            return self
+        calm = self.calm + 1 if record.applied else 0
+        losses = (*self.losses, record.loss)[-LOSSES:]
+        mean = sum(losses) / LOSSES if len(losses) == LOSSES else math.nan
+        met = (until.calm is not None and calm >= until.calm) or (
+            until.loss_below is not None and mean < until.loss_below
+        )
+        return replace(self, calm=calm, losses=losses, met_at=record.step if met else None)
+
+    def is_over(self, step: int, until: Until | None, *, steps: int) -> bool:
+        """Say whether the phase ends with this step."""
+        if isinstance(until, ConditionSection):
+            return self.met_at is not None and self.met_at < step
+        end = last_step(until, steps=steps)
+        return end is not None and step >= end
+
+
+@final
+class PrecisionSchedule:
+    """Brings a prepared model into the policy of each phase of its run."""
+
+    def __init__(self, prepared: Prepared, recipe: Recipe, *, rows: int) -> None:
+        self._prepared, self._steps = prepared, recipe.steps
+        self._scale = loss_scale_of(recipe.precision.loss_scale)
+        self._phases: Sequence[PhaseSection] = ()
+        self._plans: Sequence[Plan] = ()
+        self._progress = Progress()
+        if recipe.precision.schedule:
+            self._phases, hardware = phases_of(recipe.precision), prepared.plan.hardware
+            self._plans = plan_phases(recipe, prepared.model, hardware=hardware, rows=rows)
+            each_phase(self._plans, prepared.refuse_impossible)  # before the run, not in it
+
+    def note(self, record: StepRecord) -> None:
+        """Take in what became of a step, each once and in their order."""
+        if self._phases:
+            self._progress = self._progress.after(record, self._until)
+
+    def is_due(self, step: int) -> bool:
+        """Say whether another phase begins after this step."""
+        return bool(self._phases) and self._progress.is_over(step, self._until, steps=self._steps)
+
+    def advance(self, step: int) -> PrecisionRecord:
+        """Begin the phase that follows this step; one that is over before it begins is left out."""
+        before, reason = self._progress.phase, self._reason()
+        while self.is_due(step):
+            self._progress = Progress(phase=self._progress.phase + 1, since=step + 1)
+        now = self._progress.phase
+        self.bring_about()
+        return PrecisionRecord(
+            step=step + 1,
+            module=WHOLE,
+            before=text_of(self._phases[before], self._plans[before]),
+            after=text_of(self._phases[now], self._plans[now]),
+            reason=f"phase {now + 1} of {len(self._phases)} begins: {reason}",
+        )
+
+    def bring_about(self) -> None:
+        """Let the model have the policy of its phase, whatever it has now."""
+        if self._phases and self._prepared.plan.policy != self._plan.policy:
+            self._prepared.change(self._plan, loss_scale=self._scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the run is."""
+        return {**asdict(self._progress), "losses": list(self._progress.losses)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up where a run stood, and bring the model into the policy it had there."""
+        if state["phase"] >= max(len(self._phases), 1):
+            raise CheckpointError(
+                f"the checkpoint is of phase {state['phase'] + 1} of a schedule, and the recipe's "
+                f"has {len(self._phases)}; write the precision.schedule the run began with"
+            )
+        self._progress = Progress(**{**state, "losses": tuple(state["losses"])})
+        self.bring_about()
+
+    @property
+    def _plan(self) -> Plan:
+        return self._plans[self._progress.phase]
+
+    @property
+    def _until(self) -> Until | None:
+        return self._phases[self._progress.phase].until
+
+    def _reason(self) -> str:
+        end = end_text(self._until, steps=self._steps)
+        met = self._progress.met_at
+        return f"after {end}" if met is None else f"{end}, by step {met}"
