@@ -171,6 +171,17 @@ class LossScaleSection(Section):
         return self
 
 
+class AdaptSection(Section):
+    """When modules get a wider format than the policy's, and when they return."""
+
+    enabled: bool = Field(
+        default=False, description="widen modules that overflow, saturate or lose their gradients"
+    )
+    most: float = Field(default=0.25, ge=0, le=1, description="share of modules widened at once")
+    cooldown: int = Field(default=100, ge=1, description="steps between two changes of a module")
+    calm: int = Field(default=1000, ge=1, description="steps without trouble before it returns")
+
+
 class PrecisionSection(Section):
     """Which formats the run computes and keeps its numbers in."""
 
@@ -190,6 +201,9 @@ class PrecisionSection(Section):
     )
     loss_scale: LossScaleSection = Field(
         default_factory=LossScaleSection, description="the factor on the loss"
+    )
+    adapt: AdaptSection = Field(
+        default_factory=AdaptSection, description="formats that follow what tensors show"
     )
     schedule: Schedule = Field(
         default=(), description="phases of the run, each {policy, overrides, until}; none: one"
@@ -306,6 +320,14 @@ class CommonSettings(Section):
                 ),
             ]
         )
+        return self
+
+    @model_validator(mode="after")
+    def _adapts_to_something(self) -> Self:
+        """Refuse to adapt to readings that are never made."""
+        if self.precision.adapt.enabled and self.health.every == 0:
+            text = "formats follow what readings show, and there are none; write health.every=50"
+            refuse_conflicts([(("precision.adapt.enabled", "health.every"), text)])
         return self
 
     @model_validator(mode="after")

@@ -34,9 +34,9 @@ class Findings:
     """Since when, and for how many looks it has been calm."""
 
     @property
-    def active(self) -> list[tuple[str, str, str]]:
-        """What is wrong now: kind, module, role."""
-        return [*self._active]
+    def present(self) -> list[tuple[str, str, str]]:
+        """What the latest look has shown to be wrong: kind, module, role."""
+        return [key for key, (_, calm) in self._active.items() if calm == 0]
 
     def look(self, record: HealthRecord) -> list[FindingRecord]:
         """Take in the statistics of a step; return the troubles that begin with it."""

@@ -28,12 +28,14 @@ class Observer:
         self._findings = Findings()
         self._readings: deque[tuple[int, Reading]] = deque()
         self._probes: Probes | None = None
+        self.looked = 0
+        """The step of the latest reading that has been told."""
         self._install()
 
     @property
     def troubles(self) -> list[tuple[str, str, str]]:
-        """What is wrong now: kind, module, role."""
-        return self._findings.active
+        """What the latest reading has shown to be wrong: kind, module, role."""
+        return self._findings.present
 
     def after_passes(self) -> None:
         """Take samples of weights and gradients, once all gradients of a step are there."""
@@ -56,6 +58,7 @@ class Observer:
             for told in reading.records():
                 yield told
                 if isinstance(told, HealthRecord):
+                    self.looked = told.step
                     yield from self._findings.look(told)
 
     def drop(self, *, before: int) -> None:

@@ -27,6 +27,7 @@ from narrowcast.health.replay import Scene
 from narrowcast.precision.outcome import Outcome
 from narrowcast.precision.prepare import Prepared
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Record, StepRecord
+from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoint import save_checkpoint
 from narrowcast.training.data import BatchStream
 from narrowcast.training.determinism import deterministic_kernels
@@ -99,6 +100,7 @@ class _Course:
         self._device = next(prepared.model.parameters()).device
         self._schedule = PrecisionSchedule(prepared, recipe, rows=task.rows)
         self._schedule.bring_about()
+        self._adapter = Adapter(prepared, recipe, rows=task.rows)
         self._observer = Observer(prepared, every=recipe.health.every)
         self._stepper = Stepper(prepared, task, recipe, after_passes=self._observer.after_passes)
         self._inquiry = Inquiry(
@@ -150,6 +152,7 @@ class _Course:
                 if self._step == recipe.steps:
                     break
                 yield from self._begin_phase()
+                yield from self._adapt()
                 try:
                     self._unread.append(self._attempt(data))
                 except DivergedError:
@@ -186,8 +189,20 @@ class _Course:
             yield from self._read(leaving=0)
             with self._observer.aside():
                 record = self._schedule.advance(self._step)
+            self._adapter.begin()
             self._stepper.renew()
             yield record
+            self._since = time.perf_counter()
+
+    def _adapt(self) -> Iterator[Record]:
+        """Change the formats of modules whose tensors ask for it."""
+        records = self._adapter.decide(self._step)
+        if records:
+            yield from self._read(leaving=0)
+            with self._observer.aside():
+                self._adapter.carry_out()
+            self._stepper.renew()
+            yield from records
             self._since = time.perf_counter()
 
     def _is_due(self, every: int, *, last: int) -> bool:
@@ -244,7 +259,14 @@ class _Course:
             self._schedule.note(record)
             yield record
             yield from told.findings
+            looked = self._observer.looked
             yield from self._observer.account(record)
+            if self._observer.looked != looked:
+                self._adapter.note(
+                    self._observer.looked,
+                    self._observer.troubles,
+                    loss_scale=record.loss_scale,
+                )
             yield from self._findings()
 
     def _has_moved_since(self, attempt: _Attempt) -> bool:
@@ -268,6 +290,7 @@ class _Course:
             "random": capture_randomness(self._device),
             "inquiry": self._inquiry.state_dict(),
             "observer": self._observer.state_dict(),
+            "adapter": self._adapter.state_dict(),
             "schedule": self._schedule.state_dict(),
             "prepared": self._prepared.state_dict(),
         }
@@ -281,6 +304,7 @@ class _Course:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
         with self._observer.aside():
             self._schedule.restore(state["schedule"])
+            self._adapter.restore(state["adapter"])
         self._observer.load_state_dict(state["observer"])
         self._prepared.load_state_dict(state["prepared"])
         self._inquiry.load_state_dict(state["inquiry"])

@@ -1,0 +1,99 @@
+"""Adaptive precision in a run: what its tensors show decides the formats of its modules.
+
+What a reading shows takes effect one step later than it could: on a GPU that is when the host has
+it without waiting, and a run that was resumed must decide as one that was not.
+"""
+
+from collections import deque
+from typing import Any, final
+
+from narrowcast.config.sections import Recipe
+from narrowcast.health.adapt import Adaptation, Limits
+from narrowcast.health.rules import GRADIENTS
+from narrowcast.precision.kinds import products_of
+from narrowcast.precision.plan import Plan, plan
+from narrowcast.precision.prepare import Prepared
+from narrowcast.runs import PrecisionRecord
+from narrowcast.training.optimizers import moments_of
+
+Troubles = list[tuple[str, str, str]]
+
+
+@final
+class Adapter:
+    """Gives modules in trouble a wider format, and back their own after a calm."""
+
+    def __init__(self, prepared: Prepared, recipe: Recipe, *, rows: int) -> None:
+        self._prepared, self._recipe, self._rows = prepared, recipe, rows
+        self._seen: deque[tuple[int, Troubles]] = deque()
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the plan that is in force as the policy's own: at the start, and in each phase."""
+        settings = self._recipe.precision.adapt
+        self._own = self._prepared.plan
+        self._adaptation = Adaptation(
+            {m.name: m.policy.forward for m in self._own.modules if products_of(m.kind)},
+            Limits(most=settings.most, cooldown=settings.cooldown, calm=settings.calm),
+        )
+
+    def note(self, step: int, troubles: Troubles, *, loss_scale: float) -> None:
+        """Take in what the reading of a step with this loss scale has shown."""
+        if not self._recipe.precision.adapt.enabled:
+            return
+        scaled = self._own.policy.needs_loss_scale
+        if scaled and loss_scale > self._recipe.precision.loss_scale.min:
+            # The scale gives way by itself, and a wider format would only hide it.
+            troubles = [t for t in troubles if not (t[0] == "overflow" and t[2] in GRADIENTS)]
+        self._seen.append((step, troubles))
+
+    def decide(self, step: int) -> list[PrecisionRecord]:
+        """Return the changes that hold from the step after this one; `carry_out` makes them."""
+        found = []
+        while self._seen and self._seen[0][0] < step:
+            _, troubles = self._seen.popleft()
+            moves = self._adaptation.decide(troubles, step=step)
+            found += [
+                PrecisionRecord(
+                    step=step + 1,
+                    module=move.module,
+                    before=move.before,
+                    after=move.after,
+                    reason=move.reason,
+                )
+                for move in moves
+            ]
+        return found
+
+    def carry_out(self) -> None:
+        """Let the model have the formats decided on."""
+        self._prepared.change(self._planned())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the changes to come."""
+        seen = [[step, [list(each) for each in troubles]] for step, troubles in self._seen]
+        return {"adaptation": self._adaptation.state_dict(), "seen": seen}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up where a run stood, and bring the model into the formats it had there."""
+        self.begin()
+        self._adaptation.load_state_dict(state["adaptation"])
+        self._seen = deque(
+            (step, [(kind, module, role) for kind, module, role in troubles])
+            for step, troubles in state["seen"]
+        )
+        if self._adaptation.overrides:
+            self.carry_out()
+
+    def _planned(self) -> Plan:
+        precision = self._recipe.precision
+        return plan(
+            self._prepared.model,
+            self._own.policy,
+            hardware=self._own.hardware,
+            overrides=self._adaptation.overrides,
+            emulate=precision.emulate,
+            moments=moments_of(self._recipe.optimizer),
+            tokens=self._rows,
+            only_faster=precision.only_faster,
+        )
