@@ -19,7 +19,6 @@ from narrowcast.hardware import probe
 from narrowcast.training.task import Batch
 from narrowcast.workloads import build_task
 from narrowcast.workloads.lm.model import GPT
-from narrowcast.workloads.lm.rotary import rotary_table
 from narrowcast.workloads.lm.task import LmTask
 
 POOL = 8
@@ -105,4 +104,4 @@ def draw_weights(model: GPT) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(std=DEVIATION)
-    model.rotary.copy_(rotary_table(model.length, model.head_width, base=model.rope_base))
+    model.fill_buffers()

@@ -36,6 +36,10 @@ class GPT(nn.Module):
         self.head_width = settings.width // settings.heads
         self.embed = nn.Embedding(vocab, settings.width)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        if settings.swell:
+            middle = self.blocks[settings.layers // 2]
+            assert isinstance(middle, Block)
+            middle.mlp = SwellingMLP(settings)
         self.norm = _norm(settings)
         self.head = nn.Linear(settings.width, vocab, bias=False)
         self.tied = settings.tied
@@ -95,7 +99,15 @@ class GPT(nn.Module):
                 continue
             std = residual if name.endswith(("attn.out.weight", "mlp.down.weight")) else deviation
             parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+        self.fill_buffers()
+
+    @torch.no_grad()
+    def fill_buffers(self) -> None:
+        """Set what is neither a weight nor saved, after memory was only taken."""
         self.rotary.copy_(rotary_table(self.length, self.head_width, base=self.rope_base))
+        for module in self.modules():
+            if isinstance(module, SwellingMLP):
+                module.passes.zero_()
 
 
 class Block(nn.Module):
@@ -171,6 +183,28 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position by itself: (batch, length, width)."""
         out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class SwellingMLP(MLP):
+    """An mlp whose inner values outgrow narrow formats, to rehearse what a run does about it.
+
+    What goes into the last layer is doubled every so many training passes, and what comes out
+    halved as often: powers of two, so that only the range of a format can tell.
+    """
+
+    def __init__(self, settings: LmModel) -> None:
+        super().__init__(settings)
+        self.every = settings.swell
+        self.register_buffer("passes", torch.zeros(()))
+        self.passes: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position by itself: (batch, length, width)."""
+        if self.training and torch.is_grad_enabled():
+            self.passes += 1
+        factor = torch.exp2(torch.floor(self.passes / self.every))
+        out: Tensor = self.down(F.gelu(self.up(x)) * factor) / factor
         return out
 
 

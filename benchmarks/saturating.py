@@ -1,0 +1,69 @@
+"""A layer that outgrows fp16, with and without adaptive precision, against fp32.
+
+Run: python benchmarks/saturating.py [--json PATH] [--steps N] [--out FOLDER]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord, describe_environment
+
+RUNS = {
+    "fp32": ["precision.policy=fp32", "precision.adapt.enabled=false"],
+    "fp16": ["precision.adapt.enabled=false"],
+    "fp16, adaptive": [],
+}
+DIVERGED = 4
+"""The exit code of a run that gave up."""
+
+
+def train(name: str, *, steps: int, out: Path) -> dict[str, object]:
+    words = [*RUNS[name], f"steps={steps}", "--out", str(out), "--quiet"]
+    command = [sys.executable, "-m", "narrowcast", "train", "health/saturating", *words]
+    code = subprocess.run(command, check=False).returncode
+    if code not in (0, DIVERGED):
+        raise SystemExit(f"{name} ended with {code}")
+    with RunFolder.open(out) as run:
+        records = run.records()
+    tried = [r for r in records if isinstance(r, StepRecord)]
+    evaluated = [r for r in records if isinstance(r, EvalRecord)]
+    changes = [r for r in records if isinstance(r, PrecisionRecord)]
+    return {
+        "run": name,
+        "ended": "gave up" if code == DIVERGED else "to the end",
+        "last applied step": max(r.step for r in tried if r.applied),
+        "skipped": sum(not r.applied for r in tried),
+        "evaluated loss": round(evaluated[-1].metrics["loss"], 4),
+        "at step": evaluated[-1].step,
+        "changes": [f"step {r.step}: {r.module} {r.before} → {r.after}" for r in changes],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, help="where to keep the runs")
+    options = parser.parse_args()
+    folder = options.out or Path(tempfile.mkdtemp(prefix="narrowcast-"))
+    rows = [train(name, steps=options.steps, out=folder / str(i)) for i, name in enumerate(RUNS)]
+    reference = float(str(rows[0]["evaluated loss"]))
+    print("| run | ended | last applied step | skipped | evaluated loss | against fp32 | changes |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        percent = 100 * (float(str(row["evaluated loss"])) / reference - 1)
+        row["per cent against fp32"] = round(percent, 2)
+        cells = [row[key] for key in ("run", "ended", "last applied step", "skipped")]
+        loss = f"{row['evaluated loss']} at step {row['at step']}"
+        print(f"| {' | '.join(map(str, [*cells, loss, f'{percent:+.2f} %', row['changes']]))} |")
+    if options.json:
+        figures = {"environment": describe_environment(), "rows": rows}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The layer that swells changes nothing in fp32, and is found and widened in fp16."""
+
+import pytest
+import torch
+
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import Hardware
+from narrowcast.runs import FindingRecord, PrecisionRecord, StepRecord
+from narrowcast.training.phase_plans import plan_phases
+from narrowcast.training.setup import prepare_recipe
+from narrowcast.training.trainer import train
+from narrowcast.workloads import build_task, load_recipe
+
+SMALL = [
+    "model.layers=3", "model.width=32", "model.heads=2", "batch_size=4", "data.length=32",
+    "data.eval_windows=4", "steps=30", "eval.every=0", "health.every=1",
+]  # fmt: skip
+
+
+def run(*words):
+    recipe = load_recipe("health/saturating", [*SMALL, *words]).recipe
+    task = build_task(recipe, device=torch.device("cpu"))
+    hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
+    choices = plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)[0]
+    return list(train(prepare_recipe(recipe, task.model, choices=choices), task, recipe))
+
+
+def of(kind, records):
+    return [record for record in records if isinstance(record, kind)]
+
+
+def test_in_fp32_the_losses_are_those_of_the_plain_model():
+    plain, swelling = (
+        [r.loss for r in of(StepRecord, run(f"model.swell={every}", "precision.policy=fp32"))]
+        for every in (0, 1)
+    )
+    assert plain == swelling
+
+
+def test_in_fp16_the_layer_is_named_and_widened_and_the_run_goes_on():
+    records = run("model.swell=1")
+    (change,) = of(PrecisionRecord, records)
+    assert (change.module, change.before, change.after) == ("blocks.1.mlp.down", "fp16", "bf16")
+    named = {f.module for f in of(FindingRecord, records) if "overflow" in f.what}
+    assert "blocks.1.mlp.down" in named
+    steps = of(StepRecord, records)
+    assert sum(not step.applied for step in steps) <= 4
+    assert steps[-1].applied
+
+
+def test_without_adaptive_precision_it_stalls():
+    steps = of(StepRecord, run("model.swell=1", "precision.adapt.enabled=false"))
+    assert not any(step.applied for step in steps[-10:])
+
+
+def test_a_bias_would_not_be_doubled_with_the_rest_so_it_is_refused():
+    with pytest.raises(RecipeError, match="bias=false"):
+        load_recipe("health/saturating", ["model.bias=true"])
