@@ -5,10 +5,12 @@ Run: python benchmarks/saturating.py [--json PATH] [--steps N] [--out FOLDER]
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord, describe_environment
 
@@ -21,7 +23,7 @@ DIVERGED = 4
 """The exit code of a run that gave up."""
 
 
-def train(name: str, *, steps: int, out: Path) -> dict[str, object]:
+def train(name: str, *, steps: int, out: Path) -> dict[str, Any]:
     words = [*RUNS[name], f"steps={steps}", "--out", str(out), "--quiet"]
     command = [sys.executable, "-m", "narrowcast", "train", "health/saturating", *words]
     code = subprocess.run(command, check=False).returncode
@@ -37,10 +39,14 @@ def train(name: str, *, steps: int, out: Path) -> dict[str, object]:
         "ended": "gave up" if code == DIVERGED else "to the end",
         "last applied step": max(r.step for r in tried if r.applied),
         "skipped": sum(not r.applied for r in tried),
-        "evaluated loss": round(evaluated[-1].metrics["loss"], 4),
+        "evaluated loss": _shown(evaluated[-1].metrics["loss"]),
         "at step": evaluated[-1].step,
         "changes": [f"step {r.step}: {r.module} {r.before} → {r.after}" for r in changes],
     }
+
+
+def _shown(loss: float) -> float | None:
+    return round(loss, 4) if math.isfinite(loss) else None
 
 
 def main() -> None:
@@ -51,15 +57,18 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.out or Path(tempfile.mkdtemp(prefix="narrowcast-"))
     rows = [train(name, steps=options.steps, out=folder / str(i)) for i, name in enumerate(RUNS)]
-    reference = float(str(rows[0]["evaluated loss"]))
-    print("| run | ended | last applied step | skipped | evaluated loss | against fp32 | changes |")
+    reference = rows[0]["evaluated loss"]
+    print(
+        "| run | ended | last applied step | skipped | evaluated loss | % against fp32 | changes |"
+    )
     print("|---|---|---|---|---|---|---|")
     for row in rows:
-        percent = 100 * (float(str(row["evaluated loss"])) / reference - 1)
-        row["per cent against fp32"] = round(percent, 2)
+        loss = row["evaluated loss"]
+        percent = round(100 * (loss / reference - 1), 2) if isinstance(loss, float) else None
+        row["per cent against fp32"] = percent
         cells = [row[key] for key in ("run", "ended", "last applied step", "skipped")]
-        loss = f"{row['evaluated loss']} at step {row['at step']}"
-        print(f"| {' | '.join(map(str, [*cells, loss, f'{percent:+.2f} %', row['changes']]))} |")
+        cells += [f"{loss} at step {row['at step']}", percent, "; ".join(row["changes"])]
+        print(f"| {' | '.join(map(str, cells))} |")
     if options.json:
         figures = {"environment": describe_environment(), "rows": rows}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
