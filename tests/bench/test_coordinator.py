@@ -83,9 +83,10 @@ def test_who_runs_out_of_memory_beside_others_has_one_more_try(tiny, tmp_path):
 
 
 def test_a_worker_that_says_nothing_is_ended_with_that_said(tiny, tmp_path):
+    others = children_of(os.getpid())  # what tests before this one have left behind
     results, _ = held(tiny, tmp_path, (PEERS["torch-fp32"],), timeout_seconds=0.2)
     assert results["torch-fp32"].failure == "no answer for 0.2 s, so it was ended"
-    assert children_of(os.getpid()) == []
+    assert set(children_of(os.getpid())) <= set(others)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
