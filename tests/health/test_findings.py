@@ -121,6 +121,10 @@ def test_magnitudes_that_grow_beyond_their_past_are_found():
         assert findings.look(look(n, ("a", "input", "bf16", drawn(n)))) == []
     found = findings.look(look(20, ("a", "input", "bf16", drawn(times=100.0))))
     assert whats(found) == [("a", "input", "magnitudes grow")]
+    leaping = Findings()
+    for n in range(30):
+        times = 100.0 if n == 29 else 1.0
+        assert leaping.look(look(n, ("a", "grad_output", "bf16", drawn(n, times=times)))) == []
 
 
 def test_a_loss_spike_is_found_and_a_steep_beginning_is_not():

@@ -105,7 +105,9 @@ def dead(seen: Seen) -> Iterator[Trouble]:
 
 
 def drift(seen: Seen) -> Iterator[Trouble]:
-    """A largest magnitude that has grown far beyond what it was."""
+    """A largest magnitude that has grown far beyond what it was; gradients leap by themselves."""
+    if seen.role not in ("input", "weight", "output"):
+        return
     past = [value for value in seen.past if 0 < value < math.inf]
     if len(past) < REMEMBERED // 4 or not seen.amax < math.inf:
         return
