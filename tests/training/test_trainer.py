@@ -404,6 +404,14 @@ def test_a_checkpoint_of_other_data_is_refused(ready, tmp_path):
         train(made.prepared, made.task, made.recipe, resume=state)
 
 
+def test_a_checkpoint_of_an_older_version_is_refused_with_what_it_lacks(ready, tmp_path):
+    state = saved_state(ready(steps=3), tmp_path)
+    del state["adapter"], state["schedule"]
+    made = ready(steps=6)
+    with pytest.raises(CheckpointError, match="lacks schedule, adapter"):
+        train(made.prepared, made.task, made.recipe, resume=state)
+
+
 def test_a_run_that_is_past_the_steps_asked_for_is_refused(ready, tmp_path):
     state = saved_state(ready(steps=6), tmp_path)
     made = ready(steps=3)

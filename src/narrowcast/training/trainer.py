@@ -89,6 +89,10 @@ class _Attempt:
     """What it was given, kept while it may have to be looked into."""
 
 
+_PARTS = ("schedule", "inquiry", "observer", "adapter", "prepared")
+"""What has a state of its own in a checkpoint."""
+
+
 @final
 class _Course:
     """A run: what it trains, and how far it has come."""
@@ -116,6 +120,11 @@ class _Course:
     def require_own(self, state: dict[str, Any]) -> None:
         """Refuse a checkpoint that this run cannot be the continuation of; load nothing."""
         step = state["step"]
+        if missing := [name for name in _PARTS if name not in state]:
+            raise CheckpointError(
+                f"the checkpoint of step {step} was saved by an older version of narrowcast (it "
+                f"lacks {', '.join(missing)}); resume it with that version, or start a new run"
+            )
         require_same_model(state["shapes"], self._prepared.model, step=step)
         samples = len(self._task.train_data)
         if samples != state["samples"]:
