@@ -105,6 +105,11 @@ def inverse_for(amax: Tensor, largest: Tensor | float) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), torch.ldexp(torch.ones_like(amax), -power), 1)
 
 
+def castable(value: Tensor, inverse: Tensor, largest: float) -> Tensor:
+    """Return values scaled and saturated; what is not finite becomes NaN."""
+    return (value / inverse).clamp(-largest, largest) + value * 0
+
+
 def trust(inverse: Tensor) -> None:
     """Let a scale be used as it is, though no matrix has set it here."""
     _calibrated.add(inverse.data_ptr())
@@ -210,7 +215,7 @@ def _plainly(
         flushed = (scaled.abs() <= _FLUSHED[largest]) & (value != 0)
         notes[1] += value.numel()
         notes[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
-    kept = scaled.clamp(-largest, largest) + value * 0  # what is not finite becomes NaN
+    kept = castable(value, inverse, largest)
     count = x.shape[0]
     if rows.numel():
         rows[:count].copy_(kept)

@@ -12,7 +12,7 @@ multiple of four. Inside `torch.compile` this is the operator
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import LARGEST, LocallyQuantized, inverse_for
+from narrowcast.kernels.fp8 import LARGEST, LocallyQuantized, castable, inverse_for
 from narrowcast.kernels.launch import why_not
 
 BLOCK = 128
@@ -82,7 +82,7 @@ def _plainly(
     tiles = value.view(-1, BLOCK, width // BLOCK, BLOCK)  # (down, 128, across, 128)
     if square:
         one = inverse_for(tiles.abs().amax((1, 3)), largest)
-        codes = _cast(tiles / one[:, None, :, None], tiles, largest).view(value.shape)
+        codes = castable(tiles, one[:, None, :, None], largest).view(value.shape)
         if rows.numel():
             rows.copy_(codes)
             rows_inverse[:, : one.shape[1]].copy_(one)
@@ -92,16 +92,12 @@ def _plainly(
         return
     if rows.numel():
         inverse = inverse_for(tiles.abs().amax(3), largest)  # (down, 128, across)
-        rows.copy_(_cast(tiles / inverse[..., None], tiles, largest).view(value.shape))
+        rows.copy_(castable(tiles, inverse[..., None], largest).view(value.shape))
         rows_inverse.copy_(inverse.view(-1, width // BLOCK).t())
     if columns.numel():
         inverse = inverse_for(tiles.abs().amax(1), largest)  # (down, across, 128)
-        columns.copy_(_cast(tiles / inverse[:, None], tiles, largest).view(value.shape).t())
+        columns.copy_(castable(tiles, inverse[:, None], largest).view(value.shape).t())
         columns_inverse.copy_(inverse.view(-1, width))
-
-
-def _cast(scaled: Tensor, value: Tensor, largest: float) -> Tensor:
-    return scaled.clamp(-largest, largest) + value * 0  # what is not finite becomes NaN
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")

@@ -10,7 +10,7 @@ multiple of 16. Inside `torch.compile` this is the operator `narrowcast::quantiz
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import LARGEST, MULTIPLE, LocallyQuantized, inverse_for
+from narrowcast.kernels.fp8 import LARGEST, MULTIPLE, LocallyQuantized, castable, inverse_for
 from narrowcast.kernels.launch import why_not
 
 
@@ -71,14 +71,10 @@ def _plainly(
     magnitude = value.abs()
     if rows.numel():
         rows_inverse.copy_(inverse_for(magnitude.amax(1), largest))
-        rows.copy_(_kept(value, rows_inverse[:, None], largest))
+        rows.copy_(castable(value, rows_inverse[:, None], largest))
     if columns.numel():
         columns_inverse.copy_(inverse_for(magnitude.amax(0), largest))
-        columns.copy_(_kept(value, columns_inverse, largest).t())
-
-
-def _kept(value: Tensor, inverse: Tensor, largest: float) -> Tensor:
-    return (value / inverse).clamp(-largest, largest) + value * 0  # what is not finite becomes NaN
+        columns.copy_(castable(value, columns_inverse, largest).t())
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")

@@ -244,6 +244,25 @@ def _four_codes(a, b, c, d, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
+def _store_rows(out, word, four, column, width, padded):
+    """Write the codes of rows in fours as they are"""
+    row = four * 4
+    at = row[:, None] * width + column[None, :]
+    stored = (row < padded)[:, None] & (column < width)[None, :]  # all four or none: it is of 16
+    for k in tl.static_range(4):
+        code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
+        tl.store(out + at + k * width, code, mask=stored)
+
+
+@triton.jit
+def _store_columns(out, word, four, column, width, padded):
+    """Write the codes of rows in fours transposed, a word at a time"""
+    turned = column[:, None] * (padded // 4) + four[None, :]
+    stored = (column < width)[:, None] & (four * 4 < padded)[None, :]
+    tl.store(out + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored)
+
+
+@triton.jit
 def _count(
     x,
     beside,
@@ -339,14 +358,9 @@ def _quantize_tile(
     largest = _larger(largest, size)
     word = _word(a, b, c, d, E5M2, BY_BITS)
     if ROWS:
-        stored = (row < padded)[:, None] & within  # a multiple of 16: all four or none
-        for k in tl.static_range(4):
-            code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
-            tl.store(out_rows + at + k * width, code, mask=stored)
+        _store_rows(out_rows, word, four, column, width, padded)
     if COLUMNS:
-        turned = column[:, None] * (padded // 4) + four[None, :]
-        stored = (column < width)[:, None] & (row < padded)[None, :]
-        tl.store(out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored)
+        _store_columns(out_columns, word, four, column, width, padded)
     if RECORD:
         bits = largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(notes, tl.max(tl.max(bits, 1), 0))

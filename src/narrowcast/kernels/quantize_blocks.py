@@ -6,7 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.quantize import _castable, _inverse_for, _word
+from narrowcast.kernels.quantize import (
+    _castable,
+    _inverse_for,
+    _store_columns,
+    _store_rows,
+    _word,
+)
 
 BLOCK = 128
 
@@ -87,9 +93,6 @@ def _quantize_block(
     c, bits_c = _loaded(x, at + 2 * width, (row + 2 < count)[:, None] & within)
     d, bits_d = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
     highest = tl.max(tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d)), 0)
-    stored_rows = (row < padded)[:, None] & within
-    turned = column[:, None] * (padded // 4) + four[None, :]
-    stored_columns = (column < width)[:, None] & (row < padded)[None, :]
     if SQUARE:
         one = _inverse_for(tl.max(highest, 0), LARGEST)
         word = _word(
@@ -102,14 +105,10 @@ def _quantize_block(
         )
         if ROWS:
             tl.store(rows_inverse + down * rows_stride + across, one)
-            for k in tl.static_range(4):
-                code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
-                tl.store(out_rows + at + k * width, code, mask=stored_rows)
+            _store_rows(out_rows, word, four, column, width, padded)
         if COLUMNS:
             tl.store(columns_inverse + across * columns_stride + down, one)
-            tl.store(
-                out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored_columns
-            )
+            _store_columns(out_columns, word, four, column, width, padded)
     else:
         if ROWS:
             inv_a = _inverse_for(tl.max(bits_a, 1), LARGEST)
@@ -124,9 +123,7 @@ def _quantize_block(
                 E5M2,
                 BY_BITS,
             )
-            for k in tl.static_range(4):
-                code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
-                tl.store(out_rows + at + k * width, code, mask=stored_rows)
+            _store_rows(out_rows, word, four, column, width, padded)
             line = rows_inverse + across * rows_stride + row
             tl.store(line, inv_a, mask=row < padded)
             tl.store(line + 1, inv_b, mask=row < padded)
@@ -142,7 +139,5 @@ def _quantize_block(
                 E5M2,
                 BY_BITS,
             )
-            tl.store(
-                out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored_columns
-            )
+            _store_columns(out_columns, word, four, column, width, padded)
             tl.store(columns_inverse + down * columns_stride + column, inv, mask=column < width)

@@ -6,7 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.quantize import _castable, _inverse_for, _word
+from narrowcast.kernels.quantize import (
+    _castable,
+    _inverse_for,
+    _store_columns,
+    _store_rows,
+    _word,
+)
 from narrowcast.kernels.quantize_blocks import _loaded
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
@@ -128,10 +134,7 @@ def _quantize_tile(
             E5M2,
             BY_BITS,
         )
-        stored = (row < padded)[:, None] & within  # a multiple of 16: all four or none
-        for k in tl.static_range(4):
-            code = ((word >> (8 * k)) & 0xFF).to(tl.uint8)
-            tl.store(out_rows + at + k * width, code, mask=stored)
+        _store_rows(out_rows, word, four, column, width, padded)
     if COLUMNS:
         inside = column < width
         inverse = _inverse_for(tl.load(measured + padded + column, mask=inside, other=0), LARGEST)
@@ -146,9 +149,7 @@ def _quantize_tile(
             E5M2,
             BY_BITS,
         )
-        turned = column[:, None] * (padded // 4) + four[None, :]
-        stored = inside[:, None] & (row < padded)[None, :]
-        tl.store(out_columns + turned, tl.trans(word).to(tl.int32, bitcast=True), mask=stored)
+        _store_columns(out_columns, word, four, column, width, padded)
 
 
 @triton.jit
