@@ -40,7 +40,7 @@ class LocalScales(Protocol):
         by_weight: bool,
         fast: bool = False,
     ) -> Tensor:
-        """Return left · rightᵀ in bf16; `by_weight`: the right operand is one."""
+        """Return left · rightᵀ in bf16, of matrices with rows; `by_weight`: the right is one."""
 
 
 class Fp8LocalLinear(nn.Linear):
@@ -111,9 +111,9 @@ class _Fp8Product(torch.autograd.Function):
         narrow_x = is_narrow(formats.grad_weight.name)
         found = local.quantize(x, dtype_of(formats.forward), columns=narrow_x)
         scales = (found.rows_inverse, rows_inverse)
-        output = local.product(found.rows, weight_rows, scales, by_weight=True, fast=formats.fast)[
-            : x.shape[0]
-        ]
+        output = _product(
+            local, found.rows, weight_rows, scales, by_weight=True, fast=formats.fast
+        )[: x.shape[0]]
         if bias is not None:
             output = output + bias.to(output.dtype)
         narrow_weight = is_narrow(formats.grad_input.name)
@@ -141,14 +141,14 @@ class _Fp8Product(torch.autograd.Function):
         if needs_x and is_narrow(to_input.name):
             found = local.quantize(grad, dtype_of(to_input), columns=shared)
             scales = (found.rows_inverse, weight_inverse)
-            grad_x = local.product(found.rows, weight, scales, by_weight=True)
+            grad_x = _product(local, found.rows, weight, scales, by_weight=True)
         elif needs_x:
             grad_x = grad.to(BF16.dtype) @ weight.to(BF16.dtype)
         if needs_weight and is_narrow(to_weight.name):
             if not shared or found is None:
                 found = local.quantize(grad, dtype_of(to_weight), rows=False)
             scales = (found.columns_inverse, x_inverse)
-            grad_weight = local.product(found.columns, x, scales, by_weight=False)
+            grad_weight = _product(local, found.columns, x, scales, by_weight=False)
         elif needs_weight:
             grad_weight = grad.to(BF16.dtype).t() @ x.to(BF16.dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
@@ -162,3 +162,17 @@ class _Fp8Product(torch.autograd.Function):
 
 
 _apply: Any = _Fp8Product.apply
+
+
+def _product(
+    local: LocalScales,
+    left: Tensor,
+    right: Tensor,
+    inverses: tuple[Tensor, Tensor],
+    *,
+    by_weight: bool,
+    fast: bool = False,
+) -> Tensor:
+    if not left.numel():  # of a batch without rows; torch's CPU leaves the result unwritten
+        return left.new_zeros((left.shape[0], right.shape[0]), dtype=torch.bfloat16)
+    return local.product(left, right, inverses, by_weight=by_weight, fast=fast)
