@@ -99,7 +99,10 @@ def test_samples_are_of_what_passes_forward_and_backward():
         ("last", "grad_output"): grad_output,
     }
     for (module, role), tensor in expected.items():
-        assert torch.equal(site(probes, module, role).sample, sample(tensor)), (module, role)
+        assert torch.equal(site(probes, module, role).sample, sample(tensor).flatten()), (
+            module,
+            role,
+        )
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -112,7 +115,7 @@ def test_an_update_is_what_a_step_changed():
     trained(run, probes, steps=1)
     probes.take_updates()
     changed = model.first.weight.detach() - before
-    assert torch.equal(site(probes, "first", "update").sample, sample(changed))
+    assert torch.equal(site(probes, "first", "update").sample, sample(changed).flatten())
     assert changed.abs().max() == pytest.approx(1e-2, rel=0.01)  # the first step of AdamW
 
 
@@ -154,6 +157,33 @@ def test_an_evaluation_is_not_looked_at():
     with torch.no_grad():
         model(torch.randn(8, 32))
     assert not any(s.sample.any() for s in probes.sites)
+
+
+def test_a_head_that_is_looked_at_never_makes_its_logits():
+    model, run = made()
+    probes = Probes(model, run.plan)
+    hidden = torch.randn(48, 64, requires_grad=True)
+    targets = torch.randint(16, (48,))
+    loss = nc.linear_cross_entropy(hidden, model.last, targets, chunk_rows=20)
+    taken = {s.role: s.sample.clone() for s in probes.sites if s.module == "last"}
+    assert torch.equal(taken["input"], sample(hidden).flatten())
+    assert not taken["output"].any()
+    assert loss.item() == pytest.approx(F.cross_entropy(model.last(hidden), targets).item())
+
+
+def test_switched_off_nothing_is_taken_but_by_what_is_compiled():
+    model, run = made()
+    probes = Probes(model, run.plan)
+    probes.switch.on = False
+    trained(run, steps=1)
+    assert not any(s.sample.any() for s in probes.sites)
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile(backend=counter)
+    for on in (False, True, False):
+        probes.switch.on = on
+        trained(run, steps=1)
+    assert site(probes, "first", "grad_output").sample.any()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor"])

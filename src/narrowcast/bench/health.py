@@ -41,19 +41,27 @@ PEERS: Mapping[str, Contender] = {
     )
 }
 
+UNWATCHED = ("steps=1000000000", "health.every=0", "health.verdicts=false")
+
+
+def _watching(*overrides: str, **options: Any) -> dict[str, Any]:
+    return {"meter_every": 0, **options, "overrides": [*UNWATCHED, *overrides]}
+
+
 BENCH = Bench(
     peers=PEERS,
     default_peers=by_device(cuda=",".join(PEERS), elsewhere=",".join(PEERS)),
-    default_policies=by_device(cuda="bf16 | bf16, params=bf16, master=split", elsewhere="bf16"),
+    default_policies=by_device(cuda="bf16, params=bf16, master=split", elsewhere="bf16"),
     bytes_of=lambda recipe, settings: training_bytes(recipe),
     variants={
-        " (guard alone)": {"meter_every": 0},
-        " (lost updates, every step)": {"meter_every": 1},
-        " (lost updates, every 10)": {"meter_every": 10},
-        " (statistics, every step)": {"meter_every": 0, "statistics_every": 1},
-        " (statistics, every 10)": {"meter_every": 0, "statistics_every": 10},
-        " (average of weights)": {"meter_every": 0, "ema_decay": 0.999},
-        " (deterministic)": {"meter_every": 0, "deterministic": True},
+        " (guard alone)": _watching(),
+        " (lost updates, every step)": _watching(meter_every=1),
+        " (verdicts)": _watching("health.verdicts=true"),
+        " (statistics, every step)": _watching("health.every=1"),
+        " (statistics, every 50)": _watching("health.every=50"),
+        " (adaptive, idle)": _watching("health.every=50", "precision.adapt.enabled=true"),
+        " (average of weights)": _watching(ema_decay=0.999),
+        " (deterministic)": _watching("deterministic=true"),
     },
     policies_first=True,
 )
@@ -61,11 +69,13 @@ BENCH = Bench(
 
 def subject(job: Mapping[str, Any]) -> TimedSubject:
     """Return what a worker times."""
-    recipe = load_recipe(job["recipe"], job["overrides"]).recipe
     contender = Contender.from_json(job["contender"])
+    options = dict(contender.options)
+    overrides = [*job["overrides"], *options.pop("overrides", ())]
+    recipe = load_recipe(job["recipe"], overrides).recipe
     build: Callable[..., Trial] = importlib.import_module(BUILDERS[contender.kind]).build
     return TimedSubject(
-        lambda: build(set_up(recipe), **contender.options),
+        lambda: build(set_up(recipe), **options),
         device=device_of(recipe),
         contender=contender,
     )

@@ -4,7 +4,8 @@ A module that is looked at gets another class, as it does to be given formats, a
 that are alike stay alike for a compiler, which hooks with their running numbers would make it
 compile one by one; and layers that run as one, or a head that never makes its logits, stay as they
 are. These are looked at from outside, as far as that goes. Nothing is taken while gradients are
-off.
+off, nor in steps that nobody will read; but what is compiled, or captured as a CUDA graph, is the
+same in every step, and takes samples in all of them.
 """
 
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.health.sampling import SAMPLE, sample, tap
+from narrowcast.health.sampling import SAMPLE, take, tap
 from narrowcast.precision.chain import promised_ends
 from narrowcast.precision.choice import ModulePlan
 from narrowcast.precision.fp8_chain import Fp8Chain
 from narrowcast.precision.gelu_chain import GeluChain
 from narrowcast.precision.kinds import products_of
-from narrowcast.precision.modules import swap
+from narrowcast.precision.modules import Onlooker, swap
 from narrowcast.precision.plan import Plan
 
 
@@ -35,28 +36,45 @@ class Site:
     """All zeros until something has passed."""
 
 
-class Watched(nn.Module):
+@dataclass
+class Switch:
+    """Whether samples are taken now, for all modules of a model."""
+
+    on: bool = True
+
+
+class Watched(Onlooker):
     """A module that leaves samples of what passes through it."""
 
+    nc_switch: Switch
     nc_input: Tensor | None
     nc_output: Tensor | None
     nc_grad_output: Tensor | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Do what the module does, and copy samples."""
-        x = args[0] if args else None
-        if not torch.is_grad_enabled():
+        if not self._looks():
             return super().forward(*args, **kwargs)
-        if self.nc_input is not None and isinstance(x, Tensor) and x.is_floating_point():
-            self.nc_input.copy_(sample(x))
+        if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            self.nc_sees(args[0])
         output = super().forward(*args, **kwargs)
         if self.nc_output is None or not isinstance(output, Tensor):
             return output
         assert self.nc_grad_output is not None
         if output.requires_grad:
             return tap(output, self.nc_output, self.nc_grad_output)
-        self.nc_output.copy_(sample(output))
+        take(output, self.nc_output)
         return output
+
+    def nc_sees(self, x: Tensor) -> None:
+        """Copy a sample of the input."""
+        if self.nc_input is not None and self._looks():
+            take(x, self.nc_input)
+
+    def _looks(self) -> bool:
+        # A compiler that asked the switch would compile again whenever it moves.
+        on = torch.compiler.is_compiling() or self.nc_switch.on or _is_capturing()
+        return on and torch.is_grad_enabled()
 
 
 class Probes:
@@ -64,6 +82,7 @@ class Probes:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.sites: list[Site] = []
+        self.switch = Switch()
         self._weights: list[_Weight] = []
         self._device = next(model.parameters()).device
         self._before: dict[nn.Module, type[nn.Module]] = {}
@@ -90,27 +109,28 @@ class Probes:
         nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
         for module, samples in taken.items():
             self._before[module] = type(module)
-            swap(module, Watched, **{**nothing, **samples})
+            swap(module, Watched, nc_switch=self.switch, **{**nothing, **samples})
 
     @torch.no_grad()
     def take_weights(self) -> None:
         """Take samples of weights and of their gradients, between the passes and the update."""
         for each in self._weights:
-            each.before.copy_(sample(each.weight))
+            take(each.weight, each.before)
             if each.weight.grad is not None:
-                each.gradient.copy_(sample(each.weight.grad))
+                take(each.weight.grad, each.gradient)
 
     @torch.no_grad()
     def take_updates(self) -> None:
         """Take samples of what an update has changed in the weights as they are kept."""
         for each in self._weights:
-            each.update.copy_(sample(each.weight) - each.before)
+            take(each.weight, each.update)
+            each.update.sub_(each.before)
 
     def remove(self) -> None:
         """Make the modules again what they were."""
         for module, kind in self._before.items():
             module.__class__ = kind
-            for name in ("nc_input", "nc_output", "nc_grad_output"):
+            for name in ("nc_switch", "nc_input", "nc_output", "nc_grad_output"):
                 del module.__dict__[name]
             if module.__dict__["nc_plain_class"] is kind:
                 del module.__dict__["nc_plain_class"]
@@ -145,6 +165,10 @@ class _Weight:
     before: Tensor
     gradient: Tensor
     update: Tensor
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Module | None]]:

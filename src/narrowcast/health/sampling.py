@@ -18,15 +18,24 @@ SAMPLE = 4096
 
 
 def sample(x: Tensor) -> Tensor:
-    """Return SAMPLE values of a tensor, evenly spaced; of a smaller one, its values repeated."""
+    """Return SAMPLE values of a tensor, evenly spaced; of a smaller one, its values repeated.
+
+    As a matrix of runs, which of a larger tensor is a view: a copy of it is one kernel.
+    """
     flat = x.detach().reshape(-1)
     count = flat.numel()
     if count < SAMPLE:
-        return flat.repeat(-(-SAMPLE // max(count, 1)))[:SAMPLE]
+        return flat.repeat(-(-SAMPLE // max(count, 1)))[:SAMPLE].view(1, SAMPLE)
     run = RUN if count % RUN == 0 else 1
     runs = SAMPLE // run
     stride = count // run // runs
-    return flat.view(-1, run)[: runs * stride : stride].reshape(-1)
+    return flat.view(-1, run)[: runs * stride : stride]
+
+
+def take(x: Tensor, into: Tensor) -> None:
+    """Copy a sample of a tensor."""
+    values = sample(x)
+    into.view(values.shape).copy_(values)
 
 
 def tap(x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
@@ -38,14 +47,14 @@ def tap(x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
 class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
-        into.copy_(sample(x))
+        take(x, into)
         ctx.save_for_backward(gradient_into)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (into,) = ctx.saved_tensors
-        into.copy_(sample(gradient))
+        take(gradient, into)
         return gradient, None, None
 
 

@@ -52,6 +52,7 @@ class Watch:
         self._findings, self._waits = Findings(), device.type == "cuda"
         self._readings: deque[Reading] = deque()
         self._steps = 0
+        self._probes.switch.on = every == 1
         self.statistics: HealthRecord | None = None
         """The latest that have arrived."""
 
@@ -61,6 +62,8 @@ class Watch:
         On a GPU statistics are told one reading late, so that nothing waits for them.
         """
         self._steps += 1
+        # For the passes to come.
+        self._probes.switch.on = (self._steps + 1) % self._every == 0
         if self._steps % self._every:
             return []
         self._probes.take_weights()

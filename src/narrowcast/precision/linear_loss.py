@@ -18,7 +18,7 @@ from narrowcast.kernels.launch import why_not
 from narrowcast.precision.chain import is_watched
 from narrowcast.precision.chunked_loss import LossTerms, chunked_loss, reduced
 from narrowcast.precision.chunked_module import chunked_module_loss
-from narrowcast.precision.modules import InRegion
+from narrowcast.precision.modules import InRegion, Onlooker, working_class
 from narrowcast.precision.regions import Region
 
 _HAS_TRITON = not why_not(torch.device("cuda"))
@@ -54,7 +54,7 @@ def linear_cross_entropy(
         return _composed(hidden, head, targets, terms)
     region = _own_region(head)
     if region is None:
-        return _here(hidden, head, targets, terms, plain=type(head) is nn.Linear)
+        return _here(hidden, head, targets, terms, plain=working_class(head) is nn.Linear)
     with torch.autocast(hidden.device.type, enabled=False):
         return _in_region(region, hidden, head, targets, terms)
 
@@ -104,7 +104,7 @@ def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
 
 def _own_region(head: nn.Linear) -> Region | None:
     """Return the region a plain head enters by itself, where the device multiplies in it."""
-    if type(head).__bases__ != (InRegion, nn.Linear):
+    if working_class(head).__bases__ != (InRegion, nn.Linear):
         return None
     region = head.nc_region
     assert isinstance(region, Region)
@@ -128,6 +128,8 @@ def _here(
     rows, flat = hidden.reshape(-1, head.in_features), targets.flatten()
     dtype = _operand_dtype(hidden, head) if plain else None
     if dtype is not None:
+        if isinstance(head, Onlooker):
+            head.nc_sees(rows)
         loss = chunked_loss(rows, head.weight, head.bias, flat, terms=terms, dtype=dtype)
     elif not plain and _is_fp8(head, terms):
         loss = chunked_module_loss(rows, head, flat, terms=terms)

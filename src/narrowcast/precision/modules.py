@@ -163,6 +163,25 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return plain
 
 
+class Onlooker(nn.Module):
+    """Base of mixins that only look at what passes: the module computes as if they were not there.
+
+    Who computes in a module's place, without calling it, goes by `working_class` and says so here.
+    """
+
+    def nc_sees(self, x: Tensor) -> None:
+        """Be shown the input of the module."""
+        raise NotImplementedError
+
+
+def working_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that decides what a module computes, which those that look do not."""
+    kind = type(module)
+    while issubclass(kind, Onlooker):
+        kind = kind.__bases__[1]
+    return kind
+
+
 def is_swapped(model: nn.Module) -> bool:
     """Return whether any module of the model has been given another class."""
     return any("nc_plain_class" in module.__dict__ for module in model.modules())

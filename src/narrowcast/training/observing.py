@@ -1,12 +1,12 @@
 """What a run looks at beside training: statistics of its tensors, and what they mean.
 
-Samples are taken in every step, as they cost next to nothing; statistics are made of them every few
-steps and arrive with that step's record.
+Samples are taken in the steps that are read, and where that cannot be chosen in every step;
+statistics are made of them on the device and arrive with that step's record.
 """
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from narrowcast.health.findings import Findings
@@ -37,10 +37,12 @@ class Observer:
         """What the latest reading has shown to be wrong: kind, module, role."""
         return self._findings.present
 
-    def after_passes(self) -> None:
-        """Take samples of weights and gradients, once all gradients of a step are there."""
-        if self._probes is not None:
-            self._probes.take_weights()
+    def before_step(self, step: int) -> Callable[[], None] | None:
+        """Make ready for a step; return what is to be done between its passes and its update."""
+        if self._probes is None:
+            return None
+        self._probes.switch.on = step % self._every == 0
+        return self._probes.take_weights if self._probes.switch.on else None
 
     def after_step(self, step: int) -> None:
         """Read, if it is time to, what a step that was just queued has left."""

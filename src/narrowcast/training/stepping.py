@@ -6,6 +6,7 @@ the host nothing, whatever the number of kernels: it is how small models keep a 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,6 +23,9 @@ from narrowcast.precision.prepare import Prepared
 from narrowcast.training.compiling import compiled
 from narrowcast.training.task import Batch, Task
 
+Between = Callable[[], None]
+"""Looks at weights and gradients between the passes and the update."""
+
 WARM_UP = 3
 """Steps before a capture: the compiler, cuBLAS and the allocator settle in them."""
 LARGEST_CAPTURED = 1_000_000_000
@@ -33,16 +37,8 @@ for the host to keep ahead, and a captured step holds its memory for ever."""
 class Stepper:
     """Takes the steps of a run."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        task: Task,
-        recipe: Recipe,
-        *,
-        after_passes: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._prepared, self._task = prepared, task
-        self._recipe, self._after_passes = recipe, after_passes
+    def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
+        self._prepared, self._task, self._recipe = prepared, task, recipe
         self._model = compiled(prepared.model, recipe)
         self._graphs: _Graphs | None = None
         self.renew()
@@ -67,25 +63,31 @@ class Stepper:
         self._taken, self._applied_before = 0, self._prepared.steps_applied
 
     def __call__(
-        self, batches: Sequence[Batch], *, faults: StepFaults | None = None
+        self,
+        batches: Sequence[Batch],
+        *,
+        faults: StepFaults | None = None,
+        between: Between | None = None,
     ) -> tuple[Outcome, Tensor]:
-        """Take a step; return its outcome and the mean loss, on the device."""
+        """Take a step; return its outcome and the mean loss, on the device.
+
+        `between` is called when every weight has its gradient and none has moved.
+        """
         self._taken += 1
         if faults is not None:
             with eagerly():
-                loss = self.passes(batches, faults=faults)
-            return self._prepared.step(), loss
+                return self._launch(batches, between, faults=faults)
         if not self._wants_graph:
-            return self._launch(batches)
+            return self._launch(batches, between)
         # A graph keeps what its capture did, so the scales of fp8 must be those of a step by then.
         warm = self._taken > WARM_UP and (
             self.captured or self._prepared.steps_applied > self._applied_before
         )
         if not warm:
-            return self._launch_beside(batches)
+            return self._launch_beside(batches, between)
         if self._graphs is None or not self._graphs.fits(batches):
             self._graphs = self._capture(batches)
-        return self._graphs.replay(batches)
+        return self._graphs.replay(batches, between)
 
     def _capture(self, batches: Sequence[Batch]) -> "_Graphs":
         try:
@@ -107,19 +109,28 @@ class Stepper:
                     loss = self._task.loss(self._model, batch)
                 self._prepared.backward(loss / len(batches))
             losses.append(loss.detach())
-        self._after_passes()
         return torch.stack(losses).float().mean()
 
-    def _launch(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
-        loss = self.passes(batches)
+    def _launch(
+        self,
+        batches: Sequence[Batch],
+        between: Between | None,
+        *,
+        faults: StepFaults | None = None,
+    ) -> tuple[Outcome, Tensor]:
+        loss = self.passes(batches, faults=faults)
+        if between is not None:
+            between()
         return self._prepared.step(), loss
 
-    def _launch_beside(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
+    def _launch_beside(
+        self, batches: Sequence[Batch], between: Between | None
+    ) -> tuple[Outcome, Tensor]:
         """Launch on another stream than the default one, as a capture will."""
-        stream = torch.cuda.Stream()
+        stream = _beside(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            outcome, loss = self._launch(batches)
+            outcome, loss = self._launch(batches, between)
         torch.cuda.current_stream().wait_stream(stream)
         return outcome, loss
 
@@ -146,7 +157,8 @@ class _Graphs:
         torch.cuda.empty_cache()  # what the steps before held, the graphs hold in their own pool
         pool = torch.cuda.graph_pool_handle()
         self._passes = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._passes, pool=pool):
+        beside = _beside(torch.cuda.current_device())
+        with torch.cuda.graph(self._passes, pool=pool, stream=beside):
             self._loss = stepper.passes(self._inputs)
         self._present = prepared.captured.present()
         gradients = prepared.captured.gradients()
@@ -154,7 +166,7 @@ class _Graphs:
         for metered in (False, True):
             prepared.captured.set_gradients(gradients)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=beside):
                 packed = prepared.queue_update(self._present, metered=metered)
             self._updates[metered] = _Update(graph, packed)
         self._gradients = gradients  # their memory is written and read by the graphs
@@ -163,11 +175,17 @@ class _Graphs:
         """Say whether batches have the shapes that were captured."""
         return _shapes(batches) == _shapes(self._inputs)
 
-    def replay(self, batches: Sequence[Batch]) -> tuple[Outcome, Tensor]:
+    def replay(self, batches: Sequence[Batch], between: Between | None) -> tuple[Outcome, Tensor]:
         for inputs, batch in zip(self._inputs, batches, strict=True):
             for mine, given in zip(inputs, batch, strict=True):
                 mine.copy_(given, non_blocking=True)
         self._passes.replay()
+        if between is not None:
+            captured = self._prepared.captured
+            without = captured.gradients()
+            captured.set_gradients(self._gradients)
+            between()
+            captured.set_gradients(without)
         self._prepared.begin_step()
         self._prepared.captured.write_settings()
         metered = self._prepared.is_metered
@@ -176,6 +194,12 @@ class _Graphs:
         self._prepared.captured.has_replayed(self._present)
         outcome = self._prepared.end_step(update.packed, self._present, metered=metered)
         return outcome, self._loss
+
+
+@functools.cache
+def _beside(device: int) -> torch.cuda.Stream:
+    """Return the stream for all captures of a process: cuBLAS keeps memory for each it has met."""
+    return torch.cuda.Stream(device)
 
 
 def _shapes(batches: Sequence[Batch]) -> list[list[Any]]:

@@ -106,7 +106,7 @@ class _Course:
         self._schedule.bring_about()
         self._adapter = Adapter(prepared, recipe, rows=task.rows)
         self._observer = Observer(prepared, every=recipe.health.every)
-        self._stepper = Stepper(prepared, task, recipe, after_passes=self._observer.after_passes)
+        self._stepper = Stepper(prepared, task, recipe)
         self._inquiry = Inquiry(
             prepared,
             lambda batch: task.loss(self._stepper.model, batch),
@@ -224,7 +224,8 @@ class _Course:
         batches = list(islice(data, count))
         scene = self._inquiry.before(batches)
         faults = self._inquiry.faults_at(self._step + 1)
-        outcome, loss = self._stepper(batches, faults=faults)
+        between = self._observer.before_step(self._step + 1)
+        outcome, loss = self._stepper(batches, faults=faults, between=between)
         self._step += 1
         self._observer.after_step(self._step)
         self._batches += count

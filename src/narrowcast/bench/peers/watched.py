@@ -1,27 +1,21 @@
-"""This library's step with each of its watches on or off; the non-finite guard is always on."""
+"""This library's trainer with each of its watches on or off; the non-finite guard is always on."""
 
-from torch import Tensor
+from dataclasses import replace
+from itertools import cycle
 
 from narrowcast.bench.model import Workbench
-from narrowcast.bench.peers.stepping import optimizer_for, trial_of
-from narrowcast.bench.timing import Trial
-from narrowcast.precision.outcome import Outcome
+from narrowcast.bench.peers.stepping import optimizer_for
+from narrowcast.bench.timing import Case, Trial
 from narrowcast.precision.prepare import prepare
-from narrowcast.training.compiling import compiled
-from narrowcast.training.determinism import deterministic_kernels
-from narrowcast.training.observing import Observer
+from narrowcast.runs import StepRecord
+from narrowcast.training.task import Batch
+from narrowcast.training.trainer import train
 
 
 def build(
-    bench: Workbench,
-    *,
-    policy: str,
-    meter_every: int,
-    ema_decay: float | None = None,
-    deterministic: bool = False,
-    statistics_every: int = 0,
+    bench: Workbench, *, policy: str, meter_every: int, ema_decay: float | None = None
 ) -> Trial:
-    """Return a step in a policy, with what watches it: a meter of lost updates, statistics, …"""
+    """Return a step of a run in a policy, watched as its recipe says."""
     prepared = prepare(
         bench.model,
         optimizer_for(bench, bench.model),
@@ -31,26 +25,34 @@ def build(
         ema_decay=ema_decay,
         emulate=bench.recipe.precision.emulate,
     )
-    # Never left: this process measures nothing else.
-    deterministic_kernels(deterministic).__enter__()
-    observer = Observer(prepared, every=statistics_every)
-    model = compiled(prepared.model, bench.recipe)
+    task = replace(bench.task, train_data=_InTurn(bench))
+    records = train(prepared, task, bench.recipe)
+    losses: list[float] = []
 
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        with prepared.compute():
-            return bench.task.loss(model, (tokens, targets))
+    def step() -> None:
+        """Go on to the next record of a step: in a run that is under way, one step."""
+        losses[:] = [next(each for each in records if isinstance(each, StepRecord)).loss]
 
-    def update() -> Outcome:
-        observer.after_passes()
-        outcome = prepared.step()
-        observer.after_step(outcome.step)
-        observer.drop(before=outcome.step)
-        return outcome
-
-    return trial_of(
-        bench,
-        loss_of=loss_of,
-        backward=prepared.backward,
-        update=update,
-        compiled=bench.recipe.compile,
+    return Trial(
+        cases={"step": Case(open=lambda: step, work={"tokens": float(bench.tokens_a_step)})},
+        about={
+            "parameters": sum(p.numel() for p in bench.model.parameters()),
+            "compiled": bench.recipe.compile,
+        },
+        loss=lambda: losses[0] if losses else None,
+        is_captured=lambda: bench.device.type == "cuda",
     )
+
+
+class _InTurn:
+    """The batches that everybody has, in their order, as a run's data: on the host."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self._size = bench.recipe.batch_size
+        self._batches = cycle([tuple(t.cpu() for t in batch) for batch in bench.batches])
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return next(self._batches)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
-from narrowcast.training.task import Batch
+from narrowcast.training.task import Batch, MapDataset
 from narrowcast.workloads.lm.model import GPT, build_gpt, evaluating
 from narrowcast.workloads.lm.settings import LmData, LmModel
 from narrowcast.workloads.lm.text import read_text, split_text
@@ -33,7 +33,7 @@ class LmTask:
     """A GPT and the text it is trained and judged on."""
 
     model: GPT
-    train_data: Windows
+    train_data: MapDataset
     validation_data: Windows
     tokenizer: Tokenizer | None
     """What cut the text; none for synthetic tokens, which stand for no text."""
