@@ -29,6 +29,7 @@ class Reading:
         self._sites, self._step = tuple(probes.sites), step
         with torch.no_grad():
             table = _by_format(self._sites, statistics)
+            probes.counts.take_into(table)
             counts = _by_format(self._sites, exponent_counts) if exponents else None
         self._table = _Arriving(table)
         self._counts = None if counts is None else _Arriving(counts)

@@ -1,0 +1,68 @@
+"""What a run reads of its tensors, and finds in it, beside training."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from narrowcast.runs import FindingRecord, HealthRecord, same_course
+from narrowcast.training.checkpoint import load_checkpoint
+from narrowcast.training.trainer import train
+
+
+class Growing(nn.Module):
+    """A layer whose input doubles with each pass of training, which delayed scales cannot know."""
+
+    def __init__(self):
+        super().__init__()
+        self.rise = nn.Linear(1, 16)
+        self.layer = nn.Linear(16, 16, bias=False)
+        self.fall = nn.Linear(16, 1)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            self.passes += 1
+        factor = torch.exp2(self.passes)
+        x = torch.tanh(self.rise(x))
+        return self.fall(torch.tanh(self.layer(x * factor) / factor))
+
+
+@pytest.fixture
+def growing(ready):
+    """Train the model that grows: `records = growing("fp8-delayed", steps=10)`."""
+
+    def go(policy, *, folder=None, resume=None, **settings):
+        task = copy.copy(ready().task)
+        torch.manual_seed(0)
+        task.model = Growing()
+        made = ready(policy, task=task, **settings)
+        return list(train(made.prepared, task, made.recipe, folder=folder, resume=resume))
+
+    return go
+
+
+def of(kind, records):
+    return [record for record in records if isinstance(record, kind)]
+
+
+def test_saturation_under_delayed_scales_is_found_in_the_layer_that_saturates(growing):
+    records = growing("fp8-delayed", steps=9, health={"every": 3})
+    found = [r for r in of(FindingRecord, records) if r.what.startswith("saturation")]
+    assert [(r.module, r.role, r.what) for r in found] == [("layer", "input", "saturation of e4m3")]
+    own = growing("fp8-tensor", steps=9, health={"every": 3})  # scales that are always right
+    assert not [r for r in of(FindingRecord, own) if r.what.startswith("saturation")]
+
+
+@pytest.mark.parametrize("cut", [2, 3, 4])
+def test_what_was_counted_between_two_readings_survives_a_checkpoint(growing, tmp_path, cut):
+    settings = {"steps": 9, "health": {"every": 3}, "eval": {"every": 2}}
+    saving = {**settings, "checkpoint": {"every": cut, "keep": 9}}
+    straight = growing("fp8-delayed", **settings)
+    growing("fp8-delayed", folder=tmp_path, **saving)
+    state = load_checkpoint(tmp_path / "checkpoints" / f"step-{cut:06d}")
+    rest = growing("fp8-delayed", resume=state, **settings)
+    expected = [record for record in straight if record.step > cut]
+    assert len(of(HealthRecord, expected)) >= 2
+    assert all(same_course(a, b) for a, b in zip(expected, rest, strict=True))
