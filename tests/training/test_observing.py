@@ -66,3 +66,57 @@ def test_what_was_counted_between_two_readings_survives_a_checkpoint(growing, tm
     expected = [record for record in straight if record.step > cut]
     assert len(of(HealthRecord, expected)) >= 2
     assert all(same_course(a, b) for a, b in zip(expected, rest, strict=True))
+
+
+INFINITE = {"module": "first", "role": "grad_output", "value": "inf"}
+
+
+def scaled(**settings):
+    return {"precision": {"policy": "fp16", "loss_scale": settings}}
+
+
+def found_in(ready, **settings):
+    made = ready("fp16", **settings)
+    return of(FindingRecord, train(made.prepared, made.task, made.recipe))
+
+
+@pytest.mark.parametrize("verdicts", [False, True])
+def test_an_overflow_at_the_smallest_scale_is_told_once(ready, verdicts):
+    found = found_in(
+        ready,
+        steps=8,
+        health={"every": 0, "verdicts": verdicts},
+        faults=({"step": 4, **INFINITE},),
+        **scaled(initial=1.0),
+    )
+    announced, told = found
+    assert announced.what == "fault injected"
+    assert (told.step, told.what) == (4, "overflow at the smallest loss scale")
+    assert told.why.endswith("the scale is 1 and may not go lower")
+    assert "after 50 in a row training stops" in told.action
+    assert (told.module, told.role) == ("first", "grad_output") or not verdicts
+    assert told.advice.startswith('try precision.overrides={"')
+
+
+def test_a_scale_that_overflows_down_to_its_floor_is_told_once(ready):
+    faults = tuple({"step": step, **INFINITE} for step in (3, 4))
+    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(initial=4.0))
+    (told,) = [each for each in found if each.role == "loss scale"]
+    assert (told.step, told.what) == (5, "loss scale at its floor")
+    assert not [each for each in found if "smallest loss scale" in each.what]
+
+
+def test_an_overflow_there_tells_of_the_floor_as_well(ready):
+    faults = tuple({"step": step, **INFINITE} for step in (3, 4, 5))
+    found = found_in(ready, steps=10, health={"every": 0}, faults=faults, **scaled(initial=4.0))
+    told = [each for each in found if "scale" in each.what]
+    assert [(each.step, each.what) for each in told] == [(5, "overflow at the smallest loss scale")]
+
+
+@pytest.mark.parametrize(
+    ("initial", "expected"), [(2.0**-8, ["loss scale too low"]), (2.0**12, [])]
+)
+def test_a_scale_too_low_for_the_gradients_of_a_run_is_found(ready, initial, expected):
+    found = found_in(ready, steps=6, health={"every": 2}, **scaled(initial=initial, min=2.0**-10))
+    assert [each.what for each in found] == expected
+    assert all("precision.loss_scale.initial=" in each.advice for each in found)
