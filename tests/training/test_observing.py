@@ -98,6 +98,13 @@ def test_an_overflow_at_the_smallest_scale_is_told_once(ready, verdicts):
     assert told.advice.startswith('try precision.overrides={"')
 
 
+def test_a_nan_at_the_smallest_scale_is_told_once_as_what_it_is(ready):
+    faults = ({"step": 4, **INFINITE, "value": "nan"},)
+    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(initial=1.0))
+    assert [(each.step, each.what) for each in found] == [(4, "fault injected"), (4, "NaN")]
+    assert found[1].why.endswith("the scale is 1 and may not go lower")
+
+
 def test_a_scale_that_overflows_down_to_its_floor_is_told_once(ready):
     faults = tuple({"step": step, **INFINITE} for step in (3, 4))
     found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(initial=4.0))

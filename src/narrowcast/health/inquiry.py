@@ -128,12 +128,12 @@ def _joined(
     finding: FindingRecord, ledgers: FindingRecord, verdict: Verdict, outcome: Outcome
 ) -> FindingRecord:
     """Tell once of an overflow to which no scale gives way: how it began, and what follows."""
-    at_floor = ledgers.what == AT_FLOOR and verdict.what == "overflow"
+    at_floor = ledgers.what == AT_FLOOR
     floor = f"; the scale is {outcome.loss_scale:g} and may not go lower" if at_floor else ""
     return replace(
         finding,
         since=ledgers.since,
-        what=ledgers.what if at_floor else verdict.what,
+        what=AT_FLOOR if at_floor and verdict.what == "overflow" else verdict.what,
         why=finding.why + floor,
         action=ledgers.action,
         advice=verdict.advice(loss_scale=1.0),  # where it gives way no more
