@@ -9,6 +9,7 @@ import torch
 from narrowcast.health.findings import CALM, Findings
 from narrowcast.health.statistics import COLUMNS, statistics
 from narrowcast.numerics import format_named
+from narrowcast.precision.loss_scale import LossScale
 from narrowcast.runs import HealthRecord, StepRecord
 
 
@@ -102,6 +103,71 @@ def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not(
     )
     assert whats(found) == [("a", "grad_output", "gradients below fp16")]
     assert "loss_scale" in found[0].advice
+
+
+def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_room():
+    scaling = LossScale(initial=64.0, largest=2.0**18, growth_interval=500)
+    tensors = (
+        ("a", "grad_output", "fp16", drawn(times=1.0)),
+        ("b", "grad_output", "fp16", drawn(times=1e-4)),
+        ("c", "grad_output", "fp16", drawn(times=1e-9)),  # vanishes, for the same reason
+        ("c", "output", "fp16", drawn(times=1e-5)),
+    )
+    findings = Findings()
+    (found,) = findings.look(look(9, *tensors), scaling=scaling, loss_scale=64.0)
+    assert (found.what, found.role, found.since) == ("loss scale too low", "loss scale", 9)
+    assert "100 % of c grad_output" in found.why
+    assert found.why.endswith("the scale is 64")
+    room = 65504 / 16 / drawn().abs().max().item()
+    possible = 64 * 2 ** math.floor(math.log2(room))
+    assert f"precision.loss_scale.initial={possible} or " in found.advice
+    assert "growth_interval below 500" in found.advice
+    assert ("vanishing", "c", "grad_output") in findings.present  # a wider format would help, too
+    assert findings.look(look(10, *tensors), scaling=scaling, loss_scale=64.0) == []
+
+
+@pytest.mark.parametrize(
+    ("largest", "scaling"),
+    [
+        (1e-5, LossScale(initial=64.0, largest=64.0)),  # as far as it may go
+        (6e4, LossScale(initial=64.0)),  # another gradient would overflow
+        (1e-5, None),
+    ],
+)
+def test_a_scale_without_room_is_not_too_low_and_gradients_vanish(largest, scaling):
+    vanishing = ("a", "grad_output", "fp16", drawn(times=1e-8))
+    other = ("b", "grad_output", "fp16", torch.full((128,), largest))
+    found = Findings().look(look(1, vanishing, other), scaling=scaling, loss_scale=64.0)
+    assert whats(found) == [("a", "grad_output", "gradients below fp16")]
+
+
+def test_a_fixed_scale_is_not_told_to_grow():
+    scaling = LossScale(initial=1.0, dynamic=False)
+    (found,) = Findings().look(
+        look(1, ("a", "grad_weight", "fp16", drawn(times=1e-6))), scaling=scaling
+    )
+    assert found.what == "loss scale too low"
+    assert "growth" not in found.advice
+
+
+def test_a_scale_that_came_down_to_its_floor_is_found_once_and_again_after_it_rose():
+    findings, scaling = Findings(), LossScale(initial=8.0)
+    scales = [8.0, 4.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0]
+    told = [
+        findings.step(step(n, 2.0, loss_scale=scale), scaling=scaling)
+        for n, scale in enumerate(scales)
+    ]
+    assert [n for n, found in enumerate(told) if found] == [2, 8]
+    assert whats(told[2]) == [("", "loss scale", "loss scale at its floor")]
+    assert "from 8 down to 1" in told[2][0].why
+    assert "precision.loss_scale.min" in told[2][0].advice
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, LossScale(initial=1.0), LossScale(initial=1.0, dynamic=False)]
+)
+def test_a_scale_that_began_at_its_floor_is_no_finding(scaling):
+    assert Findings().step(step(1, 2.0, loss_scale=1.0), scaling=scaling) == []
 
 
 def test_a_layer_of_zeros_is_dead_only_after_some_looks():

@@ -54,6 +54,32 @@ def test_a_healthy_loop_trains_as_without_and_its_tensors_are_known():
     assert 15 < signal["0", "grad_output"] < 35  # e5m2 has three
 
 
+def test_what_if_tells_what_each_tensor_would_lose_to_a_format_that_is_not_in_force():
+    model = network()
+    with torch.no_grad():
+        model[2].weight[:, ::2] *= 2.0**-20  # half of it, below what one scale of e4m3 can reach
+    watching = nc.watch(model, policy="fp32", every=1)
+    trained(model, watching=watching, steps=1)
+    shares = {}
+    for name in ("e4m3", "bf16", "mxfp8"):
+        lost = watching.what_if(name)
+        assert set(lost.format) == {name}
+        told = dict(zip(zip(lost.module, lost.role, strict=True), lost.underflow, strict=True))
+        assert set(told) >= {("0", "input"), ("0", "grad_weight"), ("2", "grad_output")}
+        shares[name] = told["2", "weight"]
+    assert shares["e4m3"] == pytest.approx(0.5, abs=0.01)
+    assert shares["bf16"] == 0
+    assert set(watching.statistics.format) == {"fp32"}  # nothing else is in force now
+
+
+def test_what_if_before_anything_has_passed_and_for_no_format_is_refused():
+    watching = nc.watch(network())
+    with pytest.raises(RecipeError, match="call it after a forward pass"):
+        watching.what_if("e4m3")
+    with pytest.raises(RecipeError, match="did you mean e4m3"):
+        watching.what_if("e4m4")
+
+
 def test_a_layer_whose_values_leave_the_format_is_named():
     model = network()
     with torch.no_grad():

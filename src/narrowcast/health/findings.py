@@ -20,6 +20,8 @@ from narrowcast.health.rules import (
     percent,
     spike,
 )
+from narrowcast.health.scale_rules import floor, low
+from narrowcast.precision.loss_scale import LossScale
 from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
 
 
@@ -32,23 +34,43 @@ class Findings:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _active: dict[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
     """Since when, and for how many looks it has been calm."""
+    _implied: list[tuple[str, str, str]] = field(default_factory=list)
+    """What the latest look has shown that another finding tells of."""
 
     @property
     def present(self) -> list[tuple[str, str, str]]:
         """What the latest look has shown to be wrong: kind, module, role."""
-        return [key for key, (_, calm) in self._active.items() if calm == 0]
+        return [key for key, (_, calm) in self._active.items() if calm == 0] + self._implied
 
-    def look(self, record: HealthRecord) -> list[FindingRecord]:
-        """Take in the statistics of a step; return the troubles that begin with it."""
+    def look(
+        self, record: HealthRecord, *, scaling: LossScale | None = None, loss_scale: float = 1.0
+    ) -> list[FindingRecord]:
+        """Take in the statistics of a step; return the troubles that begin with it.
+
+        `scaling` are the settings of the loss scale, if there is one, and it was `loss_scale`.
+        """
         seen = {(s.module, s.role): s for s in self._tensors(record)}
         found = [t for s in seen.values() for rule in RULES for t in rule(s)]
         found += first_nonfinite([*seen.values()])
+        too_low = [] if scaling is None else [*low([*seen.values()], loss_scale, scaling)]
+        fp16 = {key for key, s in seen.items() if s.format == "fp16"}
+        # One finding for the scale, rather than one for every tensor that it is too low for.
+        implied = [t for t in found if too_low and t.kind == "vanishing" and t[1:3] in fp16]
+        self._implied = [t[:3] for t in implied]
         for key, tensor in seen.items():
             self._amax.setdefault(key, deque(maxlen=REMEMBERED)).append(tensor.amax)
-        return self._told(found, step=record.step, asked={rule.__name__ for rule in RULES})
+        asked = {rule.__name__ for rule in RULES} | {low.__name__}
+        told = [t for t in found if t not in implied] + too_low
+        return self._told(told, step=record.step, asked=asked)
 
-    def step(self, record: StepRecord) -> list[FindingRecord]:
+    def step(self, record: StepRecord, *, scaling: LossScale | None = None) -> list[FindingRecord]:
         """Take in a step; return the troubles that begin with it."""
+        at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling)]
+        fresh = self._told(at_floor, step=record.step, asked={floor.__name__})
+        # Of an overflow at the floor the ledger tells, and of the floor with it.
+        return (fresh if record.applied else []) + self._of_losses(record)
+
+    def _of_losses(self, record: StepRecord) -> list[FindingRecord]:
         found = []
         told = spike(record.loss, self._losses)
         if told:
@@ -88,6 +110,7 @@ class Findings:
                 amax=record.amax[i],
                 overflow=record.overflow[i],
                 underflow=record.underflow[i],
+                subnormal=record.subnormal[i],
                 nonfinite=record.nonfinite[i],
                 past=tuple(self._amax.get((module, role), ())),
             )

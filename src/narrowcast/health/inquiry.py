@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from narrowcast.health.faults import Faults, StepFaults
 from narrowcast.health.replay import Scene, replay
 from narrowcast.health.verdict import Verdict
+from narrowcast.precision.ledger import AT_FLOOR
 from narrowcast.precision.outcome import Outcome
 from narrowcast.precision.prepare import Prepared
 from narrowcast.runs import FindingRecord
@@ -62,8 +63,12 @@ class Inquiry:
         loss: float,
         scene: Scene | None,
         moved: Callable[[], bool],
+        known: Sequence[FindingRecord] = (),
     ) -> Account:
-        """Tell of a step whose outcome is known; `moved`: whether the weights have, since then."""
+        """Tell of a step whose outcome is known; `moved`: whether the weights have, since then.
+
+        `known` is what the ledger has found in it; with a verdict that is one finding.
+        """
         good = outcome.applied and math.isfinite(loss)
         self._row = 0 if good else self._row + 1
         rehearsed = self.faults_at(step)
@@ -71,7 +76,7 @@ class Inquiry:
         # A rehearsal is there to be looked into.
         due = rehearsed is not None or self._is_due(step)
         if good or scene is None or not due:
-            return Account(why=outcome.why, findings=told)
+            return Account(why=outcome.why, findings=[*told, *known])
         self._replays += 1
         later = ", with the weights of a later step," if moved() else ""
         try:
@@ -80,13 +85,15 @@ class Inquiry:
         except torch.OutOfMemoryError:
             # Eager passes hold more than those of a compiled, or captured, step.
             torch.cuda.empty_cache()
-            return Account(why=_with(outcome.why, "no memory was left for a replay"), findings=told)
+            why = _with(outcome.why, "no memory was left for a replay")
+            return Account(why=why, findings=[*told, *known])
         if verdict is None:
             why = _with(outcome.why, f"a replay{later} did not show it")
-            return Account(why=why, findings=told)
+            return Account(why=why, findings=[*told, *known])
         scale = _scale_change(outcome)
         why = "" if outcome.applied else f"not finite: {verdict.where}{scale and '; loss ' + scale}"
-        told.append(_finding(step, verdict, outcome, scale=scale, later=later))
+        finding = _finding(step, verdict, outcome, scale=scale, later=later)
+        told += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
         return Account(why=why, findings=told)
 
     def state_dict(self) -> dict[str, int]:
@@ -114,6 +121,22 @@ def _finding(
         why=verdict.told + (f"; so seen in a replay{later.rstrip(',')}" if later else ""),
         action="" if outcome.applied else skipped,
         advice=verdict.advice(loss_scale=outcome.loss_scale),
+    )
+
+
+def _joined(
+    finding: FindingRecord, ledgers: FindingRecord, verdict: Verdict, outcome: Outcome
+) -> FindingRecord:
+    """Tell once of an overflow to which no scale gives way: how it began, and what follows."""
+    at_floor = ledgers.what == AT_FLOOR
+    floor = f"; the scale is {outcome.loss_scale:g} and may not go lower" if at_floor else ""
+    return replace(
+        finding,
+        since=ledgers.since,
+        what=AT_FLOOR if at_floor and verdict.what == "overflow" else verdict.what,
+        why=finding.why + floor,
+        action=ledgers.action,
+        advice=verdict.advice(loss_scale=1.0),  # where it gives way no more
     )
 
 

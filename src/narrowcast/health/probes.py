@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.health.counts import CastCounts
 from narrowcast.health.sampling import SAMPLE, take, tap
 from narrowcast.precision.chain import promised_ends
 from narrowcast.precision.choice import ModulePlan
@@ -110,6 +111,8 @@ class Probes:
         for module, samples in taken.items():
             self._before[module] = type(module)
             swap(module, Watched, nc_switch=self.switch, **{**nothing, **samples})
+        self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
+        """What casts to fp8 have lost, where that is counted."""
 
     @torch.no_grad()
     def take_weights(self) -> None:

@@ -6,14 +6,14 @@ A reading costs a few dozen small kernels and is on its way while the next steps
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 from narrowcast.health.probes import Probes, Site
-from narrowcast.health.statistics import COLUMNS, exponent_counts, statistics, trimmed
+from narrowcast.health.statistics import COLUMNS, exponent_counts, statistics, trimmed, what_if
 from narrowcast.numerics import BlockFormat, Format, format_named
 from narrowcast.runs import ExponentRecord, HealthRecord
 
@@ -29,6 +29,7 @@ class Reading:
         self._sites, self._step = tuple(probes.sites), step
         with torch.no_grad():
             table = _by_format(self._sites, statistics)
+            probes.counts.take_into(table)
             counts = _by_format(self._sites, exponent_counts) if exponents else None
         self._table = _Arriving(table)
         self._counts = None if counts is None else _Arriving(counts)
@@ -36,27 +37,8 @@ class Reading:
     def records(self) -> list[HealthRecord | ExponentRecord]:
         """Return what was read. Waits until it has arrived."""
         rows = self._table.numbers()
-        both = list(zip(self._sites, rows, strict=True))
-        ran = {s.module for s, row in both if s.role in ("input", "output") and _is_there(row)}
-        # Zeros tell something only where a module has been called and something could come of it.
-        told = [
-            (s, row)
-            for s, row in both
-            if _is_there(row) or (s.module in ran and s.role in ("output", "grad_output"))
-        ]
-        if not told:
-            return []
-        columns = {name: tuple(row[i] for _, row in told) for i, name in enumerate(COLUMNS)}
-        snr = tuple(None if math.isnan(value) else value for value in columns.pop("snr_db"))
-        health = HealthRecord(
-            step=self._step,
-            module=tuple(site.module for site, _ in told),
-            role=tuple(site.role for site, _ in told),
-            format=tuple(site.format for site, _ in told),
-            snr_db=snr,
-            **columns,
-        )
-        return [health, *self._worst(rows)]
+        health = _record(self._sites, rows, step=self._step)
+        return [] if health is None else [health, *self._worst(rows)]
 
     def _worst(self, rows: Sequence[Sequence[float]]) -> list[ExponentRecord]:
         """Return the exponents of those tensors that lose most."""
@@ -81,6 +63,42 @@ class Reading:
                 )
             )
         return found
+
+
+def as_if(probes: Probes, name: str, *, step: int) -> HealthRecord | None:
+    """Return what the samples of now would lose to another format; None where nothing has passed.
+
+    Waits for the device.
+    """
+    with torch.no_grad():
+        rows = what_if(torch.stack([site.sample for site in probes.sites]), name).tolist()
+    return _record([replace(site, format=name) for site in probes.sites], rows, step=step)
+
+
+def _record(
+    sites: Sequence[Site], rows: Sequence[Sequence[float]], *, step: int
+) -> HealthRecord | None:
+    """Return what there is to tell of tensors; None where nothing has passed."""
+    both = list(zip(sites, rows, strict=True))
+    ran = {s.module for s, row in both if s.role in ("input", "output") and _is_there(row)}
+    # Zeros tell something only where a module has been called and something could come of it.
+    told = [
+        (s, row)
+        for s, row in both
+        if _is_there(row) or (s.module in ran and s.role in ("output", "grad_output"))
+    ]
+    if not told:
+        return None
+    columns = {name: tuple(row[i] for _, row in told) for i, name in enumerate(COLUMNS)}
+    snr = tuple(None if math.isnan(value) else value for value in columns.pop("snr_db"))
+    return HealthRecord(
+        step=step,
+        module=tuple(site.module for site, _ in told),
+        role=tuple(site.role for site, _ in told),
+        format=tuple(site.format for site, _ in told),
+        snr_db=snr,
+        **columns,
+    )
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Seen(NamedTuple):
     amax: float
     overflow: float
     underflow: float
+    subnormal: float
     nonfinite: float
     past: Sequence[float]
     """Its largest magnitudes in the looks before, the latest last."""
@@ -78,7 +79,8 @@ def saturation(seen: Seen) -> Iterator[Trouble]:
 def vanishing(seen: Seen) -> Iterator[Trouble]:
     """Gradients that round to zero."""
     if seen.role in GRADIENTS and seen.underflow > VANISHED:
-        scaled = "a larger precision.loss_scale.initial or " if seen.format == "fp16" else ""
+        larger = "a larger precision.loss_scale.max, if nothing overflows, or "
+        scaled = larger if seen.format == "fp16" else ""
         yield Trouble(
             "vanishing",
             seen.module,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowcast.numerics import FORMATS, BlockFormat, Format, round_to, scale_for
+from narrowcast.numerics import BlockFormat, Format, format_named, round_to, scale_for
 
 COLUMNS = ("amax", "amin", "overflow", "underflow", "subnormal", "nonfinite", "snr_db")
 """Of a result, in this order. An SNR of NaN: nothing was changed, or nothing was there."""
@@ -54,7 +54,7 @@ def statistics(samples: Tensor, target: Format, *, scaling: str = "none") -> Ten
 
 def what_if(samples: Tensor, name: str) -> Tensor:
     """Return what each row would lose to the format of this name, as a layer would scale it."""
-    target = FORMATS[name]
+    target = format_named(name)
     if isinstance(target, BlockFormat):
         return statistics(samples, target.element, scaling="block")
     return statistics(samples, target, scaling="tensor" if target.bits <= 8 else "none")

@@ -21,7 +21,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
 from narrowcast.health.findings import Findings
 from narrowcast.health.probes import Probes
-from narrowcast.health.reading import Reading
+from narrowcast.health.reading import Reading, as_if
 from narrowcast.precision.plan import plan
 from narrowcast.precision.policy import Policy
 from narrowcast.runs import FindingRecord, HealthRecord
@@ -69,6 +69,19 @@ class Watch:
         self._probes.take_weights()
         self._readings.append(Reading(self._probes, step=self._steps))
         return self._arrived(leaving=1 if self._waits else 0)
+
+    def what_if(self, name: str) -> HealthRecord:
+        """Return what the tensors would lose to another format, scaled as a layer would.
+
+        Of what passed last, and of weights at the latest reading. Waits for the device.
+        """
+        lost = as_if(self._probes, name, step=self._steps)
+        if lost is None:
+            raise RecipeError(
+                f"what_if({name!r}): nothing has passed through the model since watch(); "
+                "call it after a forward pass"
+            )
+        return lost
 
     def close(self) -> list[FindingRecord]:
         """Make the model again what it was; return what was still on its way."""

@@ -22,6 +22,8 @@ LENGTH = 16
 """Steps remembered."""
 COUNTS = ("looked at", "saturated", "flushed to zero")
 """Of values, beside the largest magnitude, in a cast's notes."""
+COUNTED = 8
+"""An emulated product looks at one row in so many, as a kernel at one tile."""
 _APART = 4
 
 
@@ -37,7 +39,9 @@ class AmaxHistories:
         self.inverse = torch.zeros(*shape, _APART, device=device)[..., 0]
         self._largest = torch.tensor([_largest(each) for each in formats], device=device)
         self.counts = torch.zeros(*shape, len(COUNTS), dtype=torch.int64, device=device)
-        """What casts to fp8 have lost since somebody last set this to zero."""
+        """What casts to fp8 of applied steps have lost since the counts were last taken."""
+        self.peak = torch.zeros(*shape, device=device)
+        """The largest magnitude they have met since then."""
         self.moves = 0
         """How often the scales may have changed."""
         distrust(self._addresses)
@@ -56,23 +60,34 @@ class AmaxHistories:
     def advance(self, finite: Tensor) -> None:
         """Take in what a step has seen, if it was applied, and set the scales of the next."""
         amax = self.notes[..., 0].contiguous().view(torch.float32)
-        amax = torch.where(amax.isfinite(), amax, 0.0)
+        amax = torch.where(finite & amax.isfinite(), amax, 0.0)
         moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
         self.amax.copy_(torch.where(finite, moved, self.amax))
-        self.counts += self.notes[..., 1:]
+        self.counts += self.notes[..., 1:] * finite
+        torch.maximum(self.peak, amax, out=self.peak)
         self.notes.zero_()
         self.moves += 1
         past = self.amax.amax(-1)
         self.inverse.copy_(torch.where(past > 0, inverse_for(past, self._largest), self.inverse))
 
+    def take_counts(self) -> tuple[Tensor, Tensor]:
+        """Return what casts have lost, and the largest magnitudes, since this was last asked.
+
+        (modules, roles, counts) and (modules, roles), on the device. Waits for nothing.
+        """
+        taken = self.counts.clone(), self.peak.clone()
+        self.counts.zero_()
+        self.peak.zero_()
+        return taken
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what decides the scales to come."""
-        return {"amax": self.amax, "inverse": self.inverse}
+        """Return what decides the scales to come, and what is still to be told."""
+        return {name: getattr(self, name) for name in ("amax", "inverse", "counts", "peak")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take up where saved histories stood. Waits for the device."""
-        self.amax.copy_(state["amax"])
-        self.inverse.copy_(state["inverse"])
+        for name, held in self.state_dict().items():
+            held.copy_(state[name])
         self.notes.zero_()
         self.moves += 1
         self._trust_what_is_known()
@@ -95,7 +110,7 @@ class AmaxHistories:
         for mine, other in pairs:
             i, j, theirs = mine.module, other.module, other.whole
             self.amax[i] = theirs.amax[j]
-            self.counts[i] = theirs.counts[j]
+            self.counts[i], self.peak[i] = theirs.counts[j], theirs.peak[j]
             past = self.amax[i].amax(-1)
             same = self._largest[i] == theirs._largest[j]
             first = torch.where(same, theirs.inverse[j], 0.0)  # from before any step was applied
@@ -111,7 +126,7 @@ class AmaxHistories:
         A scale that no matrix has decided yet is decided by those of the block, and forgotten.
         """
         # As `.data`: autograd may be keeping the notes for a backward pass.
-        held = [each.data for each in (self.amax, self.notes, self.inverse, self.counts)]
+        held = [each.data for each in (self.notes, *self.state_dict().values())]
         before, moves = [each.clone() for each in held], self.moves
         try:
             yield
@@ -168,7 +183,20 @@ class AmaxHistory:
         if notes is not None:
             inverse.copy_(scale.reciprocal())
             notes[:1] = torch.maximum(notes[:1], amax.view(1).view(torch.int32))
+            # An evaluation looks at the weights of a step again and again.
+            if role == "grad_output" or torch.is_grad_enabled():
+                _count(notes, x.detach(), target, scale)
         return scale
+
+
+def _count(notes: Tensor, x: Tensor, target: Format, scale: Tensor) -> None:
+    """Add what a cast loses of one row in eight."""
+    rows = x.reshape(-1, x.shape[-1])[::COUNTED]
+    scaled = rows.float().abs() * scale
+    saturated = (scaled > target.largest) & rows.isfinite()
+    flushed = (scaled <= target.smallest / 2) & (rows != 0)
+    notes[1] += rows.numel()
+    notes[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
 
 
 def _single(number: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ from narrowcast.errors import DivergedError
 from narrowcast.precision.outcome import Facts, Flight, Outcome
 from narrowcast.precision.stats import Finding, Stats
 
+AT_FLOOR = "overflow at the smallest loss scale"
+"""What is told of an overflow to which the scale cannot give way."""
+
 
 class Scheduler(Protocol):
     """What is asked of a learning-rate schedule: torch's have it."""
@@ -87,7 +90,7 @@ class Ledger:
                     since=step - self.stats.overflows_in_a_row + 1,
                     module=facts.bad_module,
                     role="grad_weight",
-                    what="overflow at the smallest loss scale" if self.scaled else "overflow",
+                    what=AT_FLOOR if self.scaled else "overflow",
                     why=why + (floor if self.scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
                     advice=_remedy(facts.bad_module),

@@ -137,6 +137,11 @@ class Prepared:
         """What is carried out now."""
         return self._carried.plan
 
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The settings of the loss scale in force; None without one. Of several, the first."""
+        return self._carried.scales.settings
+
     def change(
         self, choices: Plan, *, loss_scale: LossScale | None = None
     ) -> list[PrecisionChange]:

@@ -63,6 +63,11 @@ class Scales:
         return next(iter(self._losses.values())).value if self._losses else None
 
     @property
+    def settings(self) -> LossScale | None:
+        """How the scale of the first loss begins and moves."""
+        return next(iter(self._losses.values())).settings if self._losses else None
+
+    @property
     def values(self) -> list[Tensor]:
         """Every scale, as it is: those of the losses, then those of the parts."""
         return [scale.value for scale in (*self._losses.values(), *self.parts.values())]

@@ -26,7 +26,8 @@ _LARGEST = 1.797e308
 class HealthRecord:
     """What the tensors of one sampled step lost to their formats: one column a quantity.
 
-    Every column has one entry for each tensor, in the same order.
+    Every column has one entry for each tensor, in the same order. Where casts to fp8 are counted,
+    `amax`, `overflow` and `underflow` are those of all steps since the record before.
     """
 
     step: int

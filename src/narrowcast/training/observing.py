@@ -54,14 +54,17 @@ class Observer:
 
     def account(self, record: StepRecord) -> Iterator[Record]:
         """Yield what there is to tell beside a step's record: findings, statistics."""
-        yield from self._findings.step(record)
+        scaling = self._prepared.loss_scale
+        yield from self._findings.step(record, scaling=scaling)
         while self._readings and self._readings[0][0] <= record.step:
             _, reading = self._readings.popleft()
             for told in reading.records():
                 yield told
                 if isinstance(told, HealthRecord):
                     self.looked = told.step
-                    yield from self._findings.look(told)
+                    yield from self._findings.look(
+                        told, scaling=scaling, loss_scale=record.loss_scale
+                    )
 
     def drop(self, *, before: int) -> None:
         """Read what has arrived of the steps before one, and tell nobody."""

@@ -115,6 +115,7 @@ class _Course:
         )
         self._step = self._batches = self._evaluated = self._saved = 0
         self._unread: deque[_Attempt] = deque()
+        self._found: list[FindingRecord] = []
         self._since = time.perf_counter()
 
     def require_own(self, state: dict[str, Any]) -> None:
@@ -167,7 +168,6 @@ class _Course:
                 except DivergedError:
                     # What led to it is told; the last checkpoint, of a better time, stays.
                     yield from self._read(leaving=0)
-                    yield from self._findings()
                     raise
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         if self._folder is not None:
@@ -250,6 +250,7 @@ class _Course:
                 loss=loss,
                 scene=attempt.scene,
                 moved=partial(self._has_moved_since, attempt),
+                known=self._found_in(attempt.step),
             )
             record = StepRecord(
                 step=attempt.step,
@@ -277,15 +278,17 @@ class _Course:
                     self._observer.troubles,
                     loss_scale=record.loss_scale,
                 )
-            yield from self._findings()
 
     def _has_moved_since(self, attempt: _Attempt) -> bool:
         """Say whether the weights are not those of an attempt any more. Waits for the device."""
         return any(each.outcome.applied for each in (attempt, *self._unread))
 
-    def _findings(self) -> Iterator[FindingRecord]:
-        for finding in self._prepared.findings():
-            yield FindingRecord(**asdict(finding))
+    def _found_in(self, step: int) -> list[FindingRecord]:
+        """Return what the ledger has found in a step; it may know of later ones already."""
+        self._found += [FindingRecord(**asdict(each)) for each in self._prepared.findings()]
+        now = [each for each in self._found if each.step <= step]
+        self._found = self._found[len(now) :]
+        return now
 
     def _save(self) -> Iterator[CheckpointRecord]:
         """Write a checkpoint of the whole run, if there is a folder to write it to."""
