@@ -88,7 +88,7 @@ def passes(run, step):
 
 def step_(run, probes, step):
     tensors = passes(run, step)
-    probes.take_weights()
+    probes.weights.take()
     assert run.step().applied
     return tensors
 

@@ -58,7 +58,7 @@ def trained(run, probes=None, *, steps=3, model=None):
             loss = (model or run.model)(x).float().square().mean()
         run.backward(loss)
         if probes is not None:
-            probes.take_weights()
+            probes.weights.take()
         run.step()
     return [p.detach().clone() for p in run.model.parameters()]
 
@@ -83,7 +83,7 @@ def test_samples_are_of_what_passes_forward_and_backward():
     restore(reference)
     x = torch.randn(48, 32)
     run.backward(model(x).square().mean())
-    probes.take_weights()
+    probes.weights.take()
     hidden = reference.first(x)
     between = F.gelu(reference.norm(hidden))
     output = reference.last(between)
@@ -113,7 +113,7 @@ def test_an_update_is_what_a_step_changed():
     probes = Probes(model, run.plan)
     before = model.first.weight.detach().clone()
     trained(run, probes, steps=1)
-    probes.take_updates()
+    probes.weights.take_updates()
     changed = model.first.weight.detach() - before
     assert torch.equal(site(probes, "first", "update").sample, sample(changed).flatten())
     assert changed.abs().max() == pytest.approx(1e-2, rel=0.01)  # the first step of AdamW

@@ -436,14 +436,14 @@ def test_workers_do_not_change_the_course(ready):
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 def test_no_step_on_the_gpu_makes_the_host_wait(ready, policy):
     """Torch raises on every operation that waits for the device, except waiting for an event."""
-    made = ready(policy, steps=12, device="cuda")
+    made = ready(policy, steps=24, device="cuda", health={"every": 2})
     records = train(made.prepared, made.task, made.recipe)
-    until(records, 2)
+    until(records, 6)  # of which the fourth is captured
     with warnings.catch_warnings():  # that the mode is a prototype
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
-        until(records, 10)
+        until(records, 22)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.health.counts import CastCounts
+from narrowcast.health.grouping import Grouping
 from narrowcast.health.sampling import SAMPLE, take, tap
+from narrowcast.health.sites import Site
+from narrowcast.health.weight_samples import WeightSamples
 from narrowcast.precision.chain import promised_ends
 from narrowcast.precision.choice import ModulePlan
 from narrowcast.precision.fp8_chain import Fp8Chain
@@ -23,18 +26,6 @@ from narrowcast.precision.gelu_chain import GeluChain
 from narrowcast.precision.kinds import products_of
 from narrowcast.precision.modules import Onlooker, swap
 from narrowcast.precision.plan import Plan
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """One tensor of a model that is looked at: whose it is, what it is rounded to, and a sample."""
-
-    module: str
-    role: str
-    format: str
-    scaling: str
-    sample: Tensor
-    """All zeros until something has passed."""
 
 
 @dataclass
@@ -84,12 +75,14 @@ class Probes:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.sites: list[Site] = []
         self.switch = Switch()
-        self._weights: list[_Weight] = []
         self._device = next(model.parameters()).device
         self._before: dict[nn.Module, type[nn.Module]] = {}
         # By the module that runs: a chain runs for its first and its last layer.
         taken: dict[nn.Module, dict[str, Tensor | None]] = {}
         chained = _ends_of_chains(model)
+        kept = {c.name: w for c in plan.modules if (w := _trained_weight(model, c)) is not None}
+        self.weights = WeightSamples(list(kept.values()), self._device)
+        rows = dict(zip(kept, range(len(kept)), strict=True))
         for chosen in plan.modules:
             if not products_of(chosen.kind):
                 continue
@@ -101,33 +94,18 @@ class Probes:
                 there = taken.setdefault(exit_, {})
                 there["nc_output"] = self._add(chosen, "output").sample
                 there["nc_grad_output"] = self._add(chosen, "grad_output").sample
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                roles = ("weight", "grad_weight", "update")
-                self._weights.append(
-                    _Weight(weight, *(self._add(chosen, role).sample for role in roles))
-                )
+            if chosen.name in rows:
+                row = rows[chosen.name]
+                self._add(chosen, "weight", sample=self.weights.before[row])
+                self._add(chosen, "grad_weight", sample=self.weights.gradient[row])
+                self._add(chosen, "update", sample=self.weights.update[row])
         nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
         for module, samples in taken.items():
             self._before[module] = type(module)
             swap(module, Watched, nc_switch=self.switch, **{**nothing, **samples})
+        self.grouping = Grouping(self.sites)
         self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
         """What casts to fp8 have lost, where that is counted."""
-
-    @torch.no_grad()
-    def take_weights(self) -> None:
-        """Take samples of weights and of their gradients, between the passes and the update."""
-        for each in self._weights:
-            take(each.weight, each.before)
-            if each.weight.grad is not None:
-                take(each.weight.grad, each.gradient)
-
-    @torch.no_grad()
-    def take_updates(self) -> None:
-        """Take samples of what an update has changed in the weights as they are kept."""
-        for each in self._weights:
-            take(each.weight, each.update)
-            each.update.sub_(each.before)
 
     def remove(self) -> None:
         """Make the modules again what they were."""
@@ -139,7 +117,7 @@ class Probes:
                 del module.__dict__["nc_plain_class"]
         self._before.clear()
 
-    def _add(self, chosen: ModulePlan, role: str) -> Site:
+    def _add(self, chosen: ModulePlan, role: str, *, sample: Tensor | None = None) -> Site:
         policy = chosen.policy
         rounded_to = {
             "input": policy.forward,
@@ -154,20 +132,17 @@ class Probes:
             role=role,
             format=rounded_to,
             scaling=policy.scaling if role in ("input", "weight", "grad_output") else "none",
-            sample=torch.zeros(SAMPLE, device=self._device),
+            sample=torch.zeros(SAMPLE, device=self._device) if sample is None else sample,
         )
         self.sites.append(site)
         return site
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """A weight, and samples of it before an update, of its gradient, and of the update."""
-
-    weight: nn.Parameter
-    before: Tensor
-    gradient: Tensor
-    update: Tensor
+def _trained_weight(model: nn.Module, chosen: ModulePlan) -> nn.Parameter | None:
+    """Return the weight that a module multiplies with, if it is one and is trained."""
+    weight = getattr(model.get_submodule(chosen.name), "weight", None)
+    trained = isinstance(weight, nn.Parameter) and weight.requires_grad
+    return weight if trained and products_of(chosen.kind) else None
 
 
 def _is_capturing() -> bool:

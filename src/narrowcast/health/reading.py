@@ -4,17 +4,16 @@ A reading costs a few dozen small kernels and is on its way while the next steps
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, final
+from dataclasses import replace
+from typing import final
 
 import torch
 from torch import Tensor
 
-from narrowcast.health.probes import Probes, Site
+from narrowcast.health.probes import Probes
+from narrowcast.health.sites import Site
 from narrowcast.health.statistics import COLUMNS, exponent_counts, statistics, trimmed, what_if
-from narrowcast.numerics import BlockFormat, Format, format_named
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 WORST = 4
@@ -28,9 +27,9 @@ class Reading:
     def __init__(self, probes: Probes, *, step: int, exponents: bool = False) -> None:
         self._sites, self._step = tuple(probes.sites), step
         with torch.no_grad():
-            table = _by_format(self._sites, statistics)
+            table = probes.grouping.rows(statistics)
             probes.counts.take_into(table)
-            counts = _by_format(self._sites, exponent_counts) if exponents else None
+            counts = probes.grouping.rows(exponent_counts) if exponents else None
         self._table = _Arriving(table)
         self._counts = None if counts is None else _Arriving(counts)
 
@@ -99,39 +98,6 @@ def _record(
         snr_db=snr,
         **columns,
     )
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What decides how a tensor is rounded."""
-
-    target: Format
-    scaling: str
-
-
-def _kind(site: Site) -> _Kind:
-    target = format_named(site.format)
-    if isinstance(target, BlockFormat):
-        return _Kind(target.element, "block")
-    return _Kind(target, site.scaling if target.bits <= 8 else "none")
-
-
-def _by_format(sites: Sequence[Site], count: "_Counting") -> Tensor:
-    """Count tensors of the same format together; return one row each, in the order of the sites."""
-    groups: defaultdict[_Kind, list[int]] = defaultdict(list)
-    for i, site in enumerate(sites):
-        groups[_kind(site)].append(i)
-    results = [
-        count(torch.stack([sites[i].sample for i in members]), kind.target, scaling=kind.scaling)
-        for kind, members in groups.items()
-    ]
-    order = [i for members in groups.values() for i in members]
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(results)[back]
-
-
-class _Counting(Protocol):
-    def __call__(self, samples: Tensor, target: Format, *, scaling: str) -> Tensor: ...
 
 
 class _Arriving:

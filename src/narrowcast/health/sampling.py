@@ -23,13 +23,16 @@ def sample(x: Tensor) -> Tensor:
     As a matrix of runs, which of a larger tensor is a view: a copy of it is one kernel.
     """
     flat = x.detach().reshape(-1)
-    count = flat.numel()
+    count, run, stride = spacing(flat.numel())
     if count < SAMPLE:
         return flat.repeat(-(-SAMPLE // max(count, 1)))[:SAMPLE].view(1, SAMPLE)
+    return flat.view(-1, run)[: SAMPLE // run * stride : stride]
+
+
+def spacing(count: int) -> tuple[int, int, int]:
+    """Return, of so many values: their number, how many lie together, and every which are taken."""
     run = RUN if count % RUN == 0 else 1
-    runs = SAMPLE // run
-    stride = count // run // runs
-    return flat.view(-1, run)[: runs * stride : stride]
+    return count, run, max(count // SAMPLE, 1)
 
 
 def take(x: Tensor, into: Tensor) -> None:

@@ -66,7 +66,7 @@ class Watch:
         self._probes.switch.on = (self._steps + 1) % self._every == 0
         if self._steps % self._every:
             return []
-        self._probes.take_weights()
+        self._probes.weights.take()
         self._readings.append(Reading(self._probes, step=self._steps))
         return self._arrived(leaving=1 if self._waits else 0)
 

@@ -42,13 +42,13 @@ class Observer:
         if self._probes is None:
             return None
         self._probes.switch.on = step % self._every == 0
-        return self._probes.take_weights if self._probes.switch.on else None
+        return self._probes.weights.take if self._probes.switch.on else None
 
     def after_step(self, step: int) -> None:
         """Read, if it is time to, what a step that was just queued has left."""
         if self._probes is None or step % self._every:
             return
-        self._probes.take_updates()
+        self._probes.weights.take_updates()
         exponents = (step // self._every - 1) % EXPONENTS_EVERY == 0
         self._readings.append((step, Reading(self._probes, step=step, exponents=exponents)))
 

@@ -1,0 +1,63 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowcast.health.sampling import SAMPLE, sample, spacing
+from narrowcast.kernels.samples import SampleKernel
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    tensors=st.lists(
+        st.tuples(
+            st.sampled_from([1, 7, 128, 4095, 4096, 5000, 12800, 9001]), st.sampled_from(DTYPES)
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_row_is_what_torch_takes_of_the_tensor(tensors):
+    drawn = [torch.randn(n, device=DEVICE).to(dtype) for n, dtype in tensors]
+    into = torch.full((len(drawn), SAMPLE), 9.0, device=DEVICE)
+    SampleKernel([spacing(n) for n, _ in tensors], DEVICE)(drawn, into)
+    for row, x in zip(into, drawn, strict=True):
+        assert torch.equal(row, sample(x).flatten().float())
+
+
+def test_tensors_move_change_their_dtype_and_go_away():
+    shapes = [(64, 128), (40, 128)]
+    kernel = SampleKernel([spacing(a * b) for a, b in shapes], DEVICE)
+    into = torch.zeros(2, SAMPLE, device=DEVICE)
+    for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+        drawn = [torch.randn(s, device=DEVICE).to(d) for s, d in zip(shapes, dtypes, strict=True)]
+        kernel(drawn, into)
+        assert torch.equal(into[0], sample(drawn[0]).flatten().float())
+        assert torch.equal(into[1], sample(drawn[1]).flatten().float())
+        kernel([drawn[0], None], into)
+        assert torch.equal(into[0], sample(drawn[0]).flatten().float())
+        assert not into[1].any()
+
+
+def test_what_lies_otherwise_in_memory_is_taken_as_it_is_written():
+    x = torch.randn(128, 96, device=DEVICE).t()
+    into = torch.zeros(1, SAMPLE, device=DEVICE)
+    SampleKernel([spacing(x.numel())], DEVICE)([x], into)
+    assert torch.equal(into[0], sample(x).flatten())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_for_the_device():
+    x = [torch.randn(512, 512, device="cuda") for _ in range(3)]
+    kernel = SampleKernel([spacing(t.numel()) for t in x], x[0].device)
+    into = torch.zeros(3, SAMPLE, device="cuda")
+    kernel(x, into)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kernel(x[::-1], into)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(into[0], sample(x[2]).flatten())
