@@ -80,6 +80,11 @@ def test_every_must_be_a_number_of_steps():
         nc.watch(network(), every=0)
 
 
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(RecipeError, match="without parameters"):
+        nc.watch(nn.ReLU())
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_a_lightning_trainer_tells_what_is_found(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning")

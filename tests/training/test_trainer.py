@@ -474,3 +474,20 @@ def test_a_gpu_run_learns_what_a_cpu_run_learns(ready, accumulate):
     """Not bit for bit: dropout draws other numbers there."""
     made = ready(steps=150, device="cuda", accumulate=accumulate)
     assert run(made)[-1].metrics["error"] < 0.1
+
+
+def test_a_run_that_is_over_leaves_its_model_prepared_and_nothing_else(ready):
+    made = ready("fp8-tensor", steps=2, health={"every": 1})
+    before = [type(module) for module in made.task.model.modules()]
+    records = train(made.prepared, made.task, made.recipe)
+    next(records)
+    records.close()  # as does an error, or the last step
+    assert [type(module) for module in made.task.model.modules()] == before
+
+
+def test_a_refused_checkpoint_leaves_the_model_prepared_and_nothing_else(ready):
+    made = ready("bf16", health={"every": 1})
+    before = [type(module) for module in made.task.model.modules()]
+    with pytest.raises(CheckpointError, match="older version"):
+        train(made.prepared, made.task, made.recipe, resume={"step": 1})
+    assert [type(module) for module in made.task.model.modules()] == before

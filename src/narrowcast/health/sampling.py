@@ -29,24 +29,38 @@ def sample(x: Tensor) -> Tensor:
     return flat.view(-1, run)[: runs * stride : stride].reshape(-1)
 
 
-def tap(x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
-    """Return `x`; copy a sample of it, and in the backward pass of its gradient."""
-    result: Tensor = _tap(x, into, gradient_into)
+def take(x: Tensor, into: Tensor) -> None:
+    """Copy a sample of `x`; of a tensor without values there is none."""
+    if x.numel():
+        # As `.data`: a module that is called twice has promised this memory to two backward passes.
+        into.data.copy_(sample(x))
+
+
+def tap(x: Tensor, gradient_into: Tensor) -> Tensor:
+    """Return `x`; copy a sample of its gradient in the backward pass.
+
+    Eager code may go on to change `x` in place, so it gets `x` itself and a hook on it. A compiler
+    traces no such hook, and knows by itself what is changed in place.
+    """
+    if not torch.compiler.is_compiling():
+        x.register_hook(lambda gradient: take(gradient, gradient_into))
+        return x
+    # As no view, which nobody may change in place.
+    result: Tensor = torch.ops.aten._unsafe_view(_tap(x, gradient_into), x.shape)
     return result
 
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
-        into.copy_(sample(x))
+    def forward(ctx: Any, x: Tensor, gradient_into: Tensor) -> Tensor:
         ctx.save_for_backward(gradient_into)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (into,) = ctx.saved_tensors
-        into.copy_(sample(gradient))
-        return gradient, None, None
+        take(gradient, into)
+        return gradient, None
 
 
 _tap: Any = _Tap.apply

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Self, final
 
+import torch
 from torch import nn
 
 from narrowcast.errors import RecipeError
@@ -46,7 +47,7 @@ class Watch:
     """What is known of a model's tensors, and what was found."""
 
     def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
-        device = next(model.parameters()).device
+        device = _device_of(model)
         choices = plan(model, policy, hardware=probe(str(device)), only_faster=False)
         self._probes, self._every = Probes(model, choices), every
         self._findings, self._waits = Findings(), device.type == "cuda"
@@ -65,6 +66,7 @@ class Watch:
             return []
         self._probes.take_weights()
         self._readings.append(Reading(self._probes, step=self._steps))
+        self._probes.forget()
         return self._arrived(leaving=1 if self._waits else 0)
 
     def close(self) -> list[FindingRecord]:
@@ -89,6 +91,12 @@ class Watch:
                     self.statistics = record
                     found += self._findings.look(record)
         return found
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    raise RecipeError("watch() was given a model without parameters; give it the one you train")
 
 
 Tell = Callable[[FindingRecord], object]

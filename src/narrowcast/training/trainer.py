@@ -73,7 +73,11 @@ def train(
     """
     course = _Course(prepared, task, recipe, folder=folder)
     if resume is not None:
-        course.require_own(resume)
+        try:
+            course.require_own(resume)
+        except NarrowcastError:
+            course.close()
+            raise
     return course.run(resume)
 
 
@@ -139,8 +143,18 @@ class _Course:
                 f"write steps={step} or more"
             )
 
+    def close(self) -> None:
+        """Leave the model prepared, and nothing else."""
+        self._observer.close()
+
     def run(self, state: dict[str, Any] | None) -> Iterator[Record]:
         """Yield the records from `state`, or from the beginning, to the end."""
+        try:
+            yield from self._run(state)
+        finally:
+            self.close()
+
+    def _run(self, state: dict[str, Any] | None) -> Iterator[Record]:
         recipe = self._recipe
         seed_everything(recipe.seed)
         if state is not None:
