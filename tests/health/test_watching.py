@@ -105,17 +105,24 @@ def test_a_lightning_trainer_tells_what_is_found(tmp_path):
 
     found = []
     data = torch.utils.data.TensorDataset(*digits())
+    callback = lightning_callback(policy="fp16", every=2, tell=found.append)
+    module = Module()
     lightning.Trainer(
         max_steps=4,
+        accumulate_grad_batches=2,
         accelerator="cpu",
-        callbacks=[lightning_callback(policy="fp16", every=2, tell=found.append)],
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
-    ).fit(Module(), torch.utils.data.DataLoader(data, batch_size=64))
+    ).fit(module, torch.utils.data.DataLoader(data, batch_size=64))
     assert ("net.0", "output", "overflow of fp16") in [(f.module, f.role, f.what) for f in found]
+    assert callback.watch.statistics.step == 4  # of the optimizer, not micro-batches
+    callback.on_fit_start(None, module)
+    callback.on_exception(None, module, ValueError())
+    assert [type(m) for m in module.net] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -142,7 +149,20 @@ def test_transformers_trainer_tells_what_is_found(tmp_path):
         save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     callback = transformers_callback(policy="fp16", every=2, tell=found.append)
-    transformers.Trainer(
-        model=Model(), args=arguments, train_dataset=rows, callbacks=[callback]
-    ).train()
+
+    class Ending(transformers.TrainerCallback):
+        ends = True
+
+        def on_step_end(self, args, state, control, **given):
+            if self.ends:
+                self.ends = False
+                raise InterruptedError
+
+    trainer = transformers.Trainer(
+        model=Model(), args=arguments, train_dataset=rows, callbacks=[callback, Ending()]
+    )
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.train()
     assert ("net.0", "output", "overflow of fp16") in [(f.module, f.role, f.what) for f in found]
+    assert callback.watch.statistics.step == 4

@@ -56,12 +56,13 @@ class Watch:
         self.statistics: HealthRecord | None = None
         """The latest that have arrived."""
 
-    def step(self) -> list[FindingRecord]:
+    def step(self, number: int | None = None) -> list[FindingRecord]:
         """Take note of a step, between `backward()` and the optimizer's; return what begins there.
 
-        On a GPU statistics are told one reading late, so that nothing waits for them.
+        `number` is what the loop calls the step; None: one more than the last. On a GPU statistics
+        are told one reading late, so that nothing waits for them.
         """
-        self._steps += 1
+        self._steps = self._steps + 1 if number is None else number
         if self._steps % self._every:
             return []
         self._probes.take_weights()
@@ -118,11 +119,16 @@ def lightning_callback(
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             self.watch = watch(pl_module, policy=policy, every=every)
 
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            self._tell(self.watch.step())
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self._tell(self.watch.step(trainer.global_step + 1))
 
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
             self._tell(self.watch.close())
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
+            watching: Watch | None = getattr(self, "watch", None)
+            if watching is not None:
+                self._tell(watching.close())
 
         def _tell(self, found: list[FindingRecord]) -> None:
             for finding in found:
@@ -145,10 +151,14 @@ def transformers_callback(
 
     class Watching(base):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            # Nobody says so when a training ends by an exception.
+            before: Watch | None = getattr(self, "watch", None)
+            if before is not None:
+                before.close()
             self.watch = watch(given["model"], policy=policy, every=every)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._tell(self.watch.step())
+            self._tell(self.watch.step(state.global_step + 1))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self._tell(self.watch.close())
