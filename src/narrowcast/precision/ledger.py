@@ -6,7 +6,7 @@ Only here does the learning-rate schedule move, and only for a step that was app
 from typing import Any, Protocol
 
 from narrowcast.errors import DivergedError
-from narrowcast.precision.outcome import Facts, Flight, Outcome
+from narrowcast.precision.outcome import NO_MODULE, Facts, Flight, Outcome
 from narrowcast.precision.stats import Finding, Stats
 
 
@@ -64,8 +64,8 @@ class Ledger:
         raise DivergedError(
             f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had gradients that are "
             f"not finite{', with the loss scale at its smallest' if self.scaled else ''}; the "
-            f"weights are those of the last good step. Look at {stats.bad_module}: "
-            f"{_remedy(stats.bad_module)}"
+            "weights are those of the last good step",
+            f"Look at {stats.bad_module}: {_remedy(stats.bad_module)}",
         )
 
     def _count(self, step: int, facts: Facts) -> str:
@@ -97,4 +97,6 @@ class Ledger:
 
 
 def _remedy(module: str) -> str:
+    if module == NO_MODULE:
+        return "try a lower optimizer.lr, or the data"
     return f'try precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'

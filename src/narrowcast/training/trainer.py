@@ -178,11 +178,11 @@ class _Course:
                 yield from self._adapt()
                 try:
                     self._unread.append(self._attempt(data))
-                except DivergedError:
+                except DivergedError as error:
                     # What led to it is told; the last checkpoint, of a better time, stays.
                     yield from self._read(leaving=0)
                     yield from self._findings()
-                    raise
+                    raise self._inquiry.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         if self._folder is not None:
             export_weights(self._prepared, self._folder / "model.safetensors")
