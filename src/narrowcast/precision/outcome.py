@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-
 NO_MODULE = "no single module (the sum of all gradients overflowed)"
 """In the place of a module's name."""
 
