@@ -90,13 +90,18 @@ class Ledger:
                     what="overflow at the smallest loss scale" if self.scaled else "overflow",
                     why=why + (floor if self.scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
-                    advice=_remedy(facts.bad_module),
+                    advice=_remedy(self._one_to_blame(facts)),
                 )
             )
         return why
 
+    def _one_to_blame(self, facts: Facts) -> str:
+        """Return the module nearest the loss; where every gradient is bad that says nothing."""
+        everywhere = len(facts.bad_parameters) == self._weights > 1
+        return NO_MODULE if everywhere else facts.bad_module
+
 
 def _remedy(module: str) -> str:
     if module == NO_MODULE:
-        return "try a lower optimizer.lr, or the data"
+        return "try a lower optimizer.lr, a wider precision.policy, or the data"
     return f'try precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'
