@@ -491,3 +491,12 @@ def test_a_refused_checkpoint_leaves_the_model_prepared_and_nothing_else(ready):
     with pytest.raises(CheckpointError, match="older version"):
         train(made.prepared, made.task, made.recipe, resume={"step": 1})
     assert [type(module) for module in made.task.model.modules()] == before
+
+
+def test_an_evaluation_that_is_no_number_is_told_plainly(ready):
+    made = ready("fp16", steps=4, eval={"every": 2})
+    values = iter([math.nan, 0.5])
+    made.task.evaluate = lambda model: {"error": next(values)}
+    found = [r for r in run(made) if isinstance(r, FindingRecord) and r.role == "evaluation"]
+    assert [(r.step, r.what) for r in found] == [(2, "evaluation not finite")]
+    assert found[0].why.startswith("error is nan: its passes run in the formats of training")

@@ -31,7 +31,7 @@ from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoint import save_checkpoint
 from narrowcast.training.data import BatchStream
 from narrowcast.training.determinism import deterministic_kernels
-from narrowcast.training.evaluation import evaluate
+from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.export import export_weights
 from narrowcast.training.host_number import HostNumber
 from narrowcast.training.observing import Observer
@@ -193,7 +193,9 @@ class _Course:
         if evaluation_is_due and not stop.asked_by:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             self._evaluated = self._step
-            yield EvalRecord(step=self._step, metrics=evaluate(self._prepared, self._task))
+            metrics = evaluate(self._prepared, self._task)
+            yield EvalRecord(step=self._step, metrics=metrics)
+            yield from not_finite(metrics, step=self._step)
             self._since = time.perf_counter()
         checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
         if checkpoint_is_due or (stop.asked_by and self._saved != self._step):
