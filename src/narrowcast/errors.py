@@ -24,6 +24,11 @@ class DivergedError(NarrowcastError):
 
     exit_code = 4
 
+    def __init__(self, fact: str, advice: str = "") -> None:
+        """Say what happened, and apart from it what to look at."""
+        super().__init__(f"{fact}. {advice}" if advice else fact)
+        self.fact = fact
+
 
 class CheckpointError(NarrowcastError):
     """A checkpoint or run folder is missing, damaged, or of something else."""

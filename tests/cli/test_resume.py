@@ -85,6 +85,7 @@ def test_phases_that_end_elsewhere_in_a_longer_run_are_told(narrowcast, tiny, tm
     ended = narrowcast("resume", tmp_path / "run", "steps=8")
     assert ended.code == 0
     assert "phases that end at a share of the run do so of 8 steps now" in ended.out
+    assert "began on" not in ended.out  # the same machine, the same plan
 
 
 def test_a_finished_run_says_so_and_nothing_is_done(narrowcast, done):

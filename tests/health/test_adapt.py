@@ -89,3 +89,12 @@ def test_every_format_ends_at_fp32():
         while form in WIDER:
             form = WIDER[form]
         assert form == "fp32"
+
+
+def test_what_was_seen_before_a_change_decides_no_other():
+    adaptation = adapting(cooldown=1)
+    (move,) = adaptation.decide(saturating("a"), seen=9, step=10)
+    assert move.after == "bf16"
+    assert adaptation.decide(saturating("a"), seen=10, step=11) == []  # still of the old format
+    (move,) = adaptation.decide(saturating("a"), seen=11, step=12)
+    assert move.after == "fp32"

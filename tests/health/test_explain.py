@@ -133,6 +133,17 @@ def test_gradients_that_only_their_sum_makes_infinite_are_found(net, batch):
     assert "the norm of their sum is not" in verdict.told
 
 
+class Masking(nn.Module):
+    def forward(self, scores):
+        return scores.masked_fill(torch.tensor([False, False, False, True]), -math.inf)
+
+
+def test_a_module_may_mask_scores_through_which_gradients_flow(batch):
+    model = nn.Sequential(nn.Linear(16, 4), Masking(), nn.Softmax(-1), nn.Linear(4, 1))
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    assert nc.explain(run, [batch()[0]], lambda x: model(x).sum()) is None
+
+
 def test_a_mask_may_hold_its_infinities(batch):
     class Masked(nn.Module):
         def __init__(self):

@@ -134,3 +134,30 @@ def test_a_glob_that_matches_one_module_will_do(net, batch):
     outcome = faulty_step(run, loss_of, [batch()], faults_of(run, module="*.1.down").at(1))
     assert not outcome.applied
     assert math.isnan(outcome.grad_norm)
+
+
+@pytest.mark.parametrize("role", ["weight", "grad_weight"])
+def test_of_a_module_whose_weight_is_frozen_the_bias_is_hit(role):
+    model = torch.nn.Linear(4, 2)
+    model.weight.requires_grad_(False)
+    fault = Fault(step=1, module="", role=role, value="nan", index=1)
+    with Faults(model, [fault], seed=0).at(1).during(1):
+        if role == "weight":
+            assert model.bias.isnan().tolist() == [False, True]
+        model(torch.ones(3, 4)).sum().backward()
+    assert model.bias.grad.isnan().tolist() == [False, role == "grad_weight"]
+    assert model.bias.isfinite().all()
+
+
+@pytest.mark.parametrize("role", ["input", "output", "grad_output"])
+def test_a_batch_without_rows_has_nothing_to_hit(role):
+    model = torch.nn.Linear(4, 2)
+    fault = Fault(step=1, module="", role=role, value="nan")
+    faults = Faults(model, [fault], seed=0).at(1)
+
+    def passes():
+        with faults.during(1):
+            model(torch.ones(0, 4)).sum().backward()
+
+    with pytest.raises(RecipeError, match=f"no floating-point {role}"):
+        passes()

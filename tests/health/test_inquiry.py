@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from narrowcast.errors import DivergedError
 from narrowcast.health.inquiry import AGAIN, FREE, SHARE, Inquiry
 
 
@@ -94,4 +95,16 @@ def test_it_goes_on_counting_after_a_resume(net, batch, step):
     run, loss_of = net("bf16")
     other = Inquiry(run, loss_of, verdicts=True)
     other.load_state_dict(inquiry.state_dict())
-    assert other.state_dict() == {"replays": 1, "row": 3}
+    state = other.state_dict()
+    assert (state["replays"], state["row"]) == (1, 3)
+
+
+def test_a_run_that_gives_up_names_what_was_found_in_the_steps_that_led_to_it(net, batch, step):
+    given = DivergedError("50 steps in a row", "Look at head")
+    _, inquiry = told(net, batch, step, [True] * 3)
+    resumed = Inquiry(*net("bf16"), verdicts=True)
+    resumed.load_state_dict(inquiry.state_dict())
+    for each in (inquiry, resumed):
+        assert str(each.named(given)).startswith("50 steps in a row. In step 1 blocks.1 input")
+    _, recovered = told(net, batch, step, [True, False])
+    assert recovered.named(given) is given

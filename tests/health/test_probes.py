@@ -11,11 +11,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import Hardware
 from narrowcast.health.probes import Probes
 from narrowcast.health.reading import Reading
 from narrowcast.health.sampling import SAMPLE, sample
 from narrowcast.precision.modules import restore
 from narrowcast.runs import ExponentRecord, HealthRecord
+
+EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
 
 ignore_instances = pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
@@ -251,3 +255,132 @@ def test_a_tensor_that_is_not_finite_is_told_so():
 def test_a_reading_before_anything_has_passed_is_empty():
     model, run = made()
     assert Reading(Probes(model, run.plan), step=0).records() == []
+
+
+class Reused(nn.Module):
+    """A layer that is called twice, whose output is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.layer(self.layer(x).relu_())
+
+
+@ignore_instances
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["", pytest.param("inductor", marks=needs_compiler)])
+def test_what_is_called_twice_and_changed_in_place_trains_as_without_probes(backend):
+    gradients, samples = [], []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Reused()
+        run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+        probes = Probes(model, run.plan) if watched else None
+        if backend:
+            model.compile(backend=backend, fullgraph=True)
+        run.backward(model(torch.ones(8, 32)).square().sum() + model(torch.ones(8, 32)).sum())
+        gradients.append(model.layer.weight.grad)
+        samples.append(probes and site(probes, "layer", "grad_output").sample)
+    assert torch.allclose(*gradients, rtol=1e-5)
+    assert samples[1].any()
+
+
+def test_a_batch_without_rows_leaves_the_sample_before_it():
+    model, run = made()
+    probes = Probes(model, run.plan)
+    run.backward(model(torch.ones(8, 32)).sum())
+    before = [s.sample.clone() for s in probes.sites]
+    run.backward(model(torch.ones(0, 32)).sum())
+    assert all(map(torch.equal, before, [s.sample for s in probes.sites]))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.rnn = nn.GRU(8, 8)
+
+    def forward(self, x):
+        return self.rnn(input=self.attention(x, x, x)[0])[0]
+
+
+def test_the_first_tensor_of_several_is_looked_at():
+    model = Recurrent()
+    choices = nc.plan(model, "fp32", hardware=EMULATING)
+    probes = Probes(model, choices)
+    model(torch.randn(5, 3, 8)).square().sum().backward()
+    assert all(
+        site(probes, name, role).sample.any()
+        for name in ("attention", "rnn")
+        for role in ("input", "output", "grad_output")
+    )
+
+
+def test_a_layer_through_which_no_gradient_flows_is_not_said_to_get_none():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    probes = Probes(model, nc.plan(model, "fp32", hardware=EMULATING))
+    model(torch.randn(4, 8)).sum().backward()
+    (record,) = Reading(probes, step=1).records()
+    told = set(zip(record.module, record.role, strict=True))
+    assert ("0", "output") in told
+    assert ("0", "grad_output") not in told
+    assert ("1", "grad_output") in told
+
+
+def test_a_module_that_returns_no_numbers_is_not_said_to_return_zeros():
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.book = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x):
+            return (x @ self.book.T).argmax(1)
+
+    model = nn.Sequential(nn.Linear(8, 8), Codes())
+    probes = Probes(model, nc.plan(model, "fp32", hardware=EMULATING))
+    model(torch.randn(4, 8))
+    (record,) = Reading(probes, step=1).records()
+    assert ("1", "output") not in set(zip(record.module, record.role, strict=True))
+
+
+def test_what_was_read_is_forgotten():
+    model, run = made()
+    probes = Probes(model, run.plan)
+    trained(run, probes, steps=1)
+    probes.forget()
+    assert Reading(probes, step=2).records() == []
+
+
+def test_a_replay_leaves_the_samples_of_the_step():
+    model, run = made()
+    probes = Probes(model, run.plan)
+    trained(run, probes, steps=1)
+    before = [s.sample.clone() for s in probes.sites]
+    nc.explain(run, [torch.full((48, 32), 3.0)], lambda x: model(x).square().mean())
+    assert all(map(torch.equal, before, [s.sample for s in probes.sites]))
+
+
+def test_other_formats_for_a_watched_model_are_refused():
+    model, run = made()
+    Probes(model, run.plan)
+    choices = nc.plan(model, "bf16", hardware=run.plan.hardware)
+    with pytest.raises(RecipeError, match=r"change\(\): this model is watched.*close\(\)"):
+        run.change(choices)
+
+
+def test_a_model_is_not_watched_twice():
+    model, run = made()
+    Probes(model, run.plan)
+    with pytest.raises(RecipeError, match=r"watch\(\): this model is watched"):
+        Probes(model, run.plan)
+
+
+def test_probes_of_a_model_that_was_released_since_have_nothing_to_take_off():
+    model, run = made("fp8-tensor")
+    probes = Probes(model, run.plan)
+    run.release()
+    probes.remove()
+    assert {type(m) for m in model.modules()} == {Net, nn.Linear, nn.LayerNorm}

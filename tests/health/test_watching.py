@@ -74,7 +74,7 @@ def test_what_if_tells_what_each_tensor_would_lose_to_a_format_that_is_not_in_fo
 
 def test_what_if_before_anything_has_passed_and_for_no_format_is_refused():
     watching = nc.watch(network())
-    with pytest.raises(RecipeError, match="call it after a forward pass"):
+    with pytest.raises(RecipeError, match="call it after a step"):
         watching.what_if("e4m3")
     with pytest.raises(RecipeError, match="did you mean e4m3"):
         watching.what_if("e4m4")
@@ -106,6 +106,11 @@ def test_every_must_be_a_number_of_steps():
         nc.watch(network(), every=0)
 
 
+def test_a_model_without_parameters_is_refused():
+    with pytest.raises(RecipeError, match="without parameters"):
+        nc.watch(nn.ReLU())
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_a_lightning_trainer_tells_what_is_found(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch", reason="needs lightning")
@@ -126,17 +131,24 @@ def test_a_lightning_trainer_tells_what_is_found(tmp_path):
 
     found = []
     data = torch.utils.data.TensorDataset(*digits())
+    callback = lightning_callback(policy="fp16", every=2, tell=found.append)
+    module = Module()
     lightning.Trainer(
         max_steps=4,
+        accumulate_grad_batches=2,
         accelerator="cpu",
-        callbacks=[lightning_callback(policy="fp16", every=2, tell=found.append)],
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
-    ).fit(Module(), torch.utils.data.DataLoader(data, batch_size=64))
+    ).fit(module, torch.utils.data.DataLoader(data, batch_size=64))
     assert ("net.0", "output", "overflow of fp16") in [(f.module, f.role, f.what) for f in found]
+    assert callback.watch.statistics.step == 4  # of the optimizer, not micro-batches
+    callback.on_fit_start(None, module)
+    callback.on_exception(None, module, ValueError())
+    assert [type(m) for m in module.net] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -163,7 +175,20 @@ def test_transformers_trainer_tells_what_is_found(tmp_path):
         save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     callback = transformers_callback(policy="fp16", every=2, tell=found.append)
-    transformers.Trainer(
-        model=Model(), args=arguments, train_dataset=rows, callbacks=[callback]
-    ).train()
+
+    class Ending(transformers.TrainerCallback):
+        ends = True
+
+        def on_step_end(self, args, state, control, **given):
+            if self.ends:
+                self.ends = False
+                raise InterruptedError
+
+    trainer = transformers.Trainer(
+        model=Model(), args=arguments, train_dataset=rows, callbacks=[callback, Ending()]
+    )
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.train()
     assert ("net.0", "output", "overflow of fp16") in [(f.module, f.role, f.what) for f in found]
+    assert callback.watch.statistics.step == 4

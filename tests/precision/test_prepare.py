@@ -114,6 +114,13 @@ def test_the_module_nearest_the_loss_is_named_whatever_the_parameter_groups(mlp)
     assert run.step(loss_of(run, factor=math.nan)).why.endswith("nearest the loss 3")
 
 
+def test_no_module_is_to_be_overridden_where_every_gradient_is_bad(mlp):
+    run = prepared(mlp(), policy="bf16")
+    run.step(loss_of(run, factor=math.nan))
+    (finding,) = run.findings()
+    assert finding.advice == "try a lower optimizer.lr, a wider precision.policy, or the data"
+
+
 def test_training_is_given_up_with_the_module_to_look_at(mlp):
     model = mlp()
     run = prepared(model, loss_scale=nc.LossScale(initial=4.0), patience=5)
@@ -136,7 +143,7 @@ def test_the_floor_is_a_finding_told_once(mlp):
     assert (finding.step, finding.module) == (2, "3")
     assert "the scale is 1 and may not go lower" in finding.why
     assert finding.since == 1
-    assert finding.advice.startswith('try precision.overrides={"3": fp32}')
+    assert finding.advice.startswith("try a lower optimizer.lr")
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16-pure"])

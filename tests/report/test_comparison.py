@@ -42,6 +42,16 @@ def test_a_name_or_a_description_does_not_part_runs(make):
     assert found.differing == {}
 
 
+def test_runs_with_other_schedules_are_named_by_their_phases(make):
+    phases = [{"policy": "fp32", "until": "30%"}, {"policy": None, "until": {"calm": 4}}, {}]
+    schedules = [{"precision.schedule": phases[:1] + phases[2:]}, {"precision.schedule": phases}]
+    folders = [make(f"s{i}", **{"precision.policy": "bf16"}, **s) for i, s in enumerate(schedules)]
+    assert [group.label for group in compare(folders).groups] == [
+        "fp32 until 30% → bf16",
+        "fp32 until 30% → bf16 until calm 4 → bf16",
+    ]
+
+
 def test_groups_are_named_by_what_differs(make):
     folders = [make("a", **{"precision.policy": "bf16"}), make("b", **{"precision.policy": "fp32"})]
     found = compare(folders)

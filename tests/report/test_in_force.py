@@ -58,3 +58,28 @@ def test_modules_that_ended_alike_are_folded_and_others_stand_apart(module):
 
 def test_a_module_that_is_not_in_the_plan_is_counted_too(module):
     assert in_force([module("a")], [change(5, "b", "e4m3", "bf16")]).changed == 1
+
+
+PHASES = [
+    {"policy": "fp32", "formats": {"a": "fp32", "b": "fp32"}},
+    {"policy": "fp8", "formats": {"a": "e4m3/e5m2 delayed", "b": "fp32"}},
+]
+
+
+def test_what_a_policy_gives_each_module_is_known_from_the_phases(module):
+    modules = [module("a"), module("b")]
+    ended = in_force(modules, [change(5, "*", "fp32", "fp8")], phases=PHASES)
+    found = {row.label: (row.ended, row.since) for row in layers(modules, ended)}
+    assert found == {"a": ("e4m3/e5m2 delayed", "5"), "b": ("", "")}
+    assert ended.changed == 0  # none was changed by name
+
+
+def test_a_module_that_returns_to_its_policy_in_a_later_phase_has_what_that_gives_it(module):
+    modules = [module("a"), module("b")]
+    whole = change(5, "*", "fp32", "fp8")
+    raised = [whole, change(7, "a", "e4m3", "bf16")]
+    assert in_force(modules, raised, phases=PHASES).modules["a"].format == "bf16"
+    assert in_force(modules, raised, phases=PHASES).changed == 1
+    lowered = [*raised, change(9, "a", "bf16", "e4m3")]
+    ended = in_force(modules, lowered, phases=PHASES)
+    assert (ended.modules["a"].format, ended.changed) == ("e4m3/e5m2 delayed", 0)

@@ -11,7 +11,7 @@ from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.runs import EvalRecord, PrecisionRecord, StepRecord, same_course
 from narrowcast.training.checkpoint import load_checkpoint
 from narrowcast.training.identity import first_difference
-from narrowcast.training.phase_plans import plan_phases
+from narrowcast.training.phase_plans import phases_json, plan_phases
 from narrowcast.training.precision_schedule import PrecisionSchedule, Progress
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
@@ -228,3 +228,18 @@ def test_a_checkpoint_of_a_longer_schedule_is_refused(scheduled):
     state = {**dataclasses.asdict(Progress(phase=2, since=9)), "losses": []}
     with pytest.raises(CheckpointError, match="of phase 3 of a schedule"):
         schedule.restore(state)
+
+
+def test_the_plan_of_a_run_tells_what_each_phase_gives_each_module(scheduled):
+    made = scheduled(
+        {"policy": "fp32", "until": 3}, {"policy": "bf16", "overrides": {"fall": "fp32"}}
+    )
+    plans = plan_phases(
+        made.recipe, made.task.model, hardware=made.prepared.plan.hardware, rows=made.task.rows
+    )
+    told = phases_json(made.recipe, plans)
+    assert told["modules"] == made.prepared.plan.to_json()["modules"]
+    first, second = told["phases"]
+    assert (first["policy"], second["policy"]) == ("fp32", "bf16; fall: fp32")
+    assert (first["formats"]["first"], second["formats"]["first"]) == ("fp32", "bf16")
+    assert second["formats"]["fall"] == "fp32"

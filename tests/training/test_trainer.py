@@ -125,7 +125,7 @@ def test_divergence_ends_the_run_and_keeps_the_last_good_checkpoint(ready, tmp_p
 
     made.task.loss = poisoned
     records = []
-    with pytest.raises(DivergedError, match="4 steps in a row"):
+    with pytest.raises(DivergedError, match=r"4 steps in a row.*In step 7 the loss became NaN"):
         records.extend(train_into(records, made, tmp_path))
     assert [r.step for r in steps_of(records) if r.applied] == [1, 2, 3, 4, 5, 6]
     assert any(isinstance(r, FindingRecord) for r in records)
@@ -475,3 +475,29 @@ def test_a_gpu_run_learns_what_a_cpu_run_learns(ready, accumulate):
     """Not bit for bit: dropout draws other numbers there."""
     made = ready(steps=150, device="cuda", accumulate=accumulate)
     assert run(made)[-1].metrics["error"] < 0.1
+
+
+def test_a_run_that_is_over_leaves_its_model_prepared_and_nothing_else(ready):
+    made = ready("fp8-tensor", steps=2, health={"every": 1})
+    before = [type(module) for module in made.task.model.modules()]
+    records = train(made.prepared, made.task, made.recipe)
+    next(records)
+    records.close()  # as does an error, or the last step
+    assert [type(module) for module in made.task.model.modules()] == before
+
+
+def test_a_refused_checkpoint_leaves_the_model_prepared_and_nothing_else(ready):
+    made = ready("bf16", health={"every": 1})
+    before = [type(module) for module in made.task.model.modules()]
+    with pytest.raises(CheckpointError, match="older version"):
+        train(made.prepared, made.task, made.recipe, resume={"step": 1})
+    assert [type(module) for module in made.task.model.modules()] == before
+
+
+def test_an_evaluation_that_is_no_number_is_told_plainly(ready):
+    made = ready("fp16", steps=4, eval={"every": 2})
+    values = iter([math.nan, 0.5])
+    made.task.evaluate = lambda model: {"error": next(values)}
+    found = [r for r in run(made) if isinstance(r, FindingRecord) and r.role == "evaluation"]
+    assert [(r.step, r.what) for r in found] == [(2, "evaluation not finite")]
+    assert found[0].why.startswith("error is nan: its passes run in the formats of training")

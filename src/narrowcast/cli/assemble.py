@@ -23,6 +23,8 @@ class Assembled:
 
     task: Task
     prepared: Prepared
+    plans: tuple[Plan, ...]
+    """Of each phase; the model is prepared for the first."""
 
 
 def assemble(recipe: Recipe) -> Assembled:
@@ -34,7 +36,7 @@ def assemble(recipe: Recipe) -> Assembled:
     # The trainer would find a batch that is too large only once the run has begun.
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
     prepared = prepare_recipe(recipe, task.model, choices=phases[0])
-    return Assembled(task=task, prepared=prepared)
+    return Assembled(task=task, prepared=prepared, plans=phases)
 
 
 def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:

@@ -54,6 +54,7 @@ def notices(run: RunFolder, before: Recipe, after: Recipe, *, choices: Plan) -> 
             "longer where they would have"
         )
     was = run.read_json("plan.json") if (run.path / "plan.json").exists() else {}
+    was.pop("phases", None)  # `choices` are the first one's
     if was and was != choices.to_json():
         found.append(
             f"the run began on {was.get('hardware')}; its formats run differently on "

@@ -53,7 +53,8 @@ class RunDisplay:
                 found = f"step {record.step}: {where}{record.what}: {record.why}{rest}"
                 self._findings.tell(lambda more: self.warn(found + more))
             case PrecisionRecord():
-                change = f"{record.module} {record.before} → {record.after}: {record.reason}"
+                what = "policy" if record.module == "*" else record.module
+                change = f"{what} {record.before} → {record.after}: {record.reason}"
                 self._print(Text(f"step {record.step}: {change}"))
             case _:
                 pass  # a checkpoint or a sample of statistics is no news

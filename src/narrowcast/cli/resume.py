@@ -29,6 +29,7 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
             from narrowcast.cli.summary import already_done, introduce
             from narrowcast.report.trackers import require_trackers
             from narrowcast.runs import describe_environment
+            from narrowcast.training.phase_plans import phases_json
             from narrowcast.training.resume import latest_state, rewind_to
             from narrowcast.training.trainer import train as begin
 
@@ -45,7 +46,7 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
         rewind_to(run, state)
         changes = notices(run, before.recipe, loaded.recipe, choices=prepared.plan)
         run.write_json("resolved.json", loaded.resolved())
-        run.write_json("plan.json", prepared.plan.to_json())
+        run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
         run.add_session(environment)
         step = state["step"] if state else 0
         introduce(console, loaded.recipe, choices=prepared.plan, folder=str(run.path))

@@ -30,6 +30,7 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         from narrowcast.cli.summary import introduce
         from narrowcast.report.trackers import require_trackers
         from narrowcast.runs import RunFolder, describe_environment
+        from narrowcast.training.phase_plans import phases_json
         from narrowcast.training.trainer import train as begin
 
         require_trackers(loaded.recipe.trackers)
@@ -39,7 +40,7 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     with RunFolder.create(
         place.path, recipe_text=loaded.text, resolved=loaded.resolved(), environment=environment
     ) as run:
-        run.write_json("plan.json", prepared.plan.to_json())
+        run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
         introduce(console, loaded.recipe, choices=prepared.plan, folder=str(place))
         records = begin(prepared, task, loaded.recipe, folder=run.path)
         conduct(run, records, console=console, loaded=loaded, choices=prepared.plan)

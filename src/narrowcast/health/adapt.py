@@ -61,11 +61,18 @@ class Adaptation:
     _troubled: dict[str, int] = field(default_factory=dict)
     """The last step at which each raised module had trouble."""
 
-    def decide(self, troubles: Collection[tuple[str, str, str]], *, step: int) -> list[Move]:
-        """Return the changes to make after `step`, given all troubles now: (kind, module, role)."""
+    def decide(
+        self, troubles: Collection[tuple[str, str, str]], *, step: int, seen: int | None = None
+    ) -> list[Move]:
+        """Return the changes to make after `step`, given all troubles: (kind, module, role).
+
+        `seen` is the step they were seen in, which may be an earlier one: a module whose format has
+        changed since then is judged by what its new one shows.
+        """
         reasons: dict[str, str] = {}
         for kind, module, role in troubles:
-            if kind in REASONS and module in self.formats:
+            changed_since = self._changed.get(module, -1) >= (step if seen is None else seen)
+            if kind in REASONS and module in self.formats and not changed_since:
                 reasons.setdefault(module, f"its {role} {REASONS[kind]}")
         moves = [self._raise(module, why, step) for module, why in reasons.items()]
         calm = [module for module in self.overrides if module not in reasons]

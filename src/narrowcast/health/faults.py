@@ -119,7 +119,7 @@ class _Hit:
 
     def strike(self, tensor: Tensor) -> Tensor:
         """Return the tensor with its number replaced, the first time."""
-        if self.times:
+        if self.times or not tensor.numel():
             return tensor
         self.times += 1
         return corrupted(tensor, self.planned.fault.value, index=self.planned.index)
@@ -167,16 +167,14 @@ def _weight_corrupted(hit: _Hit) -> Iterator[None]:
 
 
 def own_weight(module: nn.Module) -> nn.Parameter:
-    """Return the weight that a fault in a module's weight hits: `weight`, or its first."""
-    own = dict(module.named_parameters(recurse=False))
+    """Return the weight that a fault in a module's weight hits: `weight`, or the first trained."""
+    own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     return own["weight"] if "weight" in own else next(iter(own.values()))
 
 
 def _first_struck(hit: _Hit, value: Any) -> Any:
     """Strike the first floating-point tensor in a value."""
-    return changed_tensors(
-        value, lambda t: hit.strike(t) if t.is_floating_point() and t.numel() else t
-    )
+    return changed_tensors(value, lambda t: hit.strike(t) if t.is_floating_point() else t)
 
 
 def _gradient_struck(hit: _Hit, value: Any) -> None:

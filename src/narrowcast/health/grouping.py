@@ -33,15 +33,18 @@ class Grouping:
         order = torch.tensor([i for members in groups.values() for i in members])
         self._back = upload(order.argsort(), sites[0].sample.device) if sites else order
 
-    def rows(self, count: Counting) -> Tensor:
+    def stacks(self) -> list[Tensor]:
+        """Return copies of the samples of now, those of a format together."""
+        return [torch.stack(samples) for samples in self._groups.values()]
+
+    def rows(self, stacks: Sequence[Tensor], count: Counting) -> Tensor:
         """Return a row of numbers for each tensor, in their order. Waits for nothing."""
-        if not self._groups:
-            return torch.empty(0, 0)
-        results = [
-            count(torch.stack(samples), kind.target, scaling=kind.scaling)
-            for kind, samples in self._groups.items()
-        ]
-        return torch.cat(results).index_select(0, self._back)
+        both = zip(self._groups, stacks, strict=True)
+        return self.in_order([count(s, kind.target, scaling=kind.scaling) for kind, s in both])
+
+    def in_order(self, stacks: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all groups in the order of the tensors."""
+        return torch.cat(list(stacks)).index_select(0, self._back) if stacks else torch.empty(0, 0)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from narrowcast.errors import DivergedError
 from narrowcast.health.faults import Faults, StepFaults
 from narrowcast.health.replay import Scene, replay
 from narrowcast.health.verdict import Verdict
@@ -46,6 +47,7 @@ class Inquiry:
         self._prepared, self._loss_of = prepared, loss_of
         self._verdicts, self._faults = verdicts, faults
         self._replays = self._row = 0
+        self._named = ""
 
     def before(self, batches: Sequence[Any]) -> Scene | None:
         """Return what has to be kept of a step until its outcome is known."""
@@ -71,6 +73,8 @@ class Inquiry:
         """
         good = outcome.applied and math.isfinite(loss)
         self._row = 0 if good else self._row + 1
+        if good:
+            self._named = ""
         rehearsed = self.faults_at(step)
         told = [] if rehearsed is None else _announced(step, rehearsed)
         # A rehearsal is there to be looked into.
@@ -90,19 +94,28 @@ class Inquiry:
         if verdict is None:
             why = _with(outcome.why, f"a replay{later} did not show it")
             return Account(why=why, findings=[*told, *known])
+        self._named = f"In step {step} {verdict.told}: {verdict.advice(loss_scale=1.0)}"
         scale = _scale_change(outcome)
         why = "" if outcome.applied else f"not finite: {verdict.where}{scale and '; loss ' + scale}"
         finding = _finding(step, verdict, outcome, scale=scale, later=later)
         told += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
         return Account(why=why, findings=told)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what decides which steps are looked into."""
-        return {"replays": self._replays, "row": self._row}
+    def named(self, error: DivergedError) -> DivergedError:
+        """Return the error with what was found in the steps that led to it, if anything was.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+        The norms of gradients, all that the step itself has, name the module nearest the loss.
+        """
+        return DivergedError(error.fact, self._named) if self._named else error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides which steps are looked into, and what was found in this row."""
+        return {"replays": self._replays, "row": self._row, "named": self._named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood."""
         self._replays, self._row = state["replays"], state["row"]
+        self._named = state.get("named", "")
 
     def _is_due(self, step: int) -> bool:
         return self._row % AGAIN == 1 and self._replays + 1 <= FREE + SHARE * step

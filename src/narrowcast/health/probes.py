@@ -3,115 +3,90 @@
 A module that is looked at gets another class, as it does to be given formats, and not hooks: blocks
 that are alike stay alike for a compiler, which hooks with their running numbers would make it
 compile one by one; and layers that run as one, or a head that never makes its logits, stay as they
-are. These are looked at from outside, as far as that goes. Nothing is taken while gradients are
-off, nor in steps that nobody will read; but what is compiled, or captured as a CUDA graph, is the
-same in every step, and takes samples in all of them.
+are. These are looked at from outside, as far as that goes.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.health.counts import CastCounts
 from narrowcast.health.grouping import Grouping
-from narrowcast.health.sampling import SAMPLE, take, tap
+from narrowcast.health.sampling import SAMPLE
 from narrowcast.health.sites import Site
+from narrowcast.health.watched import ATTRIBUTES, Switch, Watched
 from narrowcast.health.weight_samples import WeightSamples
 from narrowcast.precision.chain import promised_ends
 from narrowcast.precision.choice import ModulePlan
 from narrowcast.precision.fp8_chain import Fp8Chain
 from narrowcast.precision.gelu_chain import GeluChain
 from narrowcast.precision.kinds import products_of
-from narrowcast.precision.modules import Onlooker, swap
+from narrowcast.precision.modules import swap
 from narrowcast.precision.plan import Plan
+from narrowcast.precision.refusals import refuse_watched
 
 
-@dataclass
-class Switch:
-    """Whether samples are taken now, for all modules of a model."""
-
-    on: bool = True
-
-
-class Watched(Onlooker):
-    """A module that leaves samples of what passes through it."""
-
-    nc_switch: Switch
-    nc_input: Tensor | None
-    nc_output: Tensor | None
-    nc_grad_output: Tensor | None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what the module does, and copy samples."""
-        if not self._looks():
-            return super().forward(*args, **kwargs)
-        if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            self.nc_sees(args[0])
-        output = super().forward(*args, **kwargs)
-        if self.nc_output is None or not isinstance(output, Tensor):
-            return output
-        assert self.nc_grad_output is not None
-        if output.requires_grad:
-            return tap(output, self.nc_output, self.nc_grad_output)
-        take(output, self.nc_output)
-        return output
-
-    def nc_sees(self, x: Tensor) -> None:
-        """Copy a sample of the input."""
-        if self.nc_input is not None and self._looks():
-            take(x, self.nc_input)
-
-    def _looks(self) -> bool:
-        # A compiler that asked the switch would compile again whenever it moves.
-        on = torch.compiler.is_compiling() or self.nc_switch.on or _is_capturing()
-        return on and torch.is_grad_enabled()
-
-
+@final
 class Probes:
     """The sites of a prepared model, whose samples every pass fills."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
+        refuse_watched(model, doing="watch()")
         self.sites: list[Site] = []
         self.switch = Switch()
         self._device = next(model.parameters()).device
         self._before: dict[nn.Module, type[nn.Module]] = {}
+        self._seen_at: dict[Site, nn.Module] = {}
         # By the module that runs: a chain runs for its first and its last layer.
         taken: dict[nn.Module, dict[str, Tensor | None]] = {}
         chained = _ends_of_chains(model)
-        kept = {c.name: w for c in plan.modules if (w := _trained_weight(model, c)) is not None}
+        chosen = [each for each in plan.modules if products_of(each.kind)]
+        kept = {c.name: w for c in chosen if (w := _trained_weight(model, c)) is not None}
         self.weights = WeightSamples(list(kept.values()), self._device)
-        rows = dict(zip(kept, range(len(kept)), strict=True))
-        for chosen in plan.modules:
-            if not products_of(chosen.kind):
-                continue
-            module = model.get_submodule(chosen.name)
-            entry, exit_ = chained.get(chosen.name, (module, module))
+        for each in chosen:
+            module = model.get_submodule(each.name)
+            entry, exit_ = chained.get(each.name, (module, module))
             if entry is not None:
-                taken.setdefault(entry, {})["nc_input"] = self._add(chosen, "input").sample
+                taken.setdefault(entry, {})["nc_input"] = self._add(each, "input").sample
             if exit_ is not None:
                 there = taken.setdefault(exit_, {})
-                there["nc_output"] = self._add(chosen, "output").sample
-                there["nc_grad_output"] = self._add(chosen, "grad_output").sample
-            if chosen.name in rows:
-                row = rows[chosen.name]
-                self._add(chosen, "weight", sample=self.weights.before[row])
-                self._add(chosen, "grad_weight", sample=self.weights.gradient[row])
-                self._add(chosen, "update", sample=self.weights.update[row])
+                for role in ("output", "grad_output"):
+                    site = self._add(each, role)
+                    there[f"nc_{role}"], self._seen_at[site] = site.sample, exit_
+            if each.name in kept:
+                row = list(kept).index(each.name)
+                for role, samples in self.weights.by_role.items():
+                    self._add(each, role, sample=samples[row])
         nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
-        for module, samples in taken.items():
+        for module, attributes in taken.items():
             self._before[module] = type(module)
-            swap(module, Watched, nc_switch=self.switch, **{**nothing, **samples})
+            given = {**nothing, **attributes, "nc_switch": self.switch, "nc_unseen": ()}
+            swap(module, Watched, **given)
         self.grouping = Grouping(self.sites)
         self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
         """What casts to fp8 have lost, where that is counted."""
 
+    def seen(self) -> list[bool]:
+        """Say of each site whether there was anything to look at in its module's last pass."""
+        return [
+            site not in self._seen_at
+            or site.role not in self._seen_at[site].__dict__.get("nc_unseen", ())
+            for site in self.sites
+        ]
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Let the next reading tell nothing that has passed before this."""
+        torch._foreach_zero_([site.sample for site in self.sites])
+
     def remove(self) -> None:
-        """Make the modules again what they were."""
+        """Make the modules again what they were, unless somebody has done so already."""
         for module, kind in self._before.items():
+            if "nc_unseen" not in module.__dict__:
+                continue
             module.__class__ = kind
-            for name in ("nc_switch", "nc_input", "nc_output", "nc_grad_output"):
+            for name in ATTRIBUTES:
                 del module.__dict__[name]
             if module.__dict__["nc_plain_class"] is kind:
                 del module.__dict__["nc_plain_class"]
@@ -139,14 +114,9 @@ class Probes:
 
 
 def _trained_weight(model: nn.Module, chosen: ModulePlan) -> nn.Parameter | None:
-    """Return the weight that a module multiplies with, if it is one and is trained."""
+    """Return the weight that a module multiplies with, if it has one that is trained."""
     weight = getattr(model.get_submodule(chosen.name), "weight", None)
-    trained = isinstance(weight, nn.Parameter) and weight.requires_grad
-    return weight if trained and products_of(chosen.kind) else None
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None
 
 
 def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Module | None]]:

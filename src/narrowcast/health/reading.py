@@ -5,14 +5,12 @@ A reading costs a few dozen small kernels and is on its way while the next steps
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
 from narrowcast.health.probes import Probes
-from narrowcast.health.sites import Site
 from narrowcast.health.statistics import COLUMNS, exponent_counts, statistics, trimmed, what_if
 from narrowcast.runs import ExponentRecord, HealthRecord
 
@@ -25,19 +23,56 @@ class Reading:
     """The statistics of one step, on their way from the device."""
 
     def __init__(self, probes: Probes, *, step: int, exponents: bool = False) -> None:
-        self._sites, self._step = tuple(probes.sites), step
+        self._sites, self._step, self._grouping = tuple(probes.sites), step, probes.grouping
+        self._seen = probes.seen()
         with torch.no_grad():
-            table = probes.grouping.rows(statistics)
+            self._stacks = self._grouping.stacks()
+            table = self._grouping.rows(self._stacks, statistics)
             probes.counts.take_into(table)
-            counts = probes.grouping.rows(exponent_counts) if exponents else None
+            counts = self._grouping.rows(self._stacks, exponent_counts) if exponents else None
         self._table = _Arriving(table)
         self._counts = None if counts is None else _Arriving(counts)
 
     def records(self) -> list[HealthRecord | ExponentRecord]:
         """Return what was read. Waits until it has arrived."""
         rows = self._table.numbers()
-        health = _record(self._sites, rows, step=self._step)
+        health = self._record(rows, [site.format for site in self._sites])
         return [] if health is None else [health, *self._worst(rows)]
+
+    def as_if(self, name: str) -> HealthRecord | None:
+        """Return what these samples would lose to another format; None where nothing has passed.
+
+        Waits for the device.
+        """
+        with torch.no_grad():
+            rows = what_if(self._grouping.in_order(self._stacks), name).tolist()
+        return self._record(rows, [name] * len(rows))
+
+    def _record(
+        self, rows: Sequence[Sequence[float]], formats: Sequence[str]
+    ) -> HealthRecord | None:
+        """Return what there is to tell of the tensors; None where nothing has passed."""
+        every = zip(self._sites, rows, formats, self._seen, strict=True)
+        both = [(site, row, name) for site, row, name, seen in every if seen]
+        ran = {s.module for s, row, _ in both if s.role in ("input", "output") and _is_there(row)}
+        # Zeros tell something only where a module has been called and something could come of it.
+        told = [
+            (s, row, name)
+            for s, row, name in both
+            if _is_there(row) or (s.module in ran and s.role in ("output", "grad_output"))
+        ]
+        if not told:
+            return None
+        columns = {name: tuple(row[i] for _, row, _ in told) for i, name in enumerate(COLUMNS)}
+        snr = tuple(None if math.isnan(value) else value for value in columns.pop("snr_db"))
+        return HealthRecord(
+            step=self._step,
+            module=tuple(site.module for site, _, _ in told),
+            role=tuple(site.role for site, _, _ in told),
+            format=tuple(name for _, _, name in told),
+            snr_db=snr,
+            **columns,
+        )
 
     def _worst(self, rows: Sequence[Sequence[float]]) -> list[ExponentRecord]:
         """Return the exponents of those tensors that lose most."""
@@ -45,10 +80,8 @@ class Reading:
             return []
         counts = self._counts.numbers()
         found = []
-        order = sorted(range(len(rows)), key=lambda i: _signal(rows[i]))
-        for i in order[:WORST]:
-            if not _is_there(rows[i]):
-                continue
+        there = [i for i, row in enumerate(rows) if self._seen[i] and _is_there(row)]
+        for i in sorted(there, key=lambda i: _signal(rows[i]))[:WORST]:
             lowest, bins = trimmed([int(count) for count in counts[i]])
             site = self._sites[i]
             found.append(
@@ -62,42 +95,6 @@ class Reading:
                 )
             )
         return found
-
-
-def as_if(probes: Probes, name: str, *, step: int) -> HealthRecord | None:
-    """Return what the samples of now would lose to another format; None where nothing has passed.
-
-    Waits for the device.
-    """
-    with torch.no_grad():
-        rows = what_if(torch.stack([site.sample for site in probes.sites]), name).tolist()
-    return _record([replace(site, format=name) for site in probes.sites], rows, step=step)
-
-
-def _record(
-    sites: Sequence[Site], rows: Sequence[Sequence[float]], *, step: int
-) -> HealthRecord | None:
-    """Return what there is to tell of tensors; None where nothing has passed."""
-    both = list(zip(sites, rows, strict=True))
-    ran = {s.module for s, row in both if s.role in ("input", "output") and _is_there(row)}
-    # Zeros tell something only where a module has been called and something could come of it.
-    told = [
-        (s, row)
-        for s, row in both
-        if _is_there(row) or (s.module in ran and s.role in ("output", "grad_output"))
-    ]
-    if not told:
-        return None
-    columns = {name: tuple(row[i] for _, row in told) for i, name in enumerate(COLUMNS)}
-    snr = tuple(None if math.isnan(value) else value for value in columns.pop("snr_db"))
-    return HealthRecord(
-        step=step,
-        module=tuple(site.module for site, _ in told),
-        role=tuple(site.role for site, _ in told),
-        format=tuple(site.format for site, _ in told),
-        snr_db=snr,
-        **columns,
-    )
 
 
 class _Arriving:

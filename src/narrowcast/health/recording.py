@@ -106,9 +106,11 @@ class Recorder:
                 self._handles.append(tensor.register_hook(partial(self._see, place)))
 
     def _see_forward(self, name: str, role: Role, tensor: Tensor) -> None:
-        # What no gradient flows through may be a mask, which holds infinities of its own, below.
+        place = self._formats.place(name, role)
+        # What no gradient flows through may be a mask, which holds infinities of its own, below;
+        # and a module that makes no product may be what masks, or the softmax after it.
         mask = torch.is_grad_enabled() and not tensor.requires_grad
-        self._see(self._formats.place(name, role), tensor, from_above=mask)
+        self._see(place, tensor, from_above=mask or not place.format)
 
     def _see(self, place: Place, tensor: Tensor, *, from_above: bool = False) -> None:
         values = tensor.detach()

@@ -18,6 +18,7 @@ from narrowcast.health.places import Formats, Place
 from narrowcast.health.randomness import RandomState, drawing_from
 from narrowcast.health.recording import Recorder, Seen, tensors_in
 from narrowcast.health.verdict import Verdict, written
+from narrowcast.health.watched import unwatched
 from narrowcast.precision.prepare import Prepared
 
 Around = Callable[[int], contextlib.AbstractContextManager[Any]]
@@ -52,7 +53,8 @@ def replay(
     """
     recorder = Recorder(prepared.model, Formats(prepared.plan))
     count = len(scene.batches)
-    with prepared.aside(scene.scales), drawing_from(scene.random), eagerly():
+    aside = prepared.aside(scene.scales)
+    with aside, unwatched(prepared.model), drawing_from(scene.random), eagerly():
         for number, batch in enumerate(scene.batches, start=1):
             if verdict := _look_at_batch(batch, number, count):
                 return verdict

@@ -36,29 +36,38 @@ def spacing(count: int) -> tuple[int, int, int]:
 
 
 def take(x: Tensor, into: Tensor) -> None:
-    """Copy a sample of a tensor."""
-    values = sample(x)
-    into.view(values.shape).copy_(values)
+    """Copy a sample of `x`; of a tensor without values there is none."""
+    if x.numel():
+        # As `.data`: a module that is called twice has promised this memory to two backward passes.
+        values = sample(x)
+        into.data.view(values.shape).copy_(values)
 
 
-def tap(x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
-    """Return `x`; copy a sample of it, and in the backward pass of its gradient."""
-    result: Tensor = _tap(x, into, gradient_into)
+def tap(x: Tensor, gradient_into: Tensor) -> Tensor:
+    """Return `x`; copy a sample of its gradient in the backward pass.
+
+    Eager code may go on to change `x` in place, so it gets `x` itself and a hook on it. A compiler
+    traces no such hook, and knows by itself what is changed in place.
+    """
+    if not torch.compiler.is_compiling():
+        x.register_hook(lambda gradient: take(gradient, gradient_into))
+        return x
+    # As no view, which nobody may change in place.
+    result: Tensor = torch.ops.aten._unsafe_view(_tap(x, gradient_into), x.shape)
     return result
 
 
 class _Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, into: Tensor, gradient_into: Tensor) -> Tensor:
-        take(x, into)
+    def forward(ctx: Any, x: Tensor, gradient_into: Tensor) -> Tensor:
         ctx.save_for_backward(gradient_into)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (into,) = ctx.saved_tensors
         take(gradient, into)
-        return gradient, None, None
+        return gradient, None
 
 
 _tap: Any = _Tap.apply

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Self, final
 
+import torch
 from torch import nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
 from narrowcast.health.findings import Findings
 from narrowcast.health.probes import Probes
-from narrowcast.health.reading import Reading, as_if
+from narrowcast.health.reading import Reading
 from narrowcast.precision.plan import plan
 from narrowcast.precision.policy import Policy
 from narrowcast.runs import FindingRecord, HealthRecord
@@ -46,40 +47,44 @@ class Watch:
     """What is known of a model's tensors, and what was found."""
 
     def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
-        device = next(model.parameters()).device
+        device = _device_of(model)
         choices = plan(model, policy, hardware=probe(str(device)), only_faster=False)
         self._probes, self._every = Probes(model, choices), every
         self._findings, self._waits = Findings(), device.type == "cuda"
         self._readings: deque[Reading] = deque()
+        self._latest: Reading | None = None
         self._steps = 0
         self._probes.switch.on = every == 1
         self.statistics: HealthRecord | None = None
         """The latest that have arrived."""
 
-    def step(self) -> list[FindingRecord]:
+    def step(self, number: int | None = None) -> list[FindingRecord]:
         """Take note of a step, between `backward()` and the optimizer's; return what begins there.
 
-        On a GPU statistics are told one reading late, so that nothing waits for them.
+        `number` is what the loop calls the step; None: one more than the last. On a GPU statistics
+        are told one reading late, so that nothing waits for them.
         """
-        self._steps += 1
-        # For the passes to come.
+        self._steps = self._steps + 1 if number is None else number
+        looked = self._probes.switch.on
         self._probes.switch.on = (self._steps + 1) % self._every == 0
-        if self._steps % self._every:
+        if not looked:
             return []
         self._probes.weights.take()
-        self._readings.append(Reading(self._probes, step=self._steps))
+        self._latest = Reading(self._probes, step=self._steps)
+        self._readings.append(self._latest)
+        self._probes.forget()
         return self._arrived(leaving=1 if self._waits else 0)
 
     def what_if(self, name: str) -> HealthRecord:
         """Return what the tensors would lose to another format, scaled as a layer would.
 
-        Of what passed last, and of weights at the latest reading. Waits for the device.
+        Of the latest reading. Waits for the device.
         """
-        lost = as_if(self._probes, name, step=self._steps)
+        lost = None if self._latest is None else self._latest.as_if(name)
         if lost is None:
             raise RecipeError(
-                f"what_if({name!r}): nothing has passed through the model since watch(); "
-                "call it after a forward pass"
+                f"what_if({name!r}): nothing has been read yet; call it after a step() that reads, "
+                f"of which there is one in {self._every} (every={self._every})"
             )
         return lost
 
@@ -107,6 +112,12 @@ class Watch:
         return found
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    raise RecipeError("watch() was given a model without parameters; give it the one you train")
+
+
 Tell = Callable[[FindingRecord], object]
 
 
@@ -126,11 +137,16 @@ def lightning_callback(
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             self.watch = watch(pl_module, policy=policy, every=every)
 
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            self._tell(self.watch.step())
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self._tell(self.watch.step(trainer.global_step + 1))
 
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
             self._tell(self.watch.close())
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
+            watching: Watch | None = getattr(self, "watch", None)
+            if watching is not None:
+                self._tell(watching.close())
 
         def _tell(self, found: list[FindingRecord]) -> None:
             for finding in found:
@@ -153,10 +169,14 @@ def transformers_callback(
 
     class Watching(base):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            # Nobody says so when a training ends by an exception.
+            before: Watch | None = getattr(self, "watch", None)
+            if before is not None:
+                before.close()
             self.watch = watch(given["model"], policy=policy, every=every)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._tell(self.watch.step())
+            self._tell(self.watch.step(state.global_step + 1))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self._tell(self.watch.close())

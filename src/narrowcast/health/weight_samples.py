@@ -26,6 +26,11 @@ class WeightSamples:
         self.before, self.gradient, self.update = (
             torch.zeros(len(self._weights), SAMPLE, device=device) for _ in range(3)
         )
+        self.by_role = {
+            "weight": self.before,
+            "grad_weight": self.gradient,
+            "update": self.update,
+        }
         self._kernel = _kernel(self._weights, device)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from narrowcast.precision.loss_scale import LossScale
 from narrowcast.precision.parts import find_parts, part_of, scale_parts
 from narrowcast.precision.plan import Plan
 from narrowcast.precision.policy import Policy
-from narrowcast.precision.refusals import refuse_foreign_plan
+from narrowcast.precision.refusals import refuse_foreign_plan, refuse_watched
 from narrowcast.precision.scaling import Scales
 from narrowcast.precision.update_path import update_path
 from narrowcast.precision.weights import TrainedWeights
@@ -54,6 +54,7 @@ class Carried:
         goes on; one that begins has the settings given here, or those given before, or the default.
         Histories of delayed scaling go on where a module of the same name had one.
         """
+        refuse_watched(self._model, doing="change()")
         in_one_pass, path, scales = self.terms(chosen, loss_scale=loss_scale)
         before = self.fp8
         self.weights.change(self.plan, chosen, one_pass=in_one_pass, seed=seed)

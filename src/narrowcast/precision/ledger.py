@@ -6,7 +6,7 @@ Only here does the learning-rate schedule move, and only for a step that was app
 from typing import Any, Protocol
 
 from narrowcast.errors import DivergedError
-from narrowcast.precision.outcome import Facts, Flight, Outcome
+from narrowcast.precision.outcome import NO_MODULE, Facts, Flight, Outcome
 from narrowcast.precision.stats import Finding, Stats
 
 AT_FLOOR = "overflow at the smallest loss scale"
@@ -67,8 +67,8 @@ class Ledger:
         raise DivergedError(
             f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had gradients that are "
             f"not finite{', with the loss scale at its smallest' if self.scaled else ''}; the "
-            f"weights are those of the last good step. Look at {stats.bad_module}: "
-            f"{_remedy(stats.bad_module)}"
+            "weights are those of the last good step",
+            f"Look at {stats.bad_module}: {_remedy(stats.bad_module)}",
         )
 
     def _count(self, step: int, facts: Facts) -> str:
@@ -93,11 +93,18 @@ class Ledger:
                     what=AT_FLOOR if self.scaled else "overflow",
                     why=why + (floor if self.scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
-                    advice=_remedy(facts.bad_module),
+                    advice=_remedy(self._one_to_blame(facts)),
                 )
             )
         return why
 
+    def _one_to_blame(self, facts: Facts) -> str:
+        """Return the module nearest the loss; where every gradient is bad that says nothing."""
+        everywhere = len(facts.bad_parameters) == self._weights > 1
+        return NO_MODULE if everywhere else facts.bad_module
+
 
 def _remedy(module: str) -> str:
+    if module == NO_MODULE:
+        return "try a lower optimizer.lr, a wider precision.policy, or the data"
     return f'try precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'

@@ -166,7 +166,8 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 class Onlooker(nn.Module):
     """Base of mixins that only look at what passes: the module computes as if they were not there.
 
-    Who computes in a module's place, without calling it, goes by `working_class` and says so here.
+    They will put back the class they found. Who computes in a module's place, without calling it,
+    goes by `working_class` and says so here.
     """
 
     def nc_sees(self, x: Tensor) -> None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+NO_MODULE = "no single module (the sum of all gradients overflowed)"
+"""In the place of a module's name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -30,7 +33,7 @@ class Facts:
     def bad_module(self) -> str:
         """The module among them that is nearest the loss."""
         if not self.bad_parameters:
-            return "no single module (the sum of all gradients overflowed)"
+            return NO_MODULE
         last = self.bad_parameters[-1]
         return last.rpartition(".")[0] or last
 

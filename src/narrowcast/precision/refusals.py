@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
-from narrowcast.precision.modules import is_swapped
+from narrowcast.precision.modules import Onlooker, is_swapped
 from narrowcast.precision.plan import Plan
 
 
 def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model or an optimizer that cannot be prepared."""
+    refuse_watched(model, doing="prepare()")
     if is_swapped(model):
         raise RecipeError("this model is prepared already; call release() on that first")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -41,6 +42,15 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
     if next(model.parameters(), None) is None:
         raise RecipeError("the model has no parameters; there is nothing to prepare")
+
+
+def refuse_watched(model: nn.Module, *, doing: str) -> None:
+    """Refuse to give other classes to modules that somebody looks at, who would see no more."""
+    if any(isinstance(module, Onlooker) for module in model.modules()):
+        raise RecipeError(
+            f"{doing}: this model is watched, by narrowcast.watch() or by a run that trains it; "
+            "call close() on that watch, or let the run end, and watch it again afterwards"
+        )
 
 
 def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patience: int) -> None:

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from narrowcast.report.intervals import Estimate, difference_of, mean_of, paired_difference_of
+from narrowcast.report.phrases import course
 from narrowcast.report.runs_compared import Point, Run
 from narrowcast.runs import strict_json
 
@@ -112,9 +113,15 @@ def label_of(differing: Mapping[str, tuple[str, ...]], run: Run, *, place: int) 
     """Name a group by what sets it apart, or by its recipe where nothing does."""
     if not differing:
         return f"{run.story.name} in {run.story.policy}"
-    # The policy is what most comparisons are about.
+    # The policy is what most comparisons are about; with a schedule, that of each phase.
     keys = sorted(differing, key=lambda key: key != "precision.policy")
     parts = [f"{key}={differing[key][place]}" for key in keys]
+    if "precision.schedule" in differing:
+        others = [key for key in keys if key not in ("precision.policy", "precision.schedule")]
+        parts = [
+            course(run.story.setting("precision.policy"), run.story.setting("precision.schedule")),
+            *(f"{key}={differing[key][place]}" for key in others),
+        ]
     more = f" and {len(parts) - MOST_IN_LABEL} more" if len(parts) > MOST_IN_LABEL else ""
     return ", ".join(parts[:MOST_IN_LABEL]) + more
 

@@ -19,6 +19,8 @@ class Change:
     step: int
     returned: bool
     """Whether it led back to what was asked for."""
+    by_name: bool = True
+    """Whether it was made for this module; False: the policy of the whole model changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,32 +30,55 @@ class InForce:
     policy: Change | None
     """Of the whole model; None where it never changed."""
     modules: Mapping[str, Change]
-    """Of modules that were changed by name, after the last change of the whole model."""
+    """Of modules that the last change of the whole model changed, or one by name since then."""
 
     @property
     def changed(self) -> int:
-        """Count the modules that ended in something else than was asked for."""
-        return sum(not change.returned for change in self.modules.values())
+        """Count the modules that ended in something else than the policy in force gives them."""
+        return sum(each.by_name and not each.returned for each in self.modules.values())
 
 
-def in_force(modules: Sequence[Mapping[str, Any]], changes: Iterable[PrecisionRecord]) -> InForce:
+def in_force(
+    modules: Sequence[Mapping[str, Any]],
+    changes: Iterable[PrecisionRecord],
+    *,
+    phases: Sequence[Mapping[str, Any]] = (),
+) -> InForce:
     """Apply the changes to the plan in the order they were made.
 
     A module may be named by a glob, and need not be in the plan. A change of the whole model
-    overrules the changes of single modules before it.
+    overrules the changes of single modules before it; what it gives each is known from `phases`.
     """
     names = [str(module.get("name", "")) for module in modules]
     began: dict[str, str] = {}
     policy: Change | None = None
+    own: dict[str, Change] = {}  # what the policy in force gives modules, where it is another
     found: dict[str, Change] = {}
     for record in changes:
         if record.module in WHOLE:
-            first = began.setdefault("", record.before)
+            first = began.get("", record.before)
+            began = {"": first}
             policy = Change(format=record.after, step=record.step, returned=record.after == first)
-            found.clear()
+            own = _given_by(record, phases)
+            found = dict(own)
             continue
         for name in [n for n in names if fnmatchcase(n, record.module)] or [record.module]:
-            first = began.setdefault(name, record.before)
-            back = record.after == first and policy is None
-            found[name] = Change(format=record.after, step=record.step, returned=back)
+            back = record.after == began.setdefault(name, record.before)
+            known = policy is None or bool(phases)
+            found[name] = Change(format=record.after, step=record.step, returned=back and known)
+            if back and name in own:
+                found[name] = own[name]
     return InForce(policy=policy, modules=found)
+
+
+def _given_by(record: PrecisionRecord, phases: Sequence[Mapping[str, Any]]) -> dict[str, Change]:
+    """Return the modules to which a policy gives other formats than the first one did."""
+    formats: Mapping[str, str] = next(
+        (p["formats"] for p in phases if p["policy"] == record.after), {}
+    )
+    asked = phases[0]["formats"] if phases else {}
+    return {
+        name: Change(format=text, step=record.step, returned=False, by_name=False)
+        for name, text in formats.items()
+        if text != asked.get(name)
+    }

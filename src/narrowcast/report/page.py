@@ -63,7 +63,7 @@ def _told(story: Story) -> dict[str, Any]:
 
 def _tables(story: Story) -> dict[str, Any]:
     chosen, defaults = tables.settings(story)
-    ended = in_force(story.modules, story.changes)
+    ended = in_force(story.modules, story.changes, phases=story.phases)
     return {
         "reasons": tables.reasons(story),
         "evals": tables.eval_table(story),

@@ -115,3 +115,19 @@ def policies(policy: str, schedule: object) -> str:
     phases = schedule if isinstance(schedule, list) else []
     named = [str(phase.get("policy") or policy) for phase in phases if isinstance(phase, dict)]
     return " → ".join(named) or policy
+
+
+def course(policy: str, schedule: object) -> str:
+    """Return the policies of a run with the end of each phase: `fp32 until 30% → fp8-row`."""
+    phases = schedule if isinstance(schedule, list) else []
+    return " → ".join(
+        str(phase.get("policy") or policy) + _end(phase.get("until"))
+        for phase in phases or [{}]
+        if isinstance(phase, dict)
+    )
+
+
+def _end(until: object) -> str:
+    if isinstance(until, dict):
+        until = next((f"{key} {value}" for key, value in until.items() if value is not None), None)
+    return "" if until is None else f" until {until}"

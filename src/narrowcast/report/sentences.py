@@ -65,7 +65,7 @@ def _changes(story: Story) -> list[tuple[Tone, str]]:
         at = ", ".join(count(r.step) for r in phases[:6])
         noun = "step" if len(phases) == 1 else "steps"
         told.append(("fair", f"The policy changed in the run, at {noun} {at}: {course}."))
-    ended = in_force(story.modules, story.changes)
+    ended = in_force(story.modules, story.changes, phases=story.phases)
     single = {r.module for r in story.changes if r.module not in WHOLE}
     if single:
         names = _listed(sorted(single))

@@ -58,6 +58,11 @@ class Story:
         """The modules of the plan."""
         return list((self.plan or {}).get("modules", []))
 
+    @property
+    def phases(self) -> list[Mapping[str, Any]]:
+        """The phases of the plan: the policy of each, and what it gives each module."""
+        return list((self.plan or {}).get("phases", []))
+
 
 def read_story(path: Path) -> Story:
     """Read the folder of a run, at whatever point the run is."""

@@ -31,6 +31,7 @@ class Adapter:
     def begin(self) -> None:
         """Take the plan that is in force as the policy's own: at the start, and in each phase."""
         settings = self._recipe.precision.adapt
+        self._seen.clear()  # in other formats
         self._own = self._prepared.plan
         self._adaptation = Adaptation(
             {m.name: m.policy.forward for m in self._own.modules if products_of(m.kind)},
@@ -51,8 +52,8 @@ class Adapter:
         """Return the changes that hold from the step after this one; `carry_out` makes them."""
         found = []
         while self._seen and self._seen[0][0] < step:
-            _, troubles = self._seen.popleft()
-            moves = self._adaptation.decide(troubles, step=step)
+            seen, troubles = self._seen.popleft()
+            moves = self._adaptation.decide(troubles, seen=seen, step=step)
             found += [
                 PrecisionRecord(
                     step=step + 1,

@@ -1,12 +1,14 @@
 """An evaluation in the middle of a run, of which the run notices nothing."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from narrowcast.precision.prepare import Prepared
+from narrowcast.runs import FindingRecord
 from narrowcast.training.randomness import randomness_kept
 from narrowcast.training.task import Task
 
@@ -26,6 +28,26 @@ def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
                 averaged = task.evaluate(model)
             metrics |= {f"ema_{key}": value for key, value in averaged.items()}
     return metrics
+
+
+def not_finite(metrics: Mapping[str, float], *, step: int) -> Iterator[FindingRecord]:
+    """Say which numbers of an evaluation are none, if any, and that the weights are not to blame.
+
+    A step that is not finite is skipped, so they are those of the last that was.
+    """
+    bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
+    if bad:
+        yield FindingRecord(
+            step=step,
+            since=step,
+            module="",
+            role="evaluation",
+            what="evaluation not finite",
+            why=f"{', '.join(bad)}: its passes run in the formats of training, on finite weights",
+            action="",
+            advice="look at the steps skipped before it, or at the data it is made with; try a "
+            "wider precision.policy",
+        )
 
 
 @contextmanager

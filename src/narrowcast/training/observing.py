@@ -51,6 +51,7 @@ class Observer:
         self._probes.weights.take_updates()
         exponents = (step // self._every - 1) % EXPONENTS_EVERY == 0
         self._readings.append((step, Reading(self._probes, step=step, exponents=exponents)))
+        self._probes.forget()
 
     def account(self, record: StepRecord) -> Iterator[Record]:
         """Yield what there is to tell beside a step's record: findings, statistics."""
@@ -74,10 +75,16 @@ class Observer:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Leave the model as it was inside the block, in which its formats may change."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._install()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
         if self._probes is not None:
             self._probes.remove()
-        yield
-        self._install()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the findings to come."""

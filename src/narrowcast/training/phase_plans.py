@@ -1,7 +1,7 @@
 """The plan of every phase of a run, and how phases are told."""
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -9,6 +9,7 @@ from narrowcast.config.phases import ConditionSection, PhaseSection, Until, last
 from narrowcast.config.sections import PrecisionSection, Recipe
 from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
+from narrowcast.precision.change import formats_text
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.training.optimizers import moments_of
 
@@ -54,6 +55,20 @@ def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple
         worst = next((p for p in problems if isinstance(p, RecipeError)), problems[0])
         raise type(worst)("\n".join(map(str, problems)))
     return tuple(answers)
+
+
+def phases_json(recipe: Recipe, plans: Sequence[Plan]) -> dict[str, Any]:
+    """Return the plan a run begins with, as plain data, and what each phase gives each module."""
+    told = plans[0].to_json()
+    if len(plans) > 1:
+        told["phases"] = [
+            {
+                "policy": text_of(phase, chosen),
+                "formats": {module.name: formats_text(module, chosen) for module in chosen.modules},
+            }
+            for phase, chosen in zip(phases_of(recipe.precision), plans, strict=True)
+        ]
+    return told
 
 
 def text_of(phase: PhaseSection, choices: Plan) -> str:

@@ -31,7 +31,7 @@ from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoint import save_checkpoint
 from narrowcast.training.data import BatchStream
 from narrowcast.training.determinism import deterministic_kernels
-from narrowcast.training.evaluation import evaluate
+from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.export import export_weights
 from narrowcast.training.host_number import HostNumber
 from narrowcast.training.observing import Observer
@@ -73,7 +73,11 @@ def train(
     """
     course = _Course(prepared, task, recipe, folder=folder)
     if resume is not None:
-        course.require_own(resume)
+        try:
+            course.require_own(resume)
+        except NarrowcastError:
+            course.close()
+            raise
     return course.run(resume)
 
 
@@ -140,8 +144,18 @@ class _Course:
                 f"write steps={step} or more"
             )
 
+    def close(self) -> None:
+        """Leave the model prepared, and nothing else."""
+        self._observer.close()
+
     def run(self, state: dict[str, Any] | None) -> Iterator[Record]:
         """Yield the records from `state`, or from the beginning, to the end."""
+        try:
+            yield from self._run(state)
+        finally:
+            self.close()
+
+    def _run(self, state: dict[str, Any] | None) -> Iterator[Record]:
         recipe = self._recipe
         seed_everything(recipe.seed)
         if state is not None:
@@ -165,10 +179,10 @@ class _Course:
                 yield from self._adapt()
                 try:
                     self._unread.append(self._attempt(data))
-                except DivergedError:
+                except DivergedError as error:
                     # What led to it is told; the last checkpoint, of a better time, stays.
                     yield from self._read(leaving=0)
-                    raise
+                    raise self._inquiry.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         if self._folder is not None:
             export_weights(self._prepared, self._folder / "model.safetensors")
@@ -179,7 +193,9 @@ class _Course:
         if evaluation_is_due and not stop.asked_by:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             self._evaluated = self._step
-            yield EvalRecord(step=self._step, metrics=evaluate(self._prepared, self._task))
+            metrics = evaluate(self._prepared, self._task)
+            yield EvalRecord(step=self._step, metrics=metrics)
+            yield from not_finite(metrics, step=self._step)
             self._since = time.perf_counter()
         checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
         if checkpoint_is_due or (stop.asked_by and self._saved != self._step):
