@@ -45,6 +45,7 @@ def test_a_case_is_opened_for_each_turn_and_forgotten_between_them():
 def test_events_see_the_work_of_the_device():
     device = torch.device("cuda")
     a = torch.randn(4096, 4096, device=device)
+    torch.mm(a, a)  # the first product loads the library
     short, long = (
         sum(step_seconds(lambda n=n: [a @ a for _ in range(n)], 5, device=device)) for n in (1, 8)
     )

@@ -23,6 +23,7 @@ from narrowcast.hardware import probe
 from narrowcast.health.findings import Findings
 from narrowcast.health.probes import Probes
 from narrowcast.health.reading import Reading
+from narrowcast.numerics import format_named
 from narrowcast.precision.plan import plan
 from narrowcast.precision.policy import Policy
 from narrowcast.runs import FindingRecord, HealthRecord
@@ -80,6 +81,7 @@ class Watch:
 
         Of the latest reading. Waits for the device.
         """
+        format_named(name)  # which refuses what is none
         lost = None if self._latest is None else self._latest.as_if(name)
         if lost is None:
             raise RecipeError(
