@@ -189,3 +189,25 @@ def test_the_issue_names_presets_and_all_of_them_exist():
         "auto",
     ]
     assert all(re.match(r"compute=|forward=", str(policy_from(name))) for name in names)
+
+
+def test_the_head_of_an_fp8_policy_is_in_bf16_unless_something_else_is_written():
+    policy = policy_from("fp8-delayed, params=bf16, master=split")
+    other = policy.for_module("blocks.0.mlp.up")
+    assert other.forward == "e4m3"
+    for name in ("head", "lm_head", "model.lm_head"):
+        head = policy.for_module(name)
+        assert {head.forward, head.grad_input, head.grad_weight, head.output} == {"bf16"}
+        assert (head.params, head.master, head.scaling) == ("bf16", "split", "none")
+    assert policy.for_module("header") == policy.for_module("head.norm") == other
+    assert policy_from("fp8-delayed; head: forward=e4m3").for_module("head").forward == "e4m3"
+    assert policy_from("fp8-delayed, head=fp32").for_module("head").forward == "fp32"
+    assert policy_from("fp8-delayed; head: fp32").for_module("head").forward == "fp32"
+    assert policy_from("fp8-delayed, compute=fp32").for_module("head").forward == "fp32"
+    with pytest.raises(RecipeError, match="head is one of fp32, bf16, fp16"):
+        policy_from("fp8-delayed, head=e4m3")
+
+
+def test_a_head_in_fp16_needs_a_loss_scale():
+    assert policy_from("fp8-delayed, head=fp16").needs_loss_scale
+    assert not policy_from("fp8-delayed").needs_loss_scale

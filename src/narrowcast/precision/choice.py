@@ -89,7 +89,7 @@ class Choice:
     ) -> ModulePlan:
         """Return the plan of one module that is the first to hold so many parameters."""
         policy = self._policy.for_module(name)
-        excepted = policy != replace(self._policy, exceptions=())
+        excepted = policy != replace(self._policy, exceptions=(), head="")
         reason = ""
         if kind == "normalisation":
             if policy.reduce == "fp32" or next(module.buffers(), None) is not None:

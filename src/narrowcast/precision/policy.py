@@ -19,6 +19,8 @@ Scaling = Literal["none", "tensor", "row", "block", "delayed"]
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 STORAGE_FORMATS = ("fp32", "bf16", "fp16")
 MOMENT_FORMATS = ("fp32", "bf16", "int8")
+HEADS = frozenset({"head", "lm_head"})
+"""What a model's output layer is called: here, and in transformers."""
 NARROW = ("e4m3", "e5m2")
 """Formats whose operands need a scale."""
 # Block formats carry their own scales; a product of them is e4m3 or e2m1 with one scale a block.
@@ -54,6 +56,9 @@ class Policy:
     bf16 and int8 are rounded by chance, and kept by the one-pass optimizer only."""
     reduce: str = "fp32"
     """Format of normalisations, softmax, losses and reductions."""
+    head: str = ""
+    """Format of the products of a model's output layer, a module named `head` or `lm_head`; empty:
+    as those of all others."""
     exceptions: tuple[tuple[str, str], ...] = field(default=())
     """Pairs of a module glob and the roles it changes, in their text form; the last match wins."""
 
@@ -107,21 +112,33 @@ class Policy:
         everything = [self, *(self.for_module(glob) for glob, _ in self.exceptions)]
         return any(
             "fp16"
-            in (p.forward, p.grad_input, p.grad_weight, p.params, p.grads, p.output, p.reduce)
+            in (
+                p.forward,
+                p.grad_input,
+                p.grad_weight,
+                p.params,
+                p.grads,
+                p.output,
+                p.reduce,
+                p.head,
+            )
             for p in everything
         )
 
     def for_module(self, name: str) -> "Policy":
         """Return the policy in force for the module of this name, exceptions applied.
 
-        An exception that names a module holds for everything inside it.
+        An exception that names a module holds for everything inside it, and wins over `head`.
         """
         prefixes = _prefixes(name)
+        whole = replace(self, exceptions=(), head="")
         found: Policy | None = None
         for glob, text in self.exceptions:
             if name == glob or any(fnmatchcase(prefix, glob) for prefix in prefixes):
-                found = _with_roles(replace(self, exceptions=()), text, where=f"exception {glob}")
-        return found or replace(self, exceptions=())
+                found = _with_roles(whole, text, where=f"exception {glob}")
+        if found is None and self.head and name.rpartition(".")[2] in HEADS:
+            return _with_roles(whole, self.head, where="head")
+        return found or whole
 
     def with_exceptions(self, more: Mapping[str, str]) -> "Policy":
         """Return this policy with further exceptions, which win over those it has."""
@@ -197,7 +214,8 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
         if role == "compute":
             changes |= dict.fromkeys(PRODUCTS, value)
             if value not in NARROW:
-                changes |= {"scaling": "none", "accumulate": "fp32", **changes}
+                # What belongs to fp8 products goes with them, a head of its own too.
+                changes |= {"scaling": "none", "accumulate": "fp32", "head": "", **changes}
             elif policy.scaling == "none":
                 changes.setdefault("scaling", "tensor")
         else:
@@ -218,7 +236,7 @@ def _problems(policy: Policy) -> Iterable[str]:
     yield from _one_of("params", policy.params, STORAGE_FORMATS)
     yield from _one_of("reduce", policy.reduce, STORAGE_FORMATS)
     yield from _one_of("accumulate", policy.accumulate, ("fp32", "fast"))
-    for role in ("output", "grads"):
+    for role in ("output", "grads", "head"):
         yield from _one_of(role, getattr(policy, role), ("", *STORAGE_FORMATS))
     yield from _one_of("moments", policy.moments, ("", *MOMENT_FORMATS))
     narrow = [role for role in PRODUCTS if getattr(policy, role) in NARROW]

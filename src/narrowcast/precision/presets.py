@@ -14,8 +14,10 @@ def _products(forward: str, **roles: Any) -> Policy:
 
 # e5m2 trades a digit for range, which gradients need more than activations do (the OCP
 # recommendation); products that are not linear layers run in bf16 under every fp8 preset.
-# Only outputs are summed the fast way: the field's habit, and 8 % faster on Hopper.
-_FP8 = {"grad_input": "e5m2", "grad_weight": "e5m2", "accumulate": "fast"}
+# Only outputs are summed the fast way: the field's habit, and 8 % faster on Hopper. The head stays
+# in bf16: in fp8 it cost a GPT 1.2 % of its training loss, all other layers together nothing.
+_HEAD = {"head": "bf16"}
+_FP8 = {"grad_input": "e5m2", "grad_weight": "e5m2", "accumulate": "fast", **_HEAD}
 _BF16 = _products("bf16")
 
 PRESETS: Mapping[str, Policy] = types.MappingProxyType(
@@ -27,7 +29,8 @@ PRESETS: Mapping[str, Policy] = types.MappingProxyType(
         "bf16-pure": _products("bf16", params="bf16", master="none"),
         "fp8-tensor": _products("e4m3", scaling="tensor", **_FP8),
         "fp8-row": _products("e4m3", scaling="row", **_FP8),
-        "fp8-block": _products("e4m3", scaling="block"),  # so local that e5m2's range is not needed
+        # So local that e5m2's range is not needed.
+        "fp8-block": _products("e4m3", scaling="block", **_HEAD),
         "fp8-delayed": _products("e4m3", scaling="delayed", **_FP8),
         "conservative": Policy(),
         "default": _BF16,
