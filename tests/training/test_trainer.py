@@ -15,6 +15,7 @@ from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
     FindingRecord,
+    HealthRecord,
     StepRecord,
     same_course,
 )
@@ -501,3 +502,24 @@ def test_an_evaluation_that_is_no_number_is_told_plainly(ready):
     found = [r for r in run(made) if isinstance(r, FindingRecord) and r.role == "evaluation"]
     assert [(r.step, r.what) for r in found] == [(2, "evaluation not finite")]
     assert found[0].why.startswith("error is nan: its passes run in the formats of training")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_a_captured_step_is_read_as_a_launched_one_is(ready, policy):
+    """Every role, and of the step that is read: a tensor of another has other magnitudes."""
+    captured, launched = (
+        [
+            r
+            for r in run(
+                ready(policy, steps=12, device="cuda", cuda_graph=wish, health={"every": 2})
+            )
+            if isinstance(r, HealthRecord)
+        ]
+        for wish in (True, False)
+    )
+    assert [r.step for r in captured] == [r.step for r in launched] == [2, 4, 6, 8, 10, 12]
+    for one, other in zip(captured, launched, strict=True):
+        assert (one.module, one.role) == (other.module, other.role)
+        assert {"input", "weight", "output", "grad_output", "grad_weight"} <= set(one.role)
+        assert one.amax == pytest.approx(other.amax, rel=0.05)

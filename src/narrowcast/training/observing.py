@@ -67,11 +67,6 @@ class Observer:
                         told, scaling=scaling, loss_scale=record.loss_scale
                     )
 
-    def drop(self, *, before: int) -> None:
-        """Read what has arrived of the steps before one, and tell nobody."""
-        while self._readings and self._readings[0][0] < before:
-            self._readings.popleft()[1].records()
-
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Leave the model as it was inside the block, in which its formats may change."""
