@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 
+import click
 import pytest
 
 from narrowcast.cli.entry import exit_code_of
@@ -48,8 +49,11 @@ def test_every_command_that_is_shown_can_be_typed(docs, page):
         if context.params.get("recipe") in recipe_files() and not shown:
             load_recipe(context.params["recipe"], context.params["overrides"])
     for words in docs.inline_commands(page):
-        verb = next((word for word in words[1:] if not word.startswith("-")), None)
-        command = group.commands[verb] if verb else group
+        command = group
+        for verb in (word for word in words[1:] if not word.startswith("-")):
+            if not isinstance(command, click.Group):
+                break
+            command = command.commands[verb]
         known = {opt for p in command.params for opt in p.opts} | {"--help"}
         assert {word for word in words[1:] if word.startswith("-")} <= known
 
