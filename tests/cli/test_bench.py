@@ -79,7 +79,7 @@ def test_watching_is_compared_with_a_step_that_only_guards(narrowcast, tiny):
     assert ended.code == 0
     found = json.loads(ended.out)
     assert found["baseline"] == "narrowcast fp32 (guard alone)"
-    assert len(found["rows"]) == 7
+    assert len(found["rows"]) == 8
 
 
 def test_quality_compares_losses_of_the_same_seeds(narrowcast, tiny):
