@@ -19,6 +19,12 @@ class UnsupportedError(NarrowcastError):
     exit_code = 3
 
 
+class Interrupted(NarrowcastError):  # noqa: N818  # an event, not a mistake
+    """A signal asked for an early end; what there was is saved."""
+
+    exit_code = 130
+
+
 class DivergedError(NarrowcastError):
     """Training cannot go on: every further step would overflow."""
 

@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 
@@ -115,3 +116,28 @@ def test_what_cannot_be_measured_is_refused_at_once(narrowcast, words, answer):
     ended = narrowcast("bench", *words)
     assert ended.code == 2
     assert answer in ended.err
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_bench_that_is_ended_early_keeps_what_it_has_measured(start, tiny, tmp_path, which):
+    written = tmp_path / "figures.json"
+    bench = start(
+        "bench", "step", tiny, "--peers", "torch-fp32", "--policies", "fp32", "--repeats", 1000,
+        "--steps", 1, "--json", written,
+    )  # fmt: skip
+    seen = []
+    for line in bench.stdout:
+        seen.append(line)
+        if line.startswith("round 2 of 1000"):
+            break
+    bench.send_signal(which)
+    rest, error = bench.communicate(timeout=60)
+    assert bench.returncode == 130, error
+    assert "torch-fp32" in rest.splitlines()[-2] + rest.splitlines()[-1]
+    assert error.strip().endswith("its figures are of what was measured by then")
+    found = json.loads(written.read_text())
+    assert found["interrupted"]
+    steps = {row["timed_steps"] for row in found["rows"]}
+    assert len(found["rows"]) == 2
+    assert len(steps) == 1, "a ratio is of the same rounds"
+    assert 2 <= steps.pop() < 1000

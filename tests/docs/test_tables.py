@@ -13,7 +13,6 @@ from narrowcast.numerics import FORMATS, BlockFormat, Format
 from narrowcast.precision.plan import plan
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.presets import PRESETS
-from narrowcast.training.trainer import Interrupted
 from narrowcast.workloads import load_recipe
 
 NO_DEFAULT = ("workload", "steps", "batch_size", "name", "description")
@@ -107,7 +106,7 @@ def test_the_bytes_a_weight_are_those_of_the_plan(docs):
 
 
 def test_the_exit_codes_are_those_of_the_errors(docs):
-    named = {**vars(errors), "Interrupted": Interrupted}
+    named = vars(errors)
     rows = list(docs.table_rows(docs.DOCS / "ideas/checkpoints.md", header="| code |"))
     pairs = [(int(code), name) for code, _, text in rows for name in docs.IN_CODE.findall(text)]
     assert len(pairs) == 5

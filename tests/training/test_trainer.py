@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.sections import DataSection, FaultSection
-from narrowcast.errors import CheckpointError, DivergedError, RecipeError
+from narrowcast.errors import CheckpointError, DivergedError, Interrupted, RecipeError
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
@@ -24,7 +24,7 @@ from narrowcast.training.data import Order
 from narrowcast.training.identity import first_difference
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.schedules import lr_factor
-from narrowcast.training.trainer import Interrupted, train
+from narrowcast.training.trainer import train
 
 
 def run(made, **settings):

@@ -22,6 +22,7 @@ from narrowcast.bench.process import Inbox, Worker
 Tell = Callable[[str], None]
 """Takes a line about how it goes."""
 
+INTERRUPTED = "interrupted before its turn"
 NO_MEMORY = "out of memory"
 """What torch, CUDA and cuBLAS alike say then."""
 
@@ -73,11 +74,17 @@ def hold(
 ) -> list[Result]:
     """Run the contest; whoever cannot take part gets a result that says why.
 
-    `folder` takes logs and compiler caches. Every process that was started is over on return.
+    `folder` takes logs and compiler caches. Every process that was started is over on return. A
+    KeyboardInterrupt ends the contest with the rounds that everybody of the group has had; before
+    the first of them there is nothing to return, and it goes on.
     """
     coordinator = _Coordinator(contest, contenders, baseline=baseline, folder=folder, tell=tell)
     try:
         coordinator.run()
+    except KeyboardInterrupt:
+        if not any(result.rounds for result in coordinator.results.values()):
+            raise
+        coordinator.give_up()
     finally:
         coordinator.end_all()
     return list(coordinator.results.values())
@@ -112,13 +119,19 @@ class _Coordinator:
             self._gather()
             newcomers = [w for w in self._alive if group == 0 or w.contender is not self._baseline]
             for number in range(1, self._contest.repeats + 1 if newcomers else 1):
-                self._measure(group)
+                self._whole_round(group)
                 done = "; ".join(_turn_text(self.results[w.contender.name]) for w in self._alive)
                 self._tell(f"round {number} of {self._contest.repeats}: {done}")
             self._end([w for w in self._alive if w.contender is not self._baseline])
             self._waiting.extend(self._crowded)
             self._crowded.clear()
             group += 1
+
+    def give_up(self) -> None:
+        """Say of those that were not measured why."""
+        for result in self.results.values():
+            if not result.rounds and not result.failure:
+                result.failure = INTERRUPTED
 
     def end_all(self) -> None:
         """End every process."""
@@ -177,6 +190,16 @@ class _Coordinator:
         )
         self._alive.append(worker)
         return worker
+
+    def _whole_round(self, group: int) -> None:
+        """Give everyone a turn, or nobody: a ratio is of the same rounds."""
+        had = {name: len(result.rounds) for name, result in self.results.items()}
+        try:
+            self._measure(group)
+        except KeyboardInterrupt:
+            for name, result in self.results.items():
+                del result.rounds[had[name] :]
+            raise
 
     def _measure(self, group: int) -> None:
         """Give everyone a turn."""

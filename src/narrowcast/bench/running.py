@@ -1,9 +1,11 @@
 """A bench from what was asked for to its figures."""
 
 import importlib
+import signal
 import tempfile
-from collections.abc import Mapping
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +14,7 @@ import torch
 
 from narrowcast.bench.catalogue import Bench
 from narrowcast.bench.contenders import Contender, baseline_of
-from narrowcast.bench.coordinator import Contest, Result, Tell, hold
+from narrowcast.bench.coordinator import INTERRUPTED, Contest, Result, Tell, hold
 from narrowcast.bench.memory import usable_bytes
 from narrowcast.bench.results import who_took_part
 from narrowcast.bench.worker import SUBJECTS
@@ -49,6 +51,21 @@ class Figures:
     baseline: Contender
     data: dict[str, Any]
     """All of it, as plain data."""
+    interrupted: bool
+    """Whether somebody was still to be measured when it was ended."""
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Let a scheduler's SIGTERM do what Ctrl-C does, inside the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where nobody may say what a signal does
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(name: str, asked: Asked, *, tell: Tell) -> Figures:
@@ -79,8 +96,12 @@ def run(name: str, asked: Asked, *, tell: Tell) -> Figures:
         cold=asked.cold,
     )
     place = nullcontext(str(asked.logs)) if asked.logs else tempfile.TemporaryDirectory()
-    with place as folder:
+    with place as folder, terminated_like_interrupted():
         results = hold(contest, contenders, baseline=baseline, folder=Path(folder), tell=tell)
+    interrupted = any(
+        result.failure == INTERRUPTED or (not result.failure and len(result.rounds) < asked.repeats)
+        for result in results
+    )
     data = {
         "environment": describe_environment(),
         "device": hardware.name,
@@ -89,8 +110,9 @@ def run(name: str, asked: Asked, *, tell: Tell) -> Figures:
         "cold_caches": asked.cold,
         "measured_at_once": asked.at_once,
         "baseline": baseline.name,
+        "interrupted": interrupted,
         **job,
         **bench.assemble(results, baseline),
         **who_took_part(results),
     }
-    return Figures(results=results, baseline=baseline, data=data)
+    return Figures(results=results, baseline=baseline, data=data, interrupted=interrupted)

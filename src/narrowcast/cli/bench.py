@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from narrowcast.cli.words import overrides_argument, quiet_option
+from narrowcast.errors import Interrupted
 
 STDOUT = "-"
 
@@ -199,3 +200,5 @@ def _measure(name: str, given: dict[str, Any], **settings: Any) -> None:
         click.echo(dumps(figures.data, indent=1))
     elif json_file is not None:
         Path(json_file).write_text(dumps(figures.data, indent=1) + "\n", encoding="utf-8")
+    if figures.interrupted:
+        raise Interrupted("the bench was interrupted; its figures are of what was measured by then")

@@ -10,13 +10,12 @@ from narrowcast.cli.progress import RunDisplay
 from narrowcast.cli.screen import working
 from narrowcast.cli.summary import conclude
 from narrowcast.config import LoadedRecipe
-from narrowcast.errors import DivergedError
+from narrowcast.errors import DivergedError, Interrupted
 from narrowcast.precision.plan import Plan
 from narrowcast.report import write_report
 from narrowcast.report.trackers import open_trackers
 from narrowcast.runs import Record, RunFolder, StepRecord
 from narrowcast.runs.tally import Tally
-from narrowcast.training.trainer import Interrupted
 
 
 def conduct(

@@ -20,7 +20,13 @@ from typing import Any, final
 import torch
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import CheckpointError, DivergedError, NarrowcastError, RecipeError
+from narrowcast.errors import (
+    CheckpointError,
+    DivergedError,
+    Interrupted,
+    NarrowcastError,
+    RecipeError,
+)
 from narrowcast.health.faults import Fault, Faults
 from narrowcast.health.inquiry import Inquiry
 from narrowcast.health.replay import Scene
@@ -45,12 +51,6 @@ from narrowcast.training.resume import require_same_model, shapes
 from narrowcast.training.signals import Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
 from narrowcast.training.task import Task
-
-
-class Interrupted(NarrowcastError):  # noqa: N818  # an event, not a mistake
-    """A signal asked the run to end; it saved its state first."""
-
-    exit_code = 130
 
 
 def train(
