@@ -1,24 +1,23 @@
 """The programs of the one-pass optimizer; `adamw` has their tables and launches, and the account.
 
 Counted on an H200's instructions, one element takes about 27 of them with fp32 moments and 93 with
-moments of 8 bits, where memory leaves room for 180 and 97. Hence what looks odd here: roots without
-Triton's detour for subnormals, and conversions between bytes and floats by their bits.
+moments of 8 bits, where memory leaves room for 180 and 97.
 """
 
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.adamw_twin import HEADROOM, SMALLEST_SCALE
-
-SMALLEST = tl.constexpr(SMALLEST_SCALE)
-ABOVE_ONE = tl.constexpr(HEADROOM)
-# 2²³ and a small integer: the last byte is that integer. Casts are four times as slow as additions.
-ZERO = tl.constexpr(8388608.0)
-# Added to x, it rounds down to ZERO plus an integer, for x from 0.5 on. If x is an integer one may
-# be lost; the chance of getting it back is then one.
-DOWN = tl.constexpr(8388607.5)
-# Chances are 16 bits and a half, and come as numbers from 1 to 2.
-HALF_OFF = tl.constexpr(1 - 2.0**-17)
+from narrowcast.kernels.adamw_numbers import (
+    decoded,
+    encode_first,
+    encode_second,
+    inverse,
+    load,
+    mix,
+    nearest,
+    randomly,
+    root,
+)
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def begin(
     tl.store(out + 8, (lr * decay * decoupled).to(tl.float32), mask=mask)
     tl.store(out + 9, (decay * (1.0 - decoupled)).to(tl.float32), mask=mask)
     tl.store(out + 10, live.to(tl.float32), mask=mask)
-    seed = _mix(step.to(tl.int32).to(tl.uint32) * 0x9E3779B9 ^ _mix(place.to(tl.uint32)))
+    seed = mix(step.to(tl.int32).to(tl.uint32) * 0x9E3779B9 ^ mix(place.to(tl.uint32)))
     tl.store(seeds + t, seed.to(tl.int32, bitcast=True), mask=mask)
     if tl.program_id(0) == 0:
         slot = tl.arange(0, PLACES)
@@ -131,107 +130,44 @@ def update(
         at = tl.arange(0, CHUNK)
     # A chunk that is full needs no mask, which would cost an operation in ten.
     mask = None if FULL else at < left
-    g = _load(gradient + at, mask).to(tl.float32)
+    g = load(gradient + at, mask).to(tl.float32)
     at_weight, at_beside = weight + at, beside + at
     at_first, at_second = first_moment + at, second_moment + at
 
-    # The weight, with all digits that are kept of it.
-    if MASTER == "split":
-        high = _load(at_weight, mask).to(tl.int32) << 16
-        bits = high + _load(at_beside, mask).to(tl.int32)
-        old = bits.to(tl.float32, bitcast=True)
-    elif MASTER == "fp32":
-        old = _load(at_beside, mask)
-    else:
-        stored = _load(at_weight, mask)
-        old = stored.to(tl.float32)
-        if MASTER == "kahan":
-            missing = _load(at_beside, mask)
-            old += missing.to(tl.float32)
-
-    # The moments.
+    old, stored, missing = _weight(at_weight, at_beside, mask, MASTER)
     if MOMENTS == "int8":
         at_scale = number.to(tl.int64) * (CHUNK // 256) + rows
         first_scale = _pointer(row + 4, tl.float32, False) + at_scale
         second_scale = _pointer(row + 5, tl.float32, False) + at_scale
         some = None if FULL else rows * 256 < left
-        biased = _load(at_first, mask).to(tl.uint8, bitcast=True) ^ 0x80
-        code = _plus_zero(biased) - (ZERO + 128.0)
-        m = code * tl.abs(code) * (_load(first_scale, some) * (1 / 127**2))
-        code = _plus_zero(_load(at_second, mask)) - ZERO
-        code *= code
-        v = code * code * (_load(second_scale, some) * (1 / 255**4))
+        m, v = decoded(at_first, at_second, first_scale, second_scale, mask, some)
     else:
-        m = _load(at_first, mask).to(tl.float32)
-        v = _load(at_second, mask).to(tl.float32)
+        m = load(at_first, mask).to(tl.float32)
+        v = load(at_second, mask).to(tl.float32)
 
-    # Adam.
     due = g != 0.0
     g *= tl.load(c)
     g += tl.load(c + 9) * old
     new = old - tl.load(c + 8) * old
     m = tl.load(c + 3) * m + tl.load(c + 4) * g
     v = tl.load(c + 5) * v + tl.load(c + 6) * g * g
-    root = _root(v, NATIVE)
-    new -= tl.load(c + 1) * m * _inverse(root * tl.load(c + 2) + tl.load(c + 7), NATIVE)
+    square_root = root(v, NATIVE)
+    new -= tl.load(c + 1) * m * inverse(square_root * tl.load(c + 2) + tl.load(c + 7), NATIVE)
 
-    RANDOM: tl.constexpr = MOMENTS != "fp32" or MASTER == "stochastic"
-    if RANDOM:
+    random = 0
+    if MOMENTS != "fp32" or MASTER == "stochastic":
         seed = tl.load(seeds + t).to(tl.uint32, bitcast=True)
         # A chunk begins at a multiple of its length, a power of two: the exclusive or is the sum.
-        random = _mix(at.to(tl.uint32) ^ (first.to(tl.uint32) ^ seed))
-
-    # What is kept of the weight.
-    if MASTER == "split":
-        bits = new.to(tl.int32, bitcast=True)
-        high = (bits + 0x8000) >> 16
-        tl.store(at_weight, high.to(tl.int16), mask=mask)
-        tl.store(at_beside, (bits - (high << 16)).to(tl.int16), mask=mask)
-        same = new == old
-    elif MASTER == "fp32":
-        tl.store(at_beside, new, mask=mask)
-        tl.store(at_weight, _nearest(new, STORED, NATIVE), mask=mask)
-        same = new == old
-    else:
-        if MASTER == "stochastic":
-            # Other bits than the moments have.
-            kept = _randomly(new, _mix(random ^ 0x9E3779B9) >> 16, STORED)
-        else:
-            kept = _nearest(new, STORED, NATIVE)
-        tl.store(at_weight, kept, mask=mask)
-        same = kept == stored
-        if MASTER == "kahan":
-            still = _nearest(new - kept.to(tl.float32), STORED, NATIVE)
-            tl.store(at_beside, still, mask=mask)
-            same = same & (still == missing)
-
-    # What is kept of the moments.
+        random = mix(at.to(tl.uint32) ^ (first.to(tl.uint32) ^ seed))
+    same = _keep_weight(
+        new, old, stored, missing, random, at_weight, at_beside, mask, STORED, MASTER, NATIVE
+    )
     if MOMENTS == "int8":
-        scale = tl.maximum(tl.max(tl.abs(m), axis=1, keep_dims=True), SMALLEST) * ABOVE_ONE
-        x = tl.abs(m) * (127.0**2 / scale)
-        below = tl.maximum(_root(x, NATIVE) + DOWN, ZERO)
-        lower = below - ZERO
-        width = 2 * lower + 1
-        up = _chance(random) * width < x - lower * lower + width * HALF_OFF
-        code = below.to(tl.int32, bitcast=True) + up.to(tl.int32)
-        sign = m.to(tl.int32, bitcast=True) >> 31
-        tl.store(at_first, ((code ^ sign) - sign).to(tl.int8), mask=mask)
-        tl.store(first_scale, scale, mask=some)
-        scale = tl.maximum(tl.max(v, axis=1, keep_dims=True), SMALLEST) * ABOVE_ONE
-        x = v * (255.0**4 / scale)
-        # A second moment of zero under a first that is not would be an update of m / eps.
-        below = _root(root, NATIVE) * (255.0 / _root(_root(scale, NATIVE), NATIVE)) + DOWN
-        below = tl.maximum(below, ZERO + 1.0)
-        lower = below - ZERO
-        square = lower * lower
-        width = (2 * lower + 1) * (2 * square + 2 * lower + 1)
-        up = _chance(random >> 9) * width < x - square * square + width * HALF_OFF
-        code = below.to(tl.int32, bitcast=True) + up.to(tl.int32)
-        tl.store(at_second, code.to(tl.uint8), mask=mask)
-        tl.store(second_scale, scale, mask=some)
+        encode_first(m, random, at_first, first_scale, mask, some, NATIVE)
+        encode_second(v, square_root, random, at_second, second_scale, mask, some, NATIVE)
     elif MOMENTS == "bf16":
-        tl.store(at_first, _randomly(m, random & 0xFFFF, tl.bfloat16), mask=mask)
-        tl.store(at_second, _randomly(v, random >> 16, tl.bfloat16), mask=mask)
+        tl.store(at_first, randomly(m, random & 0xFFFF, tl.bfloat16), mask=mask)
+        tl.store(at_second, randomly(v, random >> 16, tl.bfloat16), mask=mask)
     else:
         tl.store(at_first, m, mask=mask)
         tl.store(at_second, v, mask=mask)
@@ -243,8 +179,62 @@ def update(
 
 
 @triton.jit
-def _load(at, mask):
-    return tl.load(at) if mask is None else tl.load(at, mask=mask, other=0)
+def _weight(at_weight, at_beside, mask, MASTER: tl.constexpr):
+    """Return a weight with all digits that are kept of it, and the two parts as they are kept."""
+    stored = load(at_weight, mask)
+    missing = stored
+    if MASTER == "split":
+        missing = load(at_beside, mask)
+        bits = (stored.to(tl.int32) << 16) + missing.to(tl.int32)
+        old = bits.to(tl.float32, bitcast=True)
+    elif MASTER == "fp32":
+        old = load(at_beside, mask)
+    else:
+        old = stored.to(tl.float32)
+        if MASTER == "kahan":
+            missing = load(at_beside, mask)
+            old += missing.to(tl.float32)
+    return old, stored, missing
+
+
+@triton.jit
+def _keep_weight(
+    new,
+    old,
+    stored,
+    missing,
+    random,
+    at_weight,
+    at_beside,
+    mask,
+    STORED: tl.constexpr,
+    MASTER: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Write what is kept of a weight; return where that is what it was."""
+    if MASTER == "split":
+        bits = new.to(tl.int32, bitcast=True)
+        high = (bits + 0x8000) >> 16
+        tl.store(at_weight, high.to(tl.int16), mask=mask)
+        tl.store(at_beside, (bits - (high << 16)).to(tl.int16), mask=mask)
+        same = new == old
+    elif MASTER == "fp32":
+        tl.store(at_beside, new, mask=mask)
+        tl.store(at_weight, nearest(new, STORED, NATIVE), mask=mask)
+        same = new == old
+    else:
+        if MASTER == "stochastic":
+            # Other bits than the moments have.
+            kept = randomly(new, mix(random ^ 0x9E3779B9) >> 16, STORED)
+        else:
+            kept = nearest(new, STORED, NATIVE)
+        tl.store(at_weight, kept, mask=mask)
+        same = kept == stored
+        if MASTER == "kahan":
+            still = nearest(new - kept.to(tl.float32), STORED, NATIVE)
+            tl.store(at_beside, still, mask=mask)
+            same = same & (still == missing)
+    return same
 
 
 @triton.jit
@@ -253,84 +243,3 @@ def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
-
-
-@triton.jit
-def _root(x, NATIVE: tl.constexpr):
-    """The square root, without the detour that Triton's takes for subnormals: they become zero."""
-    if NATIVE:
-        root = tl.inline_asm_elementwise(
-            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        root = tl.sqrt(x)
-    return root
-
-
-@triton.jit
-def _inverse(x, NATIVE: tl.constexpr):
-    if NATIVE:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        inverse = 1.0 / x
-    return inverse
-
-
-@triton.jit
-def _plus_zero(byte):
-    return (byte.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _chance(random):
-    """Return a number from 1 to 2 with bits 7 to 22 as its digits."""
-    return ((random & 0x7FFF80) | 0x3F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _mix(x):
-    """The finaliser of MurmurHash3: two multiplications, and every bit depends on every bit."""
-    x ^= x >> 16
-    x *= 0x85EBCA6B
-    x ^= x >> 13
-    x *= 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _nearest(x, TYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Round to nearest, ties to even; fp16 saturates."""
-    if tl.float16 == TYPE:
-        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
-        rounded = x.to(tl.float16)
-    elif tl.bfloat16 == TYPE and not NATIVE:  # the interpreter would cut the digits off
-        bits = x.to(tl.uint32, bitcast=True)
-        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        rounded = x.to(TYPE)
-    return rounded
-
-
-@triton.jit
-def _randomly(x, random, TYPE: tl.constexpr):
-    """Round up or down by chance, given 16 random bits, so that the expectation is `x`."""
-    if tl.float16 == TYPE:
-        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
-        bits = x.to(tl.uint32, bitcast=True)
-        normal = ((bits + (random >> 3)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        steps = x * 16777216.0  # of 2**-24, the spacing below 2**-14
-        lower = tl.floor(steps)
-        up = (random.to(tl.float32) + 0.5) * (1 / 65536) < steps - lower
-        subnormal = (lower + up.to(tl.float32)) * (1 / 16777216)
-        rounded = tl.where(tl.abs(x) < 1 / 16384, subnormal, normal).to(tl.float16)
-    else:
-        # The largest finite value stays; so does NaN, which a carry would turn into zero.
-        limit: tl.constexpr = 3.3895313892515355e38
-        bounded = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
-        bits = bounded.to(tl.uint32, bitcast=True)
-        high = tl.where(x == x, (bits + random) >> 16, 0x7FC0)
-        rounded = high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return rounded

@@ -1,0 +1,152 @@
+"""How the one-pass optimizer rounds, and keeps moments in 8 bits.
+
+Instructions are counted here, hence what looks odd: roots without Triton's detour for subnormals,
+and conversions between bytes and floats by their bits.
+"""
+
+import triton
+import triton.language as tl
+
+from narrowcast.kernels.adamw_twin import HEADROOM, SMALLEST_SCALE
+
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
+ABOVE_ONE = tl.constexpr(HEADROOM)
+# 2²³ and a small integer: the last byte is that integer. Casts are four times as slow as additions.
+ZERO = tl.constexpr(8388608.0)
+# Added to x, it rounds down to ZERO plus an integer, for x from 0.5 on. If x is an integer one may
+# be lost; the chance of getting it back is then one.
+DOWN = tl.constexpr(8388607.5)
+# Chances are 16 bits and a half, and come as numbers from 1 to 2.
+HALF_OFF = tl.constexpr(1 - 2.0**-17)
+
+
+@triton.jit
+def load(at, mask):
+    """Read what is inside, all where there is no mask."""
+    return tl.load(at) if mask is None else tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def root(x, NATIVE: tl.constexpr):
+    """The square root, without the detour that Triton's takes for subnormals: they become zero."""
+    if NATIVE:
+        result = tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = tl.sqrt(x)
+    return result
+
+
+@triton.jit
+def inverse(x, NATIVE: tl.constexpr):
+    """Return one over x, which of a subnormal number is infinite."""
+    if NATIVE:
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = 1.0 / x
+    return result
+
+
+@triton.jit
+def mix(x):
+    """The finaliser of MurmurHash3: two multiplications, and every bit depends on every bit."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def nearest(x, TYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """Round to nearest, ties to even; fp16 saturates."""
+    if tl.float16 == TYPE:
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+        rounded = x.to(tl.float16)
+    elif tl.bfloat16 == TYPE and not NATIVE:  # the interpreter would cut the digits off
+        bits = x.to(tl.uint32, bitcast=True)
+        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = x.to(TYPE)
+    return rounded
+
+
+@triton.jit
+def randomly(x, random, TYPE: tl.constexpr):
+    """Round up or down by chance, given 16 random bits, so that the expectation is `x`."""
+    if tl.float16 == TYPE:
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+        bits = x.to(tl.uint32, bitcast=True)
+        normal = ((bits + (random >> 3)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        steps = x * 16777216.0  # of 2**-24, the spacing below 2**-14
+        lower = tl.floor(steps)
+        up = (random.to(tl.float32) + 0.5) * (1 / 65536) < steps - lower
+        subnormal = (lower + up.to(tl.float32)) * (1 / 16777216)
+        rounded = tl.where(tl.abs(x) < 1 / 16384, subnormal, normal).to(tl.float16)
+    else:
+        # The largest finite value stays; so does NaN, which a carry would turn into zero.
+        limit: tl.constexpr = 3.3895313892515355e38
+        bounded = tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
+        bits = bounded.to(tl.uint32, bitcast=True)
+        high = tl.where(x == x, (bits + random) >> 16, 0x7FC0)
+        rounded = high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return rounded
+
+
+@triton.jit
+def decoded(at_first, at_second, first_scale, second_scale, mask, some):
+    """Return moments that are kept in 8 bits: the root of one, the fourth root of the other."""
+    biased = load(at_first, mask).to(tl.uint8, bitcast=True) ^ 0x80
+    code = _plus_zero(biased) - (ZERO + 128.0)
+    m = code * tl.abs(code) * (load(first_scale, some) * (1 / 127**2))
+    code = _plus_zero(load(at_second, mask)) - ZERO
+    code *= code
+    v = code * code * (load(second_scale, some) * (1 / 255**4))
+    return m, v
+
+
+@triton.jit
+def encode_first(m, random, at, at_scale, mask, some, NATIVE: tl.constexpr):
+    """Write a first moment as the root of its share of the block's largest, rounded by chance."""
+    scale = tl.maximum(tl.max(tl.abs(m), axis=1, keep_dims=True), SMALLEST) * ABOVE_ONE
+    x = tl.abs(m) * (127.0**2 / scale)
+    below = tl.maximum(root(x, NATIVE) + DOWN, ZERO)
+    lower = below - ZERO
+    width = 2 * lower + 1
+    up = _chance(random) * width < x - lower * lower + width * HALF_OFF
+    code = below.to(tl.int32, bitcast=True) + up.to(tl.int32)
+    sign = m.to(tl.int32, bitcast=True) >> 31
+    tl.store(at, ((code ^ sign) - sign).to(tl.int8), mask=mask)
+    tl.store(at_scale, scale, mask=some)
+
+
+@triton.jit
+def encode_second(v, square_root, random, at, at_scale, mask, some, NATIVE: tl.constexpr):
+    """Write a second moment as the fourth root of its share, never zero, rounded by chance."""
+    scale = tl.maximum(tl.max(v, axis=1, keep_dims=True), SMALLEST) * ABOVE_ONE
+    x = v * (255.0**4 / scale)
+    # A second moment of zero under a first that is not would be an update of m / eps.
+    below = root(square_root, NATIVE) * (255.0 / root(root(scale, NATIVE), NATIVE)) + DOWN
+    below = tl.maximum(below, ZERO + 1.0)
+    lower = below - ZERO
+    square = lower * lower
+    width = (2 * lower + 1) * (2 * square + 2 * lower + 1)
+    up = _chance(random >> 9) * width < x - square * square + width * HALF_OFF
+    code = below.to(tl.int32, bitcast=True) + up.to(tl.int32)
+    tl.store(at, code.to(tl.uint8), mask=mask)
+    tl.store(at_scale, scale, mask=some)
+
+
+@triton.jit
+def _plus_zero(byte):
+    return (byte.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _chance(random):
+    """Return a number from 1 to 2 with bits 7 to 22 as its digits."""
+    return ((random & 0x7FFF80) | 0x3F800000).to(tl.float32, bitcast=True)
