@@ -42,11 +42,14 @@ class Adapter:
         """Take in what the reading of a step with this loss scale has shown."""
         if not self._recipe.precision.adapt.enabled:
             return
-        scaled = self._own.policy.needs_loss_scale
-        if scaled and loss_scale > self._recipe.precision.loss_scale.min:
-            # The scale gives way by itself, and a wider format would only hide it.
-            troubles = [t for t in troubles if not (t[0] == "overflow" and t[2] in GRADIENTS)]
-        self._seen.append((step, troubles))
+        left = [t for t in troubles if not self._is_left_to_scale(t[0], t[2], loss_scale)]
+        self._seen.append((step, left))
+
+    def blame(self, step: int, module: str, role: str, *, loss_scale: float) -> None:
+        """Take in that a verdict on a step says where it overflowed."""
+        enabled = self._recipe.precision.adapt.enabled
+        if enabled and not self._is_left_to_scale("overflow", role, loss_scale):
+            self._seen.append((step, [("overflow", module, role)]))
 
     def decide(self, step: int) -> list[PrecisionRecord]:
         """Return the changes that hold from the step after this one; `carry_out` makes them."""
@@ -85,6 +88,12 @@ class Adapter:
         )
         if self._adaptation.overrides:
             self.carry_out()
+
+    def _is_left_to_scale(self, kind: str, role: str, loss_scale: float) -> bool:
+        """Say whether the loss scale gives way by itself; a wider format would only hide it."""
+        room = loss_scale > self._recipe.precision.loss_scale.min
+        scaled = self._own.policy.needs_loss_scale and room
+        return scaled and kind == "overflow" and role in GRADIENTS
 
     def _planned(self) -> Plan:
         precision = self._recipe.precision

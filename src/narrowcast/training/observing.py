@@ -29,12 +29,12 @@ class Observer:
         self._readings: deque[tuple[int, Reading]] = deque()
         self._probes: Probes | None = None
         self.looked = 0
-        """The step of the latest reading that has been told."""
+        """The step of the latest reading that has been judged."""
         self._install()
 
     @property
     def troubles(self) -> list[tuple[str, str, str]]:
-        """What the latest reading has shown to be wrong: kind, module, role."""
+        """What the latest reading that was judged has shown to be wrong: kind, module, role."""
         return self._findings.present
 
     def before_step(self, step: int) -> Callable[[], None] | None:
@@ -53,15 +53,19 @@ class Observer:
         self._readings.append((step, Reading(self._probes, step=step, exponents=exponents)))
         self._probes.forget()
 
-    def account(self, record: StepRecord) -> Iterator[Record]:
-        """Yield what there is to tell beside a step's record: findings, statistics."""
+    def account(self, record: StepRecord, *, explained: bool = False) -> Iterator[Record]:
+        """Yield what there is to tell beside a step's record: findings, statistics.
+
+        Of a bad step that a verdict has `explained`, statistics are told and not judged: samples
+        miss the first bad number as often as not, and would name another.
+        """
         scaling = self._prepared.loss_scale
         yield from self._findings.step(record, scaling=scaling)
         while self._readings and self._readings[0][0] <= record.step:
             _, reading = self._readings.popleft()
             for told in reading.records():
                 yield told
-                if isinstance(told, HealthRecord):
+                if isinstance(told, HealthRecord) and not explained:
                     self.looked = told.step
                     yield from self._findings.look(
                         told, scaling=scaling, loss_scale=record.loss_scale
