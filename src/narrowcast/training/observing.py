@@ -6,12 +6,13 @@ statistics are made of them on the device and arrive with that step's record.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from narrowcast.health.findings import Findings
 from narrowcast.health.probes import Probes
 from narrowcast.health.reading import Reading
+from narrowcast.precision.policy import Policy
 from narrowcast.precision.prepare import Prepared
 from narrowcast.runs import HealthRecord, Record, StepRecord
 
@@ -23,13 +24,22 @@ EXPONENTS_EVERY = 10
 class Observer:
     """Reads the tensors of a prepared model every few steps; `every=0`: never."""
 
-    def __init__(self, prepared: Prepared, *, every: int) -> None:
-        self._prepared, self._every = prepared, every
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        every: int,
+        own: Callable[[], Mapping[str, Policy]] = dict,
+    ) -> None:
+        """Begin to look; `own()` are the policies that modules with other formats came from."""
+        self._prepared, self._every, self._own = prepared, every, own
         self._findings = Findings()
         self._readings: deque[tuple[int, Reading]] = deque()
         self._probes: Probes | None = None
         self.looked = 0
         """The step of the latest reading that has been judged."""
+        self.unfit: list[str] = []
+        """The modules that it has shown not to fit their own formats."""
         self._install()
 
     @property
@@ -67,6 +77,8 @@ class Observer:
                 yield told
                 if isinstance(told, HealthRecord) and not explained:
                     self.looked = told.step
+                    scaled = scaling is not None and record.loss_scale > scaling.smallest
+                    self.unfit = reading.unfit(scaled=scaled)
                     yield from self._findings.look(
                         told, scaling=scaling, loss_scale=record.loss_scale
                     )
@@ -100,4 +112,4 @@ class Observer:
 
     def _install(self) -> None:
         if self._every:
-            self._probes = Probes(self._prepared.model, self._prepared.plan)
+            self._probes = Probes(self._prepared.model, self._prepared.plan, supposed=self._own())

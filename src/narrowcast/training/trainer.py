@@ -109,7 +109,7 @@ class _Course:
         self._schedule = PrecisionSchedule(prepared, recipe, rows=task.rows)
         self._schedule.bring_about()
         self._adapter = Adapter(prepared, recipe, rows=task.rows)
-        self._observer = Observer(prepared, every=recipe.health.every)
+        self._observer = Observer(prepared, every=recipe.health.every, own=self._adapter.own)
         self._stepper = Stepper(prepared, task, recipe)
         self._inquiry = Inquiry(
             prepared,
@@ -214,7 +214,7 @@ class _Course:
             yield from self._read(leaving=0)
             with self._observer.aside():
                 record = self._schedule.advance(self._step)
-            self._adapter.begin()
+                self._adapter.begin()
             self._inquiry.begin_row()
             self._stepper.renew()
             yield record
@@ -301,7 +301,10 @@ class _Course:
             self._adapter.blame(record.step, module, role, loss_scale=record.loss_scale)
         elif self._observer.looked != looked:
             self._adapter.note(
-                self._observer.looked, self._observer.troubles, loss_scale=record.loss_scale
+                self._observer.looked,
+                self._observer.troubles,
+                unfit=self._observer.unfit,
+                loss_scale=record.loss_scale,
             )
 
     def _has_moved_since(self, attempt: _Attempt) -> bool:
