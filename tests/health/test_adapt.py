@@ -37,6 +37,25 @@ def test_trouble_raises_one_format_at_a_time_and_calm_lowers_it_again():
     assert adaptation.overrides == {}
 
 
+def test_calm_counts_from_when_the_narrower_format_would_hold_what_is_seen():
+    adaptation = adapting("fp16", cooldown=1, calm=50)
+    overflowing = {("overflow", "a", "input")}
+    adaptation.decide(overflowing, step=1)
+    adaptation.decide(overflowing, step=5)
+    assert adaptation.overrides == {"a": "fp32"}
+    # From fp32 to bf16 it goes whatever fp16 would do, and from there it does not.
+    (move,) = adaptation.decide(set(), step=60, unfit=["a"])
+    assert move[:3] == ("a", "fp32", "bf16")
+    for step in range(70, 200, 10):
+        assert adaptation.decide(set(), step=step, unfit=["a"]) == []
+    again = adapting("fp16", cooldown=1, calm=50)
+    again.load_state_dict(json.loads(json.dumps(adaptation.state_dict())))
+    for each in (adaptation, again):
+        assert each.decide(set(), step=239) == []
+        (move,) = each.decide(set(), step=240)
+        assert move == ("a", "bf16", "fp16", "calm for 50 steps")
+
+
 @pytest.mark.parametrize(("kind", "moves"), [("overflow", 1), ("vanishing", 1), ("drift", 0)])
 def test_only_troubles_that_a_wider_format_helps_against_change_anything(kind, moves):
     assert len(adapting("fp16").decide({(kind, "a", "grad_output")}, step=1)) == moves

@@ -58,7 +58,9 @@ def test_a_healthy_run_has_no_findings():
     [
         ("fp16", 3e4, "overflow of fp16", "bf16"),
         ("e4m3", 300.0, "saturation of e4m3", "bf16"),
-        ("fp32", math.inf, "overflow of fp32", "fp32"),
+        ("fp32", math.inf, "not finite", "narrowcast.explain"),
+        ("bf16", math.inf, "not finite", "narrowcast.explain"),
+        ("e4m3", math.inf, "not finite", "narrowcast.explain"),
     ],
 )
 def test_values_beyond_a_format_are_found_once_and_again_after_a_calm(form, times, what, advice):
@@ -94,6 +96,29 @@ def test_of_all_that_is_not_finite_only_the_first_is_named():
         ("c", "grad_output", "fp16", good),
     )
     assert whats(Findings().look(backward)) == [("b", "grad_output", "overflow of fp16")]
+
+
+@pytest.mark.parametrize("form", ["fp32", "tf32", "bf16", "fp16", "e4m3"])
+def test_what_comes_into_the_model_not_finite_is_no_overflow_of_any_format(form):
+    bad = torch.full((128,), math.nan)
+    arrived = look(1, ("a", "input", form, bad), ("a", "output", form, bad))
+    (found,) = Findings().look(arrived)
+    assert (found.module, found.role, found.what) == ("a", "input", "not finite")
+    assert found.why == "100 % of the values are NaN or infinite"
+    assert "look at the data" in found.advice
+    assert "overrides" not in found.advice
+
+
+@pytest.mark.parametrize("form", ["fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2", "mxfp8"])
+@pytest.mark.parametrize("role", ["input", "weight", "output", "grad_output", "grad_weight"])
+@pytest.mark.parametrize("times", [1e-42, 3e4, 3e38, math.inf])
+def test_nobody_is_told_to_try_the_format_in_force(form, role, times):
+    target = format_named("e4m3" if form == "mxfp8" else form)
+    row = statistics(drawn(times=times).view(1, -1), target)[0].tolist()
+    columns = {name: (value,) for name, value in zip(COLUMNS, row, strict=True)} | {"snr_db": (0,)}
+    seen = HealthRecord(step=1, module=("a",), role=(role,), format=(form,), **columns)
+    for found in Findings().look(seen):
+        assert f'"a": {form}' not in found.advice
 
 
 def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not():

@@ -108,3 +108,31 @@ def test_a_run_that_gives_up_names_what_was_found_in_the_steps_that_led_to_it(ne
         assert str(each.named(given)).startswith("50 steps in a row. In step 1 blocks.1 input")
     _, recovered = told(net, batch, step, [True, False])
     assert recovered.named(given) is given
+
+
+def test_a_row_is_explained_by_its_verdict_until_a_good_step_or_other_formats(net, batch, step):
+    accounts, inquiry = told(net, batch, step, [False, True, True, False])
+    assert [each.explained for each in accounts] == [False, True, True, False]
+    _, inquiry = told(net, batch, step, [True, True])
+    inquiry.begin_row()
+    assert (inquiry.state_dict()["row"], inquiry.state_dict()["explained"]) == (0, False)
+    assert inquiry.state_dict()["named"].startswith("In step 1")  # for an error to come
+
+
+def test_what_outgrew_its_format_is_told_in_the_whole_row_and_after_a_resume(net, batch, step):
+    run, loss_of = net("fp16", patience=10**6)
+    run.model.between = partial(torch.mul, torch.tensor(1e8))
+
+    def account(inquiry, number):
+        given = [batch(number)]
+        scene = inquiry.before(given)
+        outcome = step(run, loss_of, given)
+        return inquiry.account(number, outcome, loss=math.inf, scene=scene, moved=lambda: False)
+
+    first, second = (Inquiry(run, loss_of, verdicts=True) for _ in range(2))
+    told = [account(first, 1), account(first, 2)]
+    second.load_state_dict(first.state_dict())
+    told.append(account(second, 3))
+    (finding,) = told[0].findings
+    assert {each.outgrown for each in told} == {(finding.module, finding.role)}
+    assert not told[1].findings

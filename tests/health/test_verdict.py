@@ -58,3 +58,20 @@ def test_a_loss_scale_is_blamed_for_what_it_can_have_done():
     assert not verdict().advice(loss_scale=1.0).startswith(blamed)
     assert not verdict("output", amax=math.inf).advice(loss_scale=65536.0).startswith(blamed)
     assert not verdict(format="bf16", amax=math.inf).advice(loss_scale=65536.0).startswith(blamed)
+
+
+@pytest.mark.parametrize(
+    ("role", "amax", "format", "outgrown"),
+    [
+        ("input", 7e4, "fp16", True),
+        ("output", math.inf, "fp16", True),
+        ("weight", 7e4, "fp16", True),
+        ("weight", math.inf, "fp16", False),  # it was so before the step
+        ("output", math.nan, "fp16", False),
+        ("output", math.inf, "bf16", False),  # fp32 ends where bf16 does
+        ("input", math.inf, "e4m3", False),
+        ("batch", math.inf, "", False),
+    ],
+)
+def test_only_what_more_range_would_have_held_has_outgrown_its_format(role, amax, format, outgrown):  # noqa: A002
+    assert verdict(role, amax=amax, format=format).outgrew_format is outgrown

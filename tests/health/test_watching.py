@@ -91,6 +91,17 @@ def test_a_layer_whose_values_leave_the_format_is_named():
     assert sentence(found[0]).startswith("step 1: 0 output: overflow of fp16: ")
 
 
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_a_nan_in_the_data_is_not_called_an_overflow(policy):
+    model, (x, y) = network(), digits()
+    x[3, 5] = torch.nan
+    watching = nc.watch(model, policy=policy, every=1)
+    F.cross_entropy(model(x[:64]), y[:64]).backward()
+    (found,) = watching.step()
+    assert (found.module, found.role, found.what) == ("0", "input", "not finite")
+    assert found.advice.startswith("look at the data")
+
+
 def test_a_dead_layer_is_found():
     model = network()
     with torch.no_grad():

@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.runs import HealthRecord, PrecisionRecord, StepRecord, same_course
+from narrowcast.hardware import Hardware
+from narrowcast.runs import FindingRecord, HealthRecord, PrecisionRecord, StepRecord, same_course
 from narrowcast.training.checkpoint import load_checkpoint
 from narrowcast.training.identity import first_difference
+from narrowcast.training.phase_plans import plan_phases
+from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
+from narrowcast.workloads import build_task, load_recipe
 
 STEPS = 40
 ADAPT = {"adapt": {"enabled": True, "cooldown": 2, "calm": 12}}
@@ -28,19 +32,37 @@ class Swelling(nn.Module):
     def forward(self, x):
         if self.training and torch.is_grad_enabled():
             self.passes += 1
-        factor = torch.exp2(torch.floor(self.passes).clamp(max=30))
+        factor = self.factor()
         x = torch.tanh(self.rise(x))
         return self.fall(torch.tanh(self.layer(x * factor) / factor))
+
+    def factor(self):
+        return torch.exp2(torch.floor(self.passes).clamp(max=30))
+
+
+class Surging(Swelling):
+    """The same, with values that are large for a few passes and then as before."""
+
+    def factor(self):
+        surges = (self.passes >= 5) & (self.passes <= 8)
+        return torch.where(surges, 2.0**18, 1.0)
+
+
+class Returning(Surging):
+    """The same, and then large again for good."""
+
+    def factor(self):
+        return torch.where(self.passes >= 18, 2.0**18, super().factor())
 
 
 @pytest.fixture
 def run(ready):
-    """Train the model that swells; return records and what was prepared."""
+    """Train a model that swells; return records and what was prepared."""
 
-    def go(policy, *, folder=None, resume=None, precision=None, **settings):
+    def go(policy, *, folder=None, resume=None, precision=None, model=Swelling, **settings):
         task = copy.copy(ready().task)
         torch.manual_seed(0)
-        task.model = Swelling()
+        task.model = model()
         made = ready(
             task=task,
             steps=STEPS,
@@ -76,6 +98,16 @@ def test_without_it_fp16_stalls_and_with_it_the_layer_is_widened_and_training_go
     assert prepared.plan.module("layer").policy.forward in ("bf16", "fp32")
 
 
+def test_a_module_that_would_overflow_again_does_not_return(run):
+    records, prepared = run("fp16", precision=ADAPT)
+    moves = [(r.module, r.before, r.after) for r in of(PrecisionRecord, records)]
+    assert moves == [("layer", "fp16", "bf16")]
+    assert prepared.plan.module("layer").policy.forward == "bf16"
+    raised = of(PrecisionRecord, records)[0].step
+    assert raised + 12 < STEPS  # calm enough, in bf16
+    assert [s for s in applied(records) if s >= raised] == [*range(raised, STEPS + 1)]
+
+
 def test_readings_after_a_change_are_of_the_new_format(run):
     records, _ = run("fp16", precision=ADAPT)
     formats = [
@@ -86,21 +118,90 @@ def test_readings_after_a_change_are_of_the_new_format(run):
     assert "bf16" in formats
 
 
-def test_after_a_calm_a_module_returns_to_the_policy(ready):
-    # What overflows once, by a fault, is calm afterwards.
-    made = ready(
-        "fp16",
-        steps=STEPS,
-        precision={"policy": "fp16", **ADAPT},
-        health={"every": 1},
-        faults=({"step": 5, "module": "first", "role": "input", "value": "inf"},),
-    )
-    records = list(train(made.prepared, made.task, made.recipe))
+def test_after_a_calm_a_module_returns_to_the_policy(run):
+    records, _ = run("fp16", precision=ADAPT, model=Surging)
     moves = [(r.module, r.before, r.after) for r in of(PrecisionRecord, records)]
-    assert moves == [("first", "fp16", "bf16"), ("first", "bf16", "fp16")]
+    assert moves == [("layer", "fp16", "bf16"), ("layer", "bf16", "fp16")]
     raised, lowered = (r.step for r in of(PrecisionRecord, records))
     assert raised == 7  # seen in step 5, in force two later
     assert lowered - raised >= 12
+
+
+def test_what_a_verdict_names_is_raised_without_waiting_for_a_reading(run):
+    records, _ = run("fp16", precision=ADAPT, health={"every": 35})
+    change, *_ = of(PrecisionRecord, records)
+    skipped = [r.step for r in of(StepRecord, records) if not r.applied]
+    assert (change.module, change.reason) == ("layer", "its input overflows")
+    assert change.step == skipped[0] + 2
+
+
+def test_without_verdicts_readings_of_skipped_steps_decide(run):
+    records, _ = run("fp16", precision=ADAPT, health={"every": 1, "verdicts": False})
+    change, *_ = of(PrecisionRecord, records)
+    assert (change.module, change.before, change.after) == ("layer", "fp16", "bf16")
+
+
+def test_a_module_that_is_cooling_is_raised_later_in_a_row_of_bad_steps(run):
+    settings = {"adapt": {"enabled": True, "cooldown": 9, "calm": 3}}
+    records, _ = run("fp16", precision=settings, model=Returning)
+    _, lowered, again = (r.step for r in of(PrecisionRecord, records))
+    assert again == lowered + 9
+    row = [r.step for r in of(StepRecord, records) if not r.applied and r.step >= lowered]
+    assert row == [*range(row[0], again)]
+    assert again > row[0] + 2  # as it would have been without a cooldown
+    assert max(applied(records)) == STEPS
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+@pytest.mark.parametrize("policy", ["fp16", "fp8-delayed", "bf16"])
+def test_a_rehearsed_fault_has_one_origin_and_raises_nothing(policy, value):
+    fault = f"{{step: 8, module: blocks.1.mlp.down, role: output, value: {value}}}"
+    recipe = load_recipe(
+        "quickstart",
+        [
+            "model.layers=3", "model.width=32", "model.heads=2", "batch_size=4", "data.length=32",
+            "data.eval_windows=4", "steps=14", "eval.every=0", "health.every=4",
+            f"precision.policy={policy}", "precision.adapt.enabled=true", f"faults=[{fault}]",
+        ],
+    ).recipe  # fmt: skip
+    task = build_task(recipe, device=torch.device("cpu"))
+    hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
+    choices = plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)[0]
+    records = list(train(prepare_recipe(recipe, task.model, choices=choices), task, recipe))
+    assert [r.step for r in of(StepRecord, records) if not r.applied] == [8]
+    assert 8 in [r.step for r in of(HealthRecord, records)]
+    told = [(f.module, f.role) for f in of(FindingRecord, records) if f.step == 8]
+    assert set(told) == {("blocks.1.mlp.down", "output")}
+    assert len(told) == 2  # the fault, and the verdict
+    assert of(PrecisionRecord, records) == []
+
+
+class _BadData:
+    """The sine, with one sample that is not finite."""
+
+    def __init__(self, plain):
+        self.plain = plain
+
+    def __len__(self):
+        return len(self.plain)
+
+    def __getitems__(self, indices):
+        x, y = self.plain.__getitems__(indices)
+        x[[i == 17 for i in indices]] = torch.inf
+        return x, y
+
+
+def test_bad_data_raises_nothing(ready):
+    task = copy.copy(ready().task)
+    task.train_data = _BadData(task.train_data)
+    task.model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    made = ready(task=task, steps=26, precision={"policy": "fp16", **ADAPT}, health={"every": 1})
+    records = list(train(made.prepared, task, made.recipe))
+    skipped = [r.step for r in of(StepRecord, records) if not r.applied]
+    told = [f for f in of(FindingRecord, records) if f.step in skipped]
+    assert skipped
+    assert [f.why[:16] for f in told] == ["the batch itself"] * len(skipped)
+    assert of(PrecisionRecord, records) == []
 
 
 @pytest.mark.parametrize("cut", range(8, 24, 3))

@@ -240,15 +240,23 @@ class HealthSection(Section):
 class FaultSection(Section):
     """A number put in place of another, on purpose, for the passes of one micro-batch."""
 
-    step: int = Field(ge=1, description="the step it is put into")
-    module: str = Field(description="name of a module, or a glob that matches exactly one")
+    step: int = Field(ge=1, description="the step it is put into", examples=[40])
+    module: str = Field(
+        description="name of a module, or a glob that matches exactly one",
+        examples=["blocks.1.mlp.up"],
+    )
     role: Literal["input", "weight", "output", "grad_output", "grad_weight"] = Field(
         description="the tensor it is put into"
     )
     value: Literal["inf", "nan", "large", "bit-flip"] = Field(description="what is put there")
-    micro_batch: int = Field(default=1, ge=1, description="the micro-batch of the step")
+    micro_batch: int = Field(
+        default=1, ge=1, description="the micro-batch of the step", examples=[1]
+    )
     index: int | None = Field(
-        default=None, ge=0, description="which number of the tensor; none: chosen by the seed"
+        default=None,
+        ge=0,
+        description="which number of the tensor; none: chosen by the seed",
+        examples=[17],
     )
 
 

@@ -62,6 +62,10 @@ def fitted(value: object, annotation: object) -> object:
             return int(value) if whole else value
         case list():
             return [fitted(item, _item_type(options, i)) for i, item in enumerate(value)]
+        case dict() if any(map(_is_section, options)):
+            fields = next(option for option in options if _is_section(option)).model_fields
+            types_of = {name: field.annotation for name, field in fields.items()}
+            return {key: fitted(item, types_of.get(key, object)) for key, item in value.items()}
         case dict():
             return {key: fitted(item, _value_type(options)) for key, item in value.items()}
         case _:
@@ -102,6 +106,12 @@ def options_of(annotation: object) -> list[Any]:
     if origin in (Union, types.UnionType):
         return [option for part in get_args(annotation) for option in options_of(part)]
     return [annotation]
+
+
+def section_in(annotation: object) -> type[BaseModel] | None:
+    """Return the section that the items of a list setting are; None where they are none."""
+    item = _item_type(options_of(annotation), 0)
+    return item if _is_section(item) else None
 
 
 def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:

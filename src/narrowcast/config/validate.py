@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from narrowcast.config.entries import wrong_entry
 from narrowcast.config.given import Given, Setting
 from narrowcast.config.sections import CommonSettings, Recipe, Sections
 from narrowcast.config.tree import choices_of, leaves, options_of
@@ -109,10 +110,12 @@ class _Words:
             yield _Problem(keys, f"{self._where([leaf])}: {text}")
             return
         setting = self.given.settings[leaf]
-        said_by_us = error["type"] in ("value_error", "assertion_error")
-        text = (
-            error["msg"].partition(", ")[2] if said_by_us else _wrong(setting, fields[leaf], leaf)
-        )
+        if error["type"] in ("value_error", "assertion_error"):
+            text = error["msg"].partition(", ")[2]  # said by us
+        else:
+            inside = error["loc"][len(leaf) :]
+            entry = wrong_entry(error, fields[leaf], inside)
+            text = entry or _wrong(setting, fields[leaf], leaf)
         yield _Problem(keys, f"{setting.where}: {text}")
 
     def _where(self, paths: Iterable[KeyPath]) -> str:

@@ -1,8 +1,9 @@
 """Adaptive precision: which modules get a wider format, and when they return to their own.
 
 A module whose tensors overflow, saturate or vanish goes one format up (8 bits → bf16 → fp32, fp16 →
-bf16 → fp32). After a calm it goes one down again, and never below what the policy says. Pure: what
-is decided here is carried out by the trainer, between two steps.
+bf16 → fp32). After a calm it goes one down again, and never below what the policy says; to the
+policy's own format only if that would have held what was seen all the while. Pure: what is decided
+here is carried out by the trainer, between two steps.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,7 +35,7 @@ class Limits:
     cooldown: int = 100
     """Steps between two changes of one module."""
     calm: int = 1000
-    """Steps without trouble after which a module goes down again."""
+    """Steps without trouble, in the format below neither, after which a module goes down again."""
 
 
 class Move(NamedTuple):
@@ -59,16 +60,25 @@ class Adaptation:
     _changed: dict[str, int] = field(default_factory=dict)
     """The step of each module's last change."""
     _troubled: dict[str, int] = field(default_factory=dict)
-    """The last step at which each raised module had trouble."""
+    """The last step at which each raised module had trouble, or would have had below."""
 
     def decide(
-        self, troubles: Collection[tuple[str, str, str]], *, step: int, seen: int | None = None
+        self,
+        troubles: Collection[tuple[str, str, str]],
+        *,
+        step: int,
+        seen: int | None = None,
+        unfit: Collection[str] = (),
     ) -> list[Move]:
         """Return the changes to make after `step`, given all troubles: (kind, module, role).
 
         `seen` is the step they were seen in, which may be an earlier one: a module whose format has
-        changed since then is judged by what its new one shows.
+        changed since then is judged by what its new one shows. `unfit` are the raised modules whose
+        own format would not have held what was seen.
         """
+        for module in unfit:
+            if self.overrides.get(module) == WIDER.get(self.formats[module]):
+                self._troubled[module] = step
         reasons: dict[str, str] = {}
         for kind, module, role in troubles:
             changed_since = self._changed.get(module, -1) >= (step if seen is None else seen)

@@ -59,7 +59,7 @@ class Findings:
         self._implied = [t[:3] for t in implied]
         for key, tensor in seen.items():
             self._amax.setdefault(key, deque(maxlen=REMEMBERED)).append(tensor.amax)
-        asked = {rule.__name__ for rule in RULES} | {low.__name__}
+        asked = {rule.__name__ for rule in RULES} | {"nonfinite", low.__name__}
         told = [t for t in found if t not in implied] + too_low
         return self._told(told, step=record.step, asked=asked)
 

@@ -30,6 +30,12 @@ class Account:
     why: str
     """For its record; empty where it was applied."""
     findings: Sequence[FindingRecord] = ()
+    explained: bool = False
+    """A verdict, on this step or on an earlier one of its row, says where it went wrong."""
+    rehearsed: bool = False
+    """The step had faults that the recipe asks for."""
+    outgrown: tuple[str, str] | None = None
+    """The module and role that overflowed a format, where a wider one would have held it."""
 
 
 @final
@@ -48,6 +54,8 @@ class Inquiry:
         self._verdicts, self._faults = verdicts, faults
         self._replays = self._row = 0
         self._named = ""
+        self._explained = False
+        self._outgrown: tuple[str, str] | None = None
 
     def before(self, batches: Sequence[Any]) -> Scene | None:
         """Return what has to be kept of a step until its outcome is known."""
@@ -71,35 +79,39 @@ class Inquiry:
 
         `known` is what the ledger has found in it; with a verdict that is one finding.
         """
-        good = outcome.applied and math.isfinite(loss)
-        self._row = 0 if good else self._row + 1
-        if good:
-            self._named = ""
         rehearsed = self.faults_at(step)
         told = [] if rehearsed is None else _announced(step, rehearsed)
+        if outcome.applied and math.isfinite(loss):
+            self._named = ""
+            self.begin_row()
+            return Account(why="", findings=[*told, *known], rehearsed=rehearsed is not None)
+        # A rehearsal is no part of a row: what it shows is not what is wrong with other steps.
+        self._row += rehearsed is None
         # A rehearsal is there to be looked into.
         due = rehearsed is not None or self._is_due(step)
-        if good or scene is None or not due:
-            return Account(why=outcome.why, findings=[*told, *known])
-        self._replays += 1
-        later = ", with the weights of a later step," if moved() else ""
-        try:
-            around = None if rehearsed is None else rehearsed.during
-            verdict = replay(self._prepared, scene, self._loss_of, around=around)
-        except torch.OutOfMemoryError:
-            # Eager passes hold more than those of a compiled, or captured, step.
-            torch.cuda.empty_cache()
-            why = _with(outcome.why, "no memory was left for a replay")
-            return Account(why=why, findings=[*told, *known])
+        why, verdict, later = outcome.why, None, ""
+        if scene is not None and due:
+            later = ", with the weights of a later step," if moved() else ""
+            verdict, why = self._look_into(outcome, scene, rehearsed, later=later)
         if verdict is None:
-            why = _with(outcome.why, f"a replay{later} did not show it")
-            return Account(why=why, findings=[*told, *known])
-        self._named = f"In step {step} {verdict.told}: {verdict.advice(loss_scale=1.0)}"
-        scale = _scale_change(outcome)
-        why = "" if outcome.applied else f"not finite: {verdict.where}{scale and '; loss ' + scale}"
-        finding = _finding(step, verdict, outcome, scale=scale, later=later)
-        told += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
-        return Account(why=why, findings=told)
+            told += known
+        else:
+            self._named = f"In step {step} {verdict.told}: {verdict.advice(loss_scale=1.0)}"
+            finding = _finding(step, verdict, outcome, later=later)
+            told += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
+        if rehearsed is not None:
+            return Account(why=why, findings=told, explained=verdict is not None, rehearsed=True)
+        if verdict is not None:
+            # What is wrong with the model is so in the next step too; another batch may be fine.
+            self._explained = verdict.origin == "model"
+            outgrown = verdict.outgrew_format
+            self._outgrown = (verdict.module, verdict.role) if outgrown else None
+        explained = verdict is not None or self._explained
+        return Account(why=why, findings=told, explained=explained, outgrown=self._outgrown)
+
+    def begin_row(self) -> None:
+        """Take the next bad step for the first of a row: formats have changed, or one was good."""
+        self._row, self._explained, self._outgrown = 0, False, None
 
     def named(self, error: DivergedError) -> DivergedError:
         """Return the error with what was found in the steps that led to it, if anything was.
@@ -110,20 +122,45 @@ class Inquiry:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides which steps are looked into, and what was found in this row."""
-        return {"replays": self._replays, "row": self._row, "named": self._named}
+        return {
+            "replays": self._replays,
+            "row": self._row,
+            "named": self._named,
+            "explained": self._explained,
+            "outgrown": self._outgrown and list(self._outgrown),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood."""
         self._replays, self._row = state["replays"], state["row"]
-        self._named = state.get("named", "")
+        self._named, self._explained = state.get("named", ""), state.get("explained", False)
+        outgrown = state.get("outgrown")
+        self._outgrown = None if outgrown is None else (outgrown[0], outgrown[1])
+
+    def _look_into(
+        self, outcome: Outcome, scene: Scene, rehearsed: StepFaults | None, *, later: str
+    ) -> tuple[Verdict | None, str]:
+        """Replay a step; return the verdict, if there is one, and the reason for its record."""
+        self._replays += 1
+        try:
+            around = None if rehearsed is None else rehearsed.during
+            verdict = replay(self._prepared, scene, self._loss_of, around=around)
+        except torch.OutOfMemoryError:
+            # Eager passes hold more than those of a compiled, or captured, step.
+            torch.cuda.empty_cache()
+            return None, _with(outcome.why, "no memory was left for a replay")
+        if verdict is None:
+            return None, _with(outcome.why, f"a replay{later} did not show it")
+        scale = _scale_change(outcome)
+        why = f"not finite: {verdict.where}{scale and '; loss ' + scale}"
+        return verdict, "" if outcome.applied else why
 
     def _is_due(self, step: int) -> bool:
         return self._row % AGAIN == 1 and self._replays + 1 <= FREE + SHARE * step
 
 
-def _finding(
-    step: int, verdict: Verdict, outcome: Outcome, *, scale: str, later: str
-) -> FindingRecord:
+def _finding(step: int, verdict: Verdict, outcome: Outcome, *, later: str) -> FindingRecord:
+    scale = _scale_change(outcome)
     skipped = f"the step is skipped{scale and '; ' + scale}"
     return FindingRecord(
         step=step,

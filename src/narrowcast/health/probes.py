@@ -6,6 +6,7 @@ compile one by one; and layers that run as one, or a head that never makes its l
 are. These are looked at from outside, as far as that goes.
 """
 
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from narrowcast.health.counts import CastCounts
 from narrowcast.health.grouping import Grouping
 from narrowcast.health.sampling import SAMPLE
-from narrowcast.health.sites import Site
+from narrowcast.health.sites import Site, site_of
+from narrowcast.health.supposition import Supposition
 from narrowcast.health.watched import ATTRIBUTES, Switch, Watched
 from narrowcast.health.weight_samples import WeightSamples
 from narrowcast.precision.chain import promised_ends
@@ -24,6 +26,7 @@ from narrowcast.precision.gelu_chain import GeluChain
 from narrowcast.precision.kinds import products_of
 from narrowcast.precision.modules import swap
 from narrowcast.precision.plan import Plan
+from narrowcast.precision.policy import Policy
 from narrowcast.precision.refusals import refuse_watched
 
 
@@ -31,7 +34,9 @@ from narrowcast.precision.refusals import refuse_watched
 class Probes:
     """The sites of a prepared model, whose samples every pass fills."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, *, supposed: Mapping[str, Policy] | None = None
+    ) -> None:
         refuse_watched(model, doing="watch()")
         self.sites: list[Site] = []
         self.switch = Switch()
@@ -66,6 +71,8 @@ class Probes:
         self.grouping = Grouping(self.sites)
         self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
         """What casts to fp8 have lost, where that is counted."""
+        self.supposition = Supposition(self.sites, supposed or {})
+        """What the modules in `supposed` would lose with these policies."""
 
     def seen(self) -> list[bool]:
         """Say of each site whether there was anything to look at in its module's last pass."""
@@ -93,22 +100,9 @@ class Probes:
         self._before.clear()
 
     def _add(self, chosen: ModulePlan, role: str, *, sample: Tensor | None = None) -> Site:
-        policy = chosen.policy
-        rounded_to = {
-            "input": policy.forward,
-            "weight": policy.forward,
-            "output": policy.output_format,
-            "grad_output": policy.grad_input,
-            "grad_weight": policy.grads_format,
-            "update": policy.params,
-        }[role]
-        site = Site(
-            module=chosen.name,
-            role=role,
-            format=rounded_to,
-            scaling=policy.scaling if role in ("input", "weight", "grad_output") else "none",
-            sample=torch.zeros(SAMPLE, device=self._device) if sample is None else sample,
-        )
+        if sample is None:
+            sample = torch.zeros(SAMPLE, device=self._device)
+        site = site_of(chosen.name, role, chosen.policy, sample=sample)
         self.sites.append(site)
         return site
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from narrowcast.health.probes import Probes
 from narrowcast.health.statistics import COLUMNS, exponent_counts, statistics, trimmed, what_if
+from narrowcast.health.supposition import unfit
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 WORST = 4
@@ -30,6 +31,8 @@ class Reading:
             table = self._grouping.rows(self._stacks, statistics)
             probes.counts.take_into(table)
             counts = self._grouping.rows(self._stacks, exponent_counts) if exponents else None
+            self._supposed_sites = probes.supposition.sites
+            self._supposed = _Arriving(probes.supposition.rows())
         self._table = _Arriving(table)
         self._counts = None if counts is None else _Arriving(counts)
 
@@ -38,6 +41,13 @@ class Reading:
         rows = self._table.numbers()
         health = self._record(rows, [site.format for site in self._sites])
         return [] if health is None else [health, *self._worst(rows)]
+
+    def unfit(self, *, scaled: bool) -> list[str]:
+        """Return the modules whose supposed formats would not have held what passed.
+
+        `scaled`: a loss scale gives way to gradients that are too large. Waits until it is there.
+        """
+        return [*unfit(self._supposed_sites, self._supposed.numbers(), scaled=scaled)]
 
     def as_if(self, name: str) -> HealthRecord | None:
         """Return what these samples would lose to another format; None where nothing has passed.

@@ -72,7 +72,7 @@ def saturation(seen: Seen) -> Iterator[Trouble]:
             seen.role,
             f"saturation of {seen.format}",
             f"{percent(seen.overflow)} of the values, largest {seen.amax:.3g}",
-            f"try {_override(seen.module, 'bf16')}",
+            f"try {_wider(seen)}",
         )
 
 
@@ -87,7 +87,7 @@ def vanishing(seen: Seen) -> Iterator[Trouble]:
             seen.role,
             f"gradients below {seen.format}",
             f"{percent(seen.underflow)} of the values round to zero",
-            f"try {scaled}{_override(seen.module, 'bf16')}",
+            f"try {scaled}{_wider(seen)}",
         )
 
 
@@ -129,13 +129,19 @@ def first_nonfinite(seen: Sequence[Seen]) -> Iterator[Trouble]:
     """Name where what is not finite began, of all tensors in the model's order.
 
     Everything after it in the forward pass is not finite either, and then all gradients; where only
-    gradients are, it began nearest the loss.
+    gradients are, it began nearest the loss. Only fp16 is said to have overflowed: other formats
+    have the range of fp32, or saturate.
     """
     bad = [each for each in seen if each.nonfinite]
     forward = [each for each in bad if each.role not in GRADIENTS]
-    if bad:
-        first = forward[0] if forward else bad[-1]
+    if not bad:
+        return
+    first = forward[0] if forward else bad[-1]
+    arrived = first is seen[0] and first.role == "input"
+    if first.format == "fp16" and not arrived and first.role not in ("weight", "update"):
         yield _overflowing(first, first.nonfinite)
+    else:
+        yield _not_finite(first, arrived=arrived)
 
 
 RULES: tuple[Rule, ...] = (overflow, saturation, vanishing, dead, drift)
@@ -154,19 +160,32 @@ def spike(loss: float, past: Sequence[float]) -> str:
 
 
 def _overflowing(seen: Seen, share: float) -> Trouble:
-    wider = "bf16" if seen.format == "fp16" else "fp32"
     return Trouble(
         "overflow",
         seen.module,
         seen.role,
         f"overflow of {seen.format}",
         f"{percent(share)} of the values, largest {seen.amax:.3g}",
-        f"try {_override(seen.module, wider)}",
+        f"try {_wider(seen)}",
     )
 
 
-def _override(module: str, name: str) -> str:
-    return f'precision.overrides={{"{module}": {name}}}'
+def _not_finite(seen: Seen, *, arrived: bool) -> Trouble:
+    """Tell of NaN or infinities that no wider format would have held."""
+    if arrived:
+        advice = "look at the data: it came into the model like that"
+    elif seen.role in ("weight", "update"):
+        advice = "go back to an earlier checkpoint, and lower optimizer.lr"
+    else:
+        advice = "look at the data, lower optimizer.lr, or ask narrowcast.explain what came first"
+    share = f"{percent(seen.nonfinite)} of the values are NaN or infinite"
+    return Trouble("nonfinite", seen.module, seen.role, "not finite", share, advice)
+
+
+def _wider(seen: Seen) -> str:
+    """Return the override that gives a module the format above the one in force."""
+    wider = "fp32" if seen.format in ("bf16", "tf32") else "bf16"
+    return f'precision.overrides={{"{seen.module}": {wider}}}'
 
 
 def percent(share: float) -> str:

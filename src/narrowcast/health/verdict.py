@@ -57,6 +57,13 @@ class Verdict:
         return "overflow" if self.place.role not in ("batch", "weight") else "infinity"
 
     @property
+    def outgrew_format(self) -> bool:
+        """Whether a format of more range would have held it; of a NaN nobody knows."""
+        if self.place.format != "fp16" or self.kind == "nan":
+            return False
+        return self.kind == "large" or self.place.role != "weight"
+
+    @property
     def where(self) -> str:
         """The place and the micro-batch."""
         return f"{self.place}, {self._turn}"

@@ -5,6 +5,7 @@ it without waiting, and a run that was resumed must decide as one that was not.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, final
 
 from narrowcast.config.sections import Recipe
@@ -12,6 +13,7 @@ from narrowcast.health.adapt import Adaptation, Limits
 from narrowcast.health.rules import GRADIENTS
 from narrowcast.precision.kinds import products_of
 from narrowcast.precision.plan import Plan, plan
+from narrowcast.precision.policy import Policy
 from narrowcast.precision.prepare import Prepared
 from narrowcast.runs import PrecisionRecord
 from narrowcast.training.optimizers import moments_of
@@ -25,7 +27,7 @@ class Adapter:
 
     def __init__(self, prepared: Prepared, recipe: Recipe, *, rows: int) -> None:
         self._prepared, self._recipe, self._rows = prepared, recipe, rows
-        self._seen: deque[tuple[int, Troubles]] = deque()
+        self._seen: deque[tuple[int, Troubles, list[str]]] = deque()
         self.begin()
 
     def begin(self) -> None:
@@ -38,22 +40,32 @@ class Adapter:
             Limits(most=settings.most, cooldown=settings.cooldown, calm=settings.calm),
         )
 
-    def note(self, step: int, troubles: Troubles, *, loss_scale: float) -> None:
-        """Take in what the reading of a step with this loss scale has shown."""
+    def own(self) -> Mapping[str, Policy]:
+        """Return what the policy gives to each module that has a wider format now."""
+        return {name: self._own.module(name).policy for name in self._adaptation.overrides}
+
+    def note(self, step: int, troubles: Troubles, *, unfit: list[str], loss_scale: float) -> None:
+        """Take in what the reading of a step with this loss scale has shown.
+
+        `unfit` are the modules that would not fit what the policy gives them.
+        """
         if not self._recipe.precision.adapt.enabled:
             return
-        scaled = self._own.policy.needs_loss_scale
-        if scaled and loss_scale > self._recipe.precision.loss_scale.min:
-            # The scale gives way by itself, and a wider format would only hide it.
-            troubles = [t for t in troubles if not (t[0] == "overflow" and t[2] in GRADIENTS)]
-        self._seen.append((step, troubles))
+        left = [t for t in troubles if not self._is_left_to_scale(t[0], t[2], loss_scale)]
+        self._seen.append((step, left, unfit))
+
+    def blame(self, step: int, module: str, role: str, *, loss_scale: float) -> None:
+        """Take in that a verdict on a step says where it overflowed."""
+        enabled = self._recipe.precision.adapt.enabled
+        if enabled and not self._is_left_to_scale("overflow", role, loss_scale):
+            self._seen.append((step, [("overflow", module, role)], []))
 
     def decide(self, step: int) -> list[PrecisionRecord]:
         """Return the changes that hold from the step after this one; `carry_out` makes them."""
         found = []
         while self._seen and self._seen[0][0] < step:
-            seen, troubles = self._seen.popleft()
-            moves = self._adaptation.decide(troubles, seen=seen, step=step)
+            seen, troubles, unfit = self._seen.popleft()
+            moves = self._adaptation.decide(troubles, seen=seen, step=step, unfit=unfit)
             found += [
                 PrecisionRecord(
                     step=step + 1,
@@ -72,7 +84,7 @@ class Adapter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the changes to come."""
-        seen = [[step, [list(each) for each in troubles]] for step, troubles in self._seen]
+        seen = [[step, [list(t) for t in found], list(unfit)] for step, found, unfit in self._seen]
         return {"adaptation": self._adaptation.state_dict(), "seen": seen}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -80,11 +92,17 @@ class Adapter:
         self.begin()
         self._adaptation.load_state_dict(state["adaptation"])
         self._seen = deque(
-            (step, [(kind, module, role) for kind, module, role in troubles])
-            for step, troubles in state["seen"]
+            (step, [(kind, module, role) for kind, module, role in troubles], list(unfit))
+            for step, troubles, unfit in state["seen"]
         )
         if self._adaptation.overrides:
             self.carry_out()
+
+    def _is_left_to_scale(self, kind: str, role: str, loss_scale: float) -> bool:
+        """Say whether the loss scale gives way by itself; a wider format would only hide it."""
+        room = loss_scale > self._recipe.precision.loss_scale.min
+        scaled = self._own.policy.needs_loss_scale and room
+        return scaled and kind == "overflow" and role in GRADIENTS
 
     def _planned(self) -> Plan:
         precision = self._recipe.precision

@@ -6,12 +6,13 @@ statistics are made of them on the device and arrive with that step's record.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 from narrowcast.health.findings import Findings
 from narrowcast.health.probes import Probes
 from narrowcast.health.reading import Reading
+from narrowcast.precision.policy import Policy
 from narrowcast.precision.prepare import Prepared
 from narrowcast.runs import HealthRecord, Record, StepRecord
 
@@ -23,18 +24,27 @@ EXPONENTS_EVERY = 10
 class Observer:
     """Reads the tensors of a prepared model every few steps; `every=0`: never."""
 
-    def __init__(self, prepared: Prepared, *, every: int) -> None:
-        self._prepared, self._every = prepared, every
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        every: int,
+        own: Callable[[], Mapping[str, Policy]] = dict,
+    ) -> None:
+        """Begin to look; `own()` are the policies that modules with other formats came from."""
+        self._prepared, self._every, self._own = prepared, every, own
         self._findings = Findings()
         self._readings: deque[tuple[int, Reading]] = deque()
         self._probes: Probes | None = None
         self.looked = 0
-        """The step of the latest reading that has been told."""
+        """The step of the latest reading that has been judged."""
+        self.unfit: list[str] = []
+        """The modules that it has shown not to fit their own formats."""
         self._install()
 
     @property
     def troubles(self) -> list[tuple[str, str, str]]:
-        """What the latest reading has shown to be wrong: kind, module, role."""
+        """What the latest reading that was judged has shown to be wrong: kind, module, role."""
         return self._findings.present
 
     def before_step(self, step: int) -> Callable[[], None] | None:
@@ -53,16 +63,22 @@ class Observer:
         self._readings.append((step, Reading(self._probes, step=step, exponents=exponents)))
         self._probes.forget()
 
-    def account(self, record: StepRecord) -> Iterator[Record]:
-        """Yield what there is to tell beside a step's record: findings, statistics."""
+    def account(self, record: StepRecord, *, explained: bool = False) -> Iterator[Record]:
+        """Yield what there is to tell beside a step's record: findings, statistics.
+
+        Of a bad step that a verdict has `explained`, statistics are told and not judged: samples
+        miss the first bad number as often as not, and would name another.
+        """
         scaling = self._prepared.loss_scale
         yield from self._findings.step(record, scaling=scaling)
         while self._readings and self._readings[0][0] <= record.step:
             _, reading = self._readings.popleft()
             for told in reading.records():
                 yield told
-                if isinstance(told, HealthRecord):
+                if isinstance(told, HealthRecord) and not explained:
                     self.looked = told.step
+                    scaled = scaling is not None and record.loss_scale > scaling.smallest
+                    self.unfit = reading.unfit(scaled=scaled)
                     yield from self._findings.look(
                         told, scaling=scaling, loss_scale=record.loss_scale
                     )
@@ -91,4 +107,4 @@ class Observer:
 
     def _install(self) -> None:
         if self._every:
-            self._probes = Probes(self._prepared.model, self._prepared.plan)
+            self._probes = Probes(self._prepared.model, self._prepared.plan, supposed=self._own())

@@ -28,7 +28,7 @@ from narrowcast.errors import (
     RecipeError,
 )
 from narrowcast.health.faults import Fault, Faults
-from narrowcast.health.inquiry import Inquiry
+from narrowcast.health.inquiry import Account, Inquiry
 from narrowcast.health.replay import Scene
 from narrowcast.precision.outcome import Outcome
 from narrowcast.precision.prepare import Prepared
@@ -109,7 +109,7 @@ class _Course:
         self._schedule = PrecisionSchedule(prepared, recipe, rows=task.rows)
         self._schedule.bring_about()
         self._adapter = Adapter(prepared, recipe, rows=task.rows)
-        self._observer = Observer(prepared, every=recipe.health.every)
+        self._observer = Observer(prepared, every=recipe.health.every, own=self._adapter.own)
         self._stepper = Stepper(prepared, task, recipe)
         self._inquiry = Inquiry(
             prepared,
@@ -214,7 +214,8 @@ class _Course:
             yield from self._read(leaving=0)
             with self._observer.aside():
                 record = self._schedule.advance(self._step)
-            self._adapter.begin()
+                self._adapter.begin()
+            self._inquiry.begin_row()
             self._stepper.renew()
             yield record
             self._since = time.perf_counter()
@@ -226,6 +227,7 @@ class _Course:
             yield from self._read(leaving=0)
             with self._observer.aside():
                 self._adapter.carry_out()
+            self._inquiry.begin_row()
             self._stepper.renew()
             yield from records
             self._since = time.perf_counter()
@@ -286,14 +288,24 @@ class _Course:
             self._schedule.note(record)
             yield record
             yield from told.findings
-            looked = self._observer.looked
-            yield from self._observer.account(record)
-            if self._observer.looked != looked:
-                self._adapter.note(
-                    self._observer.looked,
-                    self._observer.troubles,
-                    loss_scale=record.loss_scale,
-                )
+            yield from self._observe(record, told)
+
+    def _observe(self, record: StepRecord, told: Account) -> Iterator[Record]:
+        """Yield what is seen in a step beside its record, and let the adapter know."""
+        looked = self._observer.looked
+        yield from self._observer.account(record, explained=told.explained)
+        if told.rehearsed:
+            return  # what was put there on purpose is no reason to change a format
+        if told.outgrown is not None:
+            module, role = told.outgrown
+            self._adapter.blame(record.step, module, role, loss_scale=record.loss_scale)
+        elif self._observer.looked != looked:
+            self._adapter.note(
+                self._observer.looked,
+                self._observer.troubles,
+                unfit=self._observer.unfit,
+                loss_scale=record.loss_scale,
+            )
 
     def _has_moved_since(self, attempt: _Attempt) -> bool:
         """Say whether the weights are not those of an attempt any more. Waits for the device."""

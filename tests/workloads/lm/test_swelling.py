@@ -48,6 +48,14 @@ def test_in_fp16_the_layer_is_named_and_widened_and_the_run_goes_on():
     assert steps[-1].applied
 
 
+def test_it_does_not_fall_back_into_a_format_that_it_has_outgrown():
+    words = ["precision.adapt.calm=5", "precision.adapt.cooldown=2"]
+    records = run("model.swell=1", *words)
+    changes = [(r.module, r.after) for r in of(PrecisionRecord, records)]
+    assert changes == [("blocks.1.mlp.down", "bf16")]
+    assert of(PrecisionRecord, records)[0].step < 20  # of 30, so there was time
+
+
 def test_without_adaptive_precision_it_stalls():
     steps = of(StepRecord, run("model.swell=1", "precision.adapt.enabled=false"))
     assert not any(step.applied for step in steps[-10:])
