@@ -204,7 +204,8 @@ class SwellingMLP(MLP):
         if self.training and torch.is_grad_enabled():
             self.passes += 1
         factor = torch.exp2(torch.floor(self.passes / self.every))
-        out: Tensor = self.down(F.gelu(self.up(x)) * factor) / factor
+        # In fp32, so that what overflows is the format of the layer, and another one helps.
+        out: Tensor = self.down(F.gelu(self.up(x)).float() * factor) / factor
         return out
 
 
