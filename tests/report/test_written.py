@@ -32,7 +32,7 @@ def test_a_mapping_is_read_back_as_it_was(found):
         (
             [
                 {"policy": "fp32", "overrides": {}, "until": "15%"},
-                {"policy": "bf16", "until": None},
+                {"policy": "bf16", "for": None},
             ],
             "[{policy: fp32, until: 15%}, {policy: bf16}]",
         ),

@@ -39,7 +39,8 @@ def _foremost(found: Sequence[Finding]) -> list[Finding]:
     """
     each: dict[tuple[str, str], Finding] = {}
     for one in found:
-        each.setdefault((one.module, one.what), one)
+        # A verdict's "overflow" and a rule's "overflow of fp16" are one trouble.
+        each.setdefault((one.module, one.what.partition(" of ")[0]), one)
     ranked = sorted(each.values(), key=lambda f: (f.what == INJECTED, not f.action))
     return ranked[:MOST_FINDINGS]
 
