@@ -9,6 +9,7 @@ import base64
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -114,7 +115,10 @@ def sight(request, tmp_path_factory):
         try:
             while process.poll() is None and steps_in(folder) < 0.75 * STEPS:
                 time.sleep(0.2)
+            # Held still, so that every picture is of the same step of a run that goes on.
+            process.send_signal(signal.SIGSTOP)
             watch(made)
+            process.send_signal(signal.SIGCONT)
             assert process.wait(timeout=150) == 0
         finally:
             process.kill()
@@ -131,6 +135,7 @@ def watch(made: Sight) -> None:
     with made.script.serving(made.folder) as url:
         for scheme in ("light", "dark"):
             assert_readable(made.open(url, scheme=scheme), scheme=scheme, width=WIDTH)
+            assert made.see("document.getElementById('state').textContent") == "Running"
             made.photograph(f"watch-{scheme}", top=0, bottom=1640)
         made.driver.get("about:blank")
 
