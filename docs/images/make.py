@@ -1,22 +1,19 @@
-"""Make the pictures of the report and of a comparison: python docs/images/make.py [OPTIONS].
+"""Make the pictures of a comparison: python docs/images/make.py RUN_FOLDER...
 
-    --run FOLDER             a run: report-light.png and report-dark.png
-    --health FOLDER          a run with statistics: health-light.png and health-dark.png
-    --compare FOLDER...      runs: compare-light.png and compare-dark.png
+Writes compare-light.png and compare-dark.png. Needs Chromium (Debian: apt-get install chromium
+fonts-inter; the page sets Inter where it is installed, and the system font elsewhere).
 
-Needs Chromium (Debian: apt-get install chromium fonts-inter; the page sets Inter where it is
-installed, and the system font elsewhere). Writes the reports of the runs first.
+The pictures of the report and the live page are made by a test, of a run that it trains:
+pytest tests/report/test_pictures.py --pictures docs/images
 """
 
 import argparse
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from narrowcast.report import write_report
 from narrowcast.report.compare_page import write_comparison
 from narrowcast.report.comparison import compare
 
@@ -29,28 +26,17 @@ SCHEMES = {"light": 1, "dark": 0}
 
 
 def main() -> int:
-    """Write the pictures that were asked for beside this script."""
+    """Write the pictures beside this script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path)
-    parser.add_argument("--health", type=Path)
-    parser.add_argument("--compare", nargs="+", default=[])
+    parser.add_argument("run_folders", nargs="+", metavar="RUN_FOLDER")
     options = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.stderr.write("this needs Chromium; on Debian: apt-get install chromium\n")
         return 3
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        wanted: list[tuple[str, Path, int]] = []
-        if options.run:
-            wanted.append(("report", write_report(options.run).resolve(), 1455))
-        if options.health:
-            page = only_section(write_report(options.health), "health", folder / "health.html")
-            wanted.append(("health", page, 1290))
-        if options.compare:
-            page = write_comparison(compare(options.compare), folder / "compare.html")
-            wanted.append(("compare", page, 1640))
-        return max([picture(browser, *each) for each in wanted], default=0)
+        page = write_comparison(compare(options.run_folders), Path(name) / "compare.html")
+        return picture(browser, "compare", page, 1640)
 
 
 def picture(browser: str, name: str, page: Path, height: int) -> int:
@@ -63,15 +49,6 @@ def picture(browser: str, name: str, page: Path, height: int) -> int:
             sys.stderr.write(f"{target} is larger than {LARGEST_BYTES:,} bytes\n")
             code = 1
     return code
-
-
-def only_section(page: Path, name: str, target: Path) -> Path:
-    """Write a copy of a page that shows one of its sections alone; its scripts are untouched."""
-    hidden = f'body > header, main > section:not([aria-labelledby="{name}"]) {{ display: none; }}'
-    top = "main > section { margin-top: 0; border: 0; padding-top: 0; }"
-    text = page.read_text(encoding="utf-8")
-    target.write_text(re.sub("</style>", f"{hidden} {top}</style>", text, count=1), "utf-8")
-    return target
 
 
 def photograph(

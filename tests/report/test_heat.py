@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowcast.report.heat import MOST_COLUMNS, WORST_TENSORS, heat_map
+from narrowcast.report.tensors import BROKEN
 from narrowcast.runs import HealthRecord
 
 
@@ -92,6 +93,45 @@ def test_tensors_that_are_not_finite_come_before_all_others(growing):
     assert (heat.worst[0].module, heat.worst[0].role) == ("a", "grad_output")
     assert heat.worst[0].nonfinite == "50 %"
     assert "nonfinite" in [name for name, _ in heat.measures]
+
+
+def test_the_first_to_break_is_the_one_a_step_makes_first(sample, tensor):
+    x = tensor(1.0)
+    places = [(m, r) for m in ("a", "b", "c") for r in ("input", "output", "grad_output")]
+    calm = sample(5, dict.fromkeys(places, ("fp16", x)))
+    share = {("b", "output"): 0.4, ("c", "input"): 1.0, ("c", "output"): 1.0}
+    share |= {(m, "grad_output"): 1.0 for m in ("a", "b", "c")}
+    bad = replace(
+        calm,
+        step=10,
+        overflow=tuple(0.002 * (place == ("b", "input")) for place in places),
+        nonfinite=tuple(share.get(place, 0.0) for place in places),
+    )
+    heat = heat_map([calm, bad])
+    assert [(row.module, row.role) for row in heat.worst[:7]] == [
+        ("b", "input"),
+        ("b", "output"),
+        ("c", "input"),
+        ("c", "output"),
+        ("c", "grad_output"),
+        ("b", "grad_output"),
+        ("a", "grad_output"),
+    ]
+    assert {row.step for row in heat.worst[:7]} == {"10"}
+    assert "the first to break, at step 10, is input of b in fp16" in heat.alt
+    drawn = columns_of(heat, "snr_db", places.index(("c", "input")))
+    assert drawn == [round(calm.snr_db[0], 1), BROKEN]
+
+
+def test_saturation_is_the_worst_even_where_the_ratio_hides_it(growing):
+    records = growing(range(10, 31, 10), ["a", "b"])
+    snr = (31.0, 25.0, 31.0, 25.0)
+    hidden = [replace(r, overflow=(0.002, 0.0, 0.0, 0.0), snr_db=snr) for r in records]
+    heat = heat_map(hidden)
+    assert (heat.worst[0].module, heat.worst[0].role) == ("a", "input")
+    assert heat.opens == "overflow"
+    assert heat_map([replace(r, overflow=(0.0,) * 4) for r in hidden]).opens == "snr_db"
+    assert heat_map([replace(r, snr_db=(31.0, 5.0, 31.0, 25.0)) for r in hidden]).opens == "snr_db"
 
 
 def test_what_was_never_measured_and_what_is_not_finite_are_still_strict_json(sample, tensor):

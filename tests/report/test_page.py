@@ -153,7 +153,7 @@ def test_the_page_tells_what_became_of_the_tensors(healthy_folder):
     for said in (
         "Saturation in blocks.1.mlp.down (input) since step 150: amax 2,900 is beyond 448",
         "Keep it with precision.overrides.",
-        "blocks.1.mlp.down changed its format in the run, still so at the end.",
+        "blocks.1.mlp.down went from fp16 to bf16 at step 200, and is so at the end: saturated.",
         "4 modules, 8 tensors, sampled at 30 steps; the worst is input of blocks.1.mlp.down",
         "blocks.1.mlp.down · input",
         "above the format",

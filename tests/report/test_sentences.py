@@ -43,6 +43,28 @@ def test_findings_that_say_the_same_are_told_once_from_their_first_beginning(sto
     assert "since step 4" in sentence
 
 
+def test_a_verdict_s_own_naming_of_its_place_is_not_told_twice(story_of, step):
+    why = "blocks.7.mlp grad_output overflowed fp16 (amax 7.1e4)"
+    (sentence,) = told(story_of([step(9), finding(9, since=9, why=why)], steps=1))
+    start = "Overflow in `blocks.7.mlp` (grad_output) at step 9: overflowed fp16 (amax 7.1e4)."
+    assert sentence.startswith(start)
+
+
+def test_what_something_was_done_about_is_told_first_and_a_rehearsal_last(story_of, step):
+    found = [
+        finding(1, what="fault injected", action="the step runs in eager mode"),
+        finding(2, what="magnitudes grow", role="input"),
+        finding(2, what="magnitudes grow", role="output"),
+        finding(3, what="overflow", action="the step is skipped"),
+        finding(4, what="overflow", action="the step is skipped", why="again"),
+    ]
+    first, second, third, more = told(story_of([step(1), *found], steps=1))
+    assert first.startswith("Overflow in `blocks.7.mlp` (grad_output)")
+    assert second.startswith("Magnitudes grow in `blocks.7.mlp` (input)")
+    assert third.startswith("Fault injected")
+    assert more == "There are 2 more findings below."
+
+
 def test_many_findings_are_counted(story_of, step):
     story = story_of([step(1), *(finding(module=f"m{i}") for i in range(5))], steps=1)
     assert told(story)[3] == "There are 2 more findings below."
@@ -63,7 +85,9 @@ def test_skips_are_told_with_their_share(story_of, step):
 
 def test_changes_of_modules_say_whether_they_lasted(story_of, step):
     lasting = story_of([step(1), change(1, "a")], steps=1)
-    assert told(lasting) == ["`a` changed its format in the run, still so at the end."]
+    assert told(lasting) == ["`a` went from e4m3 to bf16 at step 1, and is so at the end."]
+    overruled = story_of([step(1), change(1, "a"), change(2, "", "fp16", "bf16")], steps=1)
+    assert told(overruled)[1] == "`a` went from e4m3 to bf16 at step 1, but not to the end."
     returned = story_of([step(1), change(1, "a"), change(2, "a", "bf16", "e4m3")], steps=1)
     assert told(returned) == ["`a` changed its format in the run, back at the end."]
     many = story_of([step(1), *(change(1, f"m{i}") for i in range(5))], steps=1)

@@ -62,21 +62,33 @@ def test_a_wide_format_does_not_flatten_the_bars(exponents_of, tensor):
     assert all(low - 1 <= s["x0"] and s["x1"] <= high + 1 for s in chart.layout["shapes"])
 
 
-def test_only_the_last_histogram_of_a_tensor_is_drawn_the_worst_first(exponents_of, tensor):
+def test_the_worst_histogram_of_each_tensor_is_drawn_the_worst_first(exponents_of, tensor):
     records = [
+        exponents_of(1, "c", "input", "e4m3", tensor(1.0)),
+        exponents_of(1, "b", "input", "e4m3", tensor(2.0**10)),
         exponents_of(1, "a", "input", "e4m3", tensor(2.0**12)),
         exponents_of(2, "a", "input", "e4m3", tensor(1.0)),
-        exponents_of(2, "b", "input", "e4m3", tensor(2.0**10)),
+        exponents_of(3, "c", "input", "e4m3", tensor(1.0)),
     ]
     charts = spread_charts(records)
-    assert [chart.title for chart in charts] == ["b · input", "a · input"]
+    assert [chart.title for chart in charts] == ["a · input", "b · input", "c · input"]
+    steps = [chart.note.split(":")[0] for chart in charts]
+    assert steps == ["e4m3, step 1", "e4m3, step 1", "e4m3, step 3"]
 
 
-def test_more_than_a_dozen_are_counted(exponents_of, tensor):
+def test_a_tensor_that_lost_digits_comes_before_one_that_lost_nothing(exponents_of, tensor):
+    records = [
+        exponents_of(1, "well", "input", "fp16", tensor(1.0)),
+        exponents_of(1, "small", "input", "fp16", tensor(2.0**-15)),
+    ]
+    assert [chart.title for chart in spread_charts(records)] == ["small · input", "well · input"]
+
+
+def test_more_than_a_few_are_counted(exponents_of, tensor):
     records = [exponents_of(1, f"m{i}", "input", "e4m3", tensor(1.0)) for i in range(15)]
     assert len(spread_charts(records)) == MOST_CHARTS
-    assert spread_note(records) == "12 of 15 tensors are drawn; the rest are in records.jsonl."
-    assert spread_note(records[:12]) == ""
+    assert spread_note(records) == "6 of 15 tensors are drawn; the rest are in records.jsonl."
+    assert spread_note(records[:6]) == ""
 
 
 @pytest.mark.parametrize("counts", [(), (0, 0)])

@@ -34,12 +34,28 @@ def test_a_tensor_that_was_not_always_sampled_has_gaps(sample, tensor):
     assert None not in b.values["snr_db"]
 
 
+def test_a_tensor_that_is_not_finite_has_no_calm_ratio(sample, tensor):
+    x = tensor(1.0)
+    first, second = (sample(n, {("a", "input"): ("fp16", x)}) for n in (1, 2))
+    assert first.snr_db[0] > 60
+    (found,) = tensors([first, replace(second, nonfinite=(0.0625,))])
+    assert found.values["snr_db"] == (first.snr_db[0], BROKEN)
+    assert found.broke() == 1
+
+
+@pytest.mark.parametrize(("target", "broke"), [("fp16", 1), ("bf16", 1), ("e4m3", None)])
+def test_what_a_wide_format_cannot_hold_becomes_an_infinity(target, broke, sample, tensor):
+    calm, large = (sample(n, {("a", "input"): (target, tensor(1.0))}) for n in (1, 2))
+    (found,) = tensors([calm, replace(large, overflow=(0.002,))])
+    assert found.broke() == broke
+
+
 def test_a_change_of_format_keeps_the_series_and_names_both(sample, tensor):
     x = tensor(1.0)
     first, second = (sample(n, {("a", "input"): (f, x)}) for n, f in ((1, "e4m3"), (2, "bf16")))
     (found,) = tensors([first, second])
     assert found.formats == ("e4m3", "bf16")
-    assert found.format == "bf16"
+    assert not found.wide  # e4m3 saturates
     assert found.values["snr_db"] == (first.snr_db[0], second.snr_db[0])
 
 

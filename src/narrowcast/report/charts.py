@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowcast.report import drawing
+from narrowcast.report.in_force import named
 from narrowcast.report.phrases import count, scale, value
 from narrowcast.report.series import (
     Mark,
@@ -161,7 +162,7 @@ def _tracks(story: Story, marks: Sequence[Mark]) -> list[dict[str, Any]]:
     tracks = [drawing.strip(drawn(marks), row=0)] if marks else []
     changed: dict[int, list[str]] = {}
     for change in story.changes:
-        what = f"{change.module or 'all'} {change.before} → {change.after}, {change.reason}"
+        what = f"{named(change.module)} {change.before} → {change.after}, {change.reason}"
         changed.setdefault(change.step, []).append(what)
     found: dict[int, list[str]] = {}
     for finding in story.findings:

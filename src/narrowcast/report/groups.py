@@ -9,6 +9,7 @@ from typing import Any, Literal
 from narrowcast.report.intervals import Estimate, difference_of, mean_of, paired_difference_of
 from narrowcast.report.phrases import course
 from narrowcast.report.runs_compared import Point, Run
+from narrowcast.report.written import written
 from narrowcast.runs import strict_json
 
 MOST_IN_LABEL = 3
@@ -105,7 +106,7 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, tuple[str, ...]]:
     """Return the settings in which groups differ, with the value of each."""
     recipes = [members[0].recipe for members in groups]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
-    found = {key: tuple(_written(recipe.get(key)) for recipe in recipes) for key in keys}
+    found = {key: tuple(written(recipe.get(key)) for recipe in recipes) for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 
@@ -166,7 +167,3 @@ def _by_seed(
         if point is not None:
             found[str(run.seed)].append(getattr(point, field))
     return {seed: fmean(values) for seed, values in found.items()}
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else strict_json.dumps(value)

@@ -27,6 +27,10 @@ MOST_ROWS = 24
 """Modules that are shown before a reader asks for all; about a screen."""
 WORST_TENSORS = 12
 """Rows of the table beside the map."""
+SATURATED = 0.001
+"""Share beyond a format from which a run finds that it saturates; an SNR may hide it."""
+CALM_DB = 20.0
+"""Above it no cell of the map stands out; well-scaled tensors reach 25 dB in e5m2."""
 
 TITLES = {
     "snr_db": "SNR of the cast",
@@ -46,6 +50,8 @@ class HeatMap:
     note: str
     measures: tuple[tuple[str, str], ...]
     """Those that hold anything to see: name and title."""
+    opens: str
+    """The one that is shown first."""
     roles: tuple[str, ...]
     modules: int
     worst: tuple["WorstTensor", ...]
@@ -83,18 +89,19 @@ def heat_map(records: Sequence[HealthRecord]) -> HeatMap | None:
     cuts = _cuts(len(steps))
     measures = [m for m in MEASURES if m == "snr_db" or _any(found, m)]
     rows = {m: [_short(_columns(t, m, cuts=cuts), m) for t in found] for m in measures}
-    ranked = sorted(found, key=_badness)
+    ranked = _ranked(found)
     return HeatMap(
         data={
             "edges": _edges(steps, cuts),
             "spans": [[steps[a], steps[b - 1]] for a, b in cuts],
-            "rows": [[t.module, t.role, ", then ".join(t.formats)] for t in found],
+            "rows": [[t.module, t.role, _formats(t)] for t in found],
             "measures": rows,
             "most": MOST_ROWS,
         },
-        alt=_alt(found, ranked[0], samples=len(steps)),
+        alt=_alt(found, ranked[0], steps=steps),
         note=_note(len(steps), len(cuts)),
         measures=tuple((m, TITLES[m]) for m in measures),
+        opens=_opens(found),
         roles=tuple(sorted({t.role for t in found}, key=lambda r: (role_place(r), r))),
         modules=len({t.module for t in found}),
         worst=tuple(_told(t, steps) for t in ranked[:WORST_TENSORS]),
@@ -137,17 +144,33 @@ def _any(found: Sequence[Tensor], measure: str) -> bool:
     return any(any(tensor.values[measure]) for tensor in found)
 
 
-def _badness(tensor: Tensor) -> tuple[float, ...]:
-    """Sort tensors by what hurts most: not finite, then little signal, then overflow."""
-    snr, *shares = [tensor.worst(m) for m in MEASURES]
-    overflow, underflow, nonfinite = [found[0] if found else 0.0 for found in shares]
-    return (-nonfinite, snr[0] if snr else EXACT, -overflow, -underflow)
+def _ranked(found: Sequence[Tensor]) -> list[Tensor]:
+    """Sort tensors by what hurts most: those that broke, those that saturate, little signal.
+
+    An infinity spreads to all that is made from it. In the order in which a step makes tensors, the
+    first to break is the one nearest the cause.
+    """
+    place = {module: i for i, module in enumerate(dict.fromkeys(t.module for t in found))}
+
+    def key(tensor: Tensor) -> tuple[float, ...]:
+        at = tensor.broke()
+        if at is not None:
+            role, module = role_place(tensor.role), place[tensor.module]
+            # Gradients come after all outputs, from the last module to the first.
+            order = (0, module, role) if role <= role_place("output") else (role, -module, 0)
+            return (0, at, *order)
+        snr, overflow, underflow = [tensor.worst(m) for m in MEASURES[:3]]
+        beyond, flushed = [-x[0] if x else 0.0 for x in (overflow, underflow)]
+        return (1, beyond * _saturates(tensor), snr[0] if snr else EXACT, beyond, flushed)
+
+    return sorted(found, key=key)
 
 
 def _told(tensor: Tensor, steps: Sequence[int]) -> WorstTensor:
     found = {m: tensor.worst(m) for m in COLLECTED}
-    snr, amax, broken = found["snr_db"], found["amax"], found["nonfinite"]
-    decisive = broken if broken and broken[0] > 0 else snr or found["overflow"]
+    snr, amax, broke = found["snr_db"], found["amax"], tensor.broke()
+    lost = found["overflow"] if _saturates(tensor) or not snr else snr
+    decisive = broke if broke is not None else lost[1] if lost else None
     shares = {
         m: proportion(x[0]) if (x := found[m]) else "–"
         for m in ("overflow", "underflow", "nonfinite", "subnormal")
@@ -158,7 +181,7 @@ def _told(tensor: Tensor, steps: Sequence[int]) -> WorstTensor:
         formats=tensor.formats,
         snr=snr_text(snr[0]) if snr else "–",
         amax=value(amax[0]) if amax else "–",
-        step=count(steps[decisive[1]]) if decisive else "–",
+        step="–" if decisive is None else count(steps[decisive]),
         **shares,
     )
 
@@ -170,16 +193,35 @@ def snr_text(x: float) -> str:
     return "not finite" if x == BROKEN else decibels(x)
 
 
-def _alt(found: Sequence[Tensor], first: Tensor, *, samples: int) -> str:
+def _saturates(tensor: Tensor) -> bool:
+    found = tensor.worst("overflow")
+    return found is not None and found[0] > SATURATED
+
+
+def _opens(found: Sequence[Tensor]) -> str:
+    """Choose what the map shows first: overflows where the SNR would show a calm run."""
+    lows = [snr[0] for tensor in found if (snr := tensor.worst("snr_db"))]
+    calm = min(lows, default=EXACT) > CALM_DB
+    return "overflow" if calm and any(_saturates(t) for t in found) else "snr_db"
+
+
+def _formats(tensor: Tensor) -> str:
+    return ", then ".join(tensor.formats)
+
+
+def _alt(found: Sequence[Tensor], first: Tensor, *, steps: Sequence[int]) -> str:
     modules = count(len({t.module for t in found}), "module")
-    snr, overflow = first.worst("snr_db"), first.worst("overflow")
-    parts = [f"SNR {snr_text(snr[0])}"] if snr else []
-    if overflow and overflow[0] > 0:
-        parts.append(f"{proportion(overflow[0])} overflowed")
+    worst_of = {m: x[0] for m in MEASURES if (x := first.worst(m))}
+    snr = worst_of.pop("snr_db", BROKEN)
+    parts = [f"SNR {snr_text(snr)}"] if snr != BROKEN else []
+    parts += [f"{proportion(x)} {TITLES[m]}" for m, x in worst_of.items() if x > 0]
     told = f", at its worst {', '.join(parts)}" if parts else ""
+    broke = first.broke()
+    which = "worst" if broke is None else f"first to break, at step {count(steps[broke])},"
     return (
-        f"{modules}, {count(len(found), 'tensor')}, sampled at {count(samples, 'step')}; the "
-        f"worst is {first.role} of {first.module or 'the model itself'} in {first.format}{told}."
+        f"{modules}, {count(len(found), 'tensor')}, sampled at {count(len(steps), 'step')}; the "
+        f"{which} is {first.role} of {first.module or 'the model itself'} in "
+        f"{_formats(first)}{told}."
     )
 
 

@@ -38,6 +38,11 @@ class InForce:
         return sum(each.by_name and not each.returned for each in self.modules.values())
 
 
+def named(module: str) -> str:
+    """Name the module of a change for a reader."""
+    return "all" if module in WHOLE else module
+
+
 def in_force(
     modules: Sequence[Mapping[str, Any]],
     changes: Iterable[PrecisionRecord],

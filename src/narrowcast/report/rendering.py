@@ -36,6 +36,7 @@ def render(
         width=width,
         bare_reason=bare_reason,
         coded=_coded,
+        breakable=_breakable,
     )
     return environment.get_template(template).render(
         {
@@ -62,3 +63,8 @@ def write_page(target: Path, page: str) -> Path:
 def _coded(text: str) -> Markup:
     """Escape `text`, and set what stands between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _breakable(key: str) -> Markup:
+    """Escape the dotted key of a setting, and let a narrow screen break it behind its dots."""
+    return Markup(".<wbr>").join(key.split("."))

@@ -7,9 +7,12 @@ from narrowcast.report.phrases import capital, count, share
 from narrowcast.report.story import Story
 from narrowcast.report.summary import Tone
 from narrowcast.report.tables import Finding, findings
+from narrowcast.runs.records import PrecisionRecord
 
 MOST_FINDINGS = 3
 """Told one by one in the headline; the table below has them all."""
+INJECTED = "fault injected"
+"""What a run calls a fault that its recipe asks for."""
 
 
 def sentences(story: Story) -> list[tuple[Tone, str]]:
@@ -17,9 +20,10 @@ def sentences(story: Story) -> list[tuple[Tone, str]]:
     if not story.steps:
         return []
     found = findings(story)
-    told: list[tuple[Tone, str]] = [("bad", _finding(f)) for f in found[:MOST_FINDINGS]]
-    if len(found) > MOST_FINDINGS:
-        more = count(len(found) - MOST_FINDINGS, "more finding")
+    first = _foremost(found)
+    told: list[tuple[Tone, str]] = [("bad", _finding(f)) for f in first]
+    if len(found) > len(first):
+        more = count(len(found) - len(first), "more finding")
         told.append(("bad", f"There {'is' if more.startswith('1 ') else 'are'} {more} below."))
     told += _changes(story)
     told += _skips(story)
@@ -28,12 +32,28 @@ def sentences(story: Story) -> list[tuple[Tone, str]]:
     return told
 
 
+def _foremost(found: Sequence[Finding]) -> list[Finding]:
+    """Choose what to tell first: each trouble once, those that something was done about first.
+
+    A rehearsal comes last: whoever asked for it knows of it.
+    """
+    each: dict[tuple[str, str], Finding] = {}
+    for one in found:
+        # A verdict's "overflow" and a rule's "overflow of fp16" are one trouble.
+        each.setdefault((one.module, one.what.partition(" of ")[0]), one)
+    ranked = sorted(each.values(), key=lambda f: (f.what == INJECTED, not f.action))
+    return ranked[:MOST_FINDINGS]
+
+
 def _finding(found: Finding) -> str:
     """Write a finding as one or two sentences."""
     where = f" in `{found.module}`" if found.module else ""
     role = f" ({found.role})" if found.role and found.module else ""
-    told = f"{capital(found.what)}{where}{role} since step {count(found.since)}"
-    told += f": {found.why}" if found.why else ""
+    when = "at" if found.steps == count(found.since) else "since"
+    told = f"{capital(found.what)}{where}{role} {when} step {count(found.since)}"
+    # A verdict names its place once more; in a sentence that has just done so it is noise.
+    why = found.why.removeprefix(f"{found.module} {found.role} ")
+    told += f": {why}" if why else ""
     advice = f" {capital(found.advice).rstrip('.')}." if found.advice else ""
     return f"{told.rstrip('.')}.{advice}"
 
@@ -66,16 +86,27 @@ def _changes(story: Story) -> list[tuple[Tone, str]]:
         noun = "step" if len(phases) == 1 else "steps"
         told.append(("fair", f"The policy changed in the run, at {noun} {at}: {course}."))
     ended = in_force(story.modules, story.changes, phases=story.phases)
-    single = {r.module for r in story.changes if r.module not in WHOLE}
-    if single:
-        names = _listed(sorted(single))
-        one = len(single) == 1
+    single = [r for r in story.changes if r.module not in WHOLE]
+    if len(single) == 1:
+        told.append(("fair", _one_change(single[0], stayed=bool(ended.changed))))
+    elif single:
+        names = sorted({r.module for r in single})
+        one = len(names) == 1
         stay = f"{count(ended.changed)} of them at the end" if ended.changed else "none at the end"
         if one:
             stay = "still so at the end" if ended.changed else "back at the end"
         changed = "changed its format" if one else "changed their formats"
-        told.append(("fair", f"{names} {changed} in the run, {stay}."))
+        told.append(("fair", f"{_listed(names)} {changed} in the run, {stay}."))
     return told
+
+
+def _one_change(change: PrecisionRecord, *, stayed: bool) -> str:
+    why = f": {change.reason.rstrip('.')}" if change.reason else ""
+    end = "and is so at the end" if stayed else "but not to the end"
+    return (
+        f"`{change.module}` went from {change.before} to {change.after} at step "
+        f"{count(change.step)}, {end}{why}."
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

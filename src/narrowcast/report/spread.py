@@ -11,7 +11,8 @@ from narrowcast.report.charts import Chart
 from narrowcast.report.phrases import count, proportion
 from narrowcast.runs.records import ExponentRecord
 
-MOST_CHARTS = 12
+MOST_CHARTS = 6
+"""Beyond the first few, most lie well within their formats."""
 HEIGHT = 190
 
 
@@ -45,12 +46,13 @@ REACHES = {
 
 
 def spread_charts(records: Sequence[ExponentRecord]) -> list[Chart]:
-    """Draw the last histogram of each tensor, the one with most outside its format first."""
-    latest: dict[tuple[str, str], ExponentRecord] = {}
+    """Draw the worst histogram of each tensor, the one with most outside its format first."""
+    worst: dict[tuple[str, str], ExponentRecord] = {}
     for record in records:
         if sum(record.counts):
-            latest[record.module, record.role] = record
-    ranked = sorted(latest.values(), key=lambda r: (-sum(_lost(r)), -r.step, r.module, r.role))
+            key = record.module, record.role
+            worst[key] = min(record, worst.get(key, record), key=_place)
+    ranked = sorted(worst.values(), key=lambda r: (*_place(r), r.module, r.role))
     return [_chart(record, number) for number, record in enumerate(ranked[:MOST_CHARTS])]
 
 
@@ -60,6 +62,13 @@ def spread_note(records: Sequence[ExponentRecord]) -> str:
     if tensors <= MOST_CHARTS:
         return ""
     return f"{MOST_CHARTS} of {count(tensors)} tensors are drawn; the rest are in records.jsonl."
+
+
+def _place(record: ExponentRecord) -> tuple[float, float, int]:
+    """Rank a histogram: by the share that is lost, then by what lost digits, then by its age."""
+    reach, total = REACHES.get(record.format), sum(record.counts)
+    fewer = sum(n for e, n in _bins(record) if _where(e, reach) == "subnormal")
+    return -sum(_lost(record)), -fewer / total, -record.step
 
 
 def _lost(record: ExponentRecord) -> tuple[float, float]:

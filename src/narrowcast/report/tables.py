@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowcast.report.phrases import count, share, size, value
 from narrowcast.report.story import Story
-from narrowcast.runs import strict_json
+from narrowcast.report.written import written
 from narrowcast.runs.records import FindingRecord
 
 MOST_ROWS = 200
@@ -151,7 +151,7 @@ def bytes_by_role(plan: Mapping[str, Any]) -> tuple[list[Bytes], str]:
 def settings(story: Story) -> tuple[list[Setting], list[Setting]]:
     """List the recipe: what somebody set, and what was left at its default."""
     found = [
-        Setting(key=key, value=_written(entry.get("value")), origin=str(entry.get("origin", "")))
+        Setting(key=key, value=written(entry.get("value")), origin=str(entry.get("origin", "")))
         for key, entry in story.settings.items()
     ]
     chosen = [setting for setting in found if setting.origin != "default"]
@@ -184,11 +184,6 @@ def _span(steps: list[int]) -> str:
     return f"{count(steps[0])} – {count(steps[-1])}"
 
 
-def _written(found: Any) -> str:
-    """Write a value as a recipe would: text bare, the rest as JSON."""
-    return found if isinstance(found, str) else strict_json.dumps(found)
-
-
 def _flattened(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, entry in found.items():
         name = f"{prefix}{key}"
@@ -202,7 +197,7 @@ def _flattened(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             case None | []:
                 yield name, "none"
             case _:
-                yield name, _written(entry)
+                yield name, written(entry)
 
 
 def _numbered(entries: Iterable[Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from narrowcast.report.layers import width
 from narrowcast.runs.records import HealthRecord
 
 MEASURES = ("snr_db", "overflow", "underflow", "nonfinite")
@@ -32,14 +33,24 @@ class Tensor:
     """By measure, one for each sampled step; None where it was not measured."""
 
     @property
-    def format(self) -> str:
-        """The format it had last."""
-        return self.formats[-1]
+    def wide(self) -> bool:
+        """Whether it only had formats in which what is too large becomes an infinity."""
+        return all(width(name) in ("full", "half") for name in self.formats)
 
     def worst(self, measure: str) -> tuple[float, int] | None:
         """Return the worst value of a measure and its place among the samples, the first such."""
         value = worst(measure, self.values[measure])
         return None if value is None else (value, self.values[measure].index(value))
+
+    def broke(self) -> int | None:
+        """Return the first sample in which it held or became something that is not finite."""
+        measures = ("nonfinite", "overflow") if self.wide else ("nonfinite",)
+        places = [
+            next(i for i, x in enumerate(values) if x)
+            for values in (self.values[m] for m in measures)
+            if any(values)
+        ]
+        return min(places, default=None)
 
 
 def tensors(records: Sequence[HealthRecord]) -> list[Tensor]:
@@ -91,6 +102,10 @@ def role_place(role: str) -> int:
 
 def _measured(record: HealthRecord, measure: str) -> Values:
     column: Values = getattr(record, measure)
+    if measure == "snr_db" and any(record.nonfinite):
+        # The ratio is of the values that are finite, if there is any: it would look calm.
+        pairs = zip(column, record.nonfinite, strict=True)
+        column = tuple(BROKEN if share else x for x, share in pairs)
     # One look at the sum saves a look at each of hundreds of thousands of numbers.
     if measure not in ("snr_db", "amax") or (None not in column and math.isfinite(_sum(column))):
         return column

@@ -88,3 +88,12 @@ def test_texts_of_any_length_are_shown_shortened():
     feed = Feed()
     feed.add(finding(1, "m" * 100_000, why="w" * 100_000))
     assert max(len(str(text)) for text in feed.since(0)[0].values()) == LONGEST_TEXT
+
+
+@pytest.mark.parametrize(("module", "named"), [("*", "all"), ("", "all"), ("head", "head")])
+def test_a_change_of_the_whole_model_is_said_to_be_of_all(module, named):
+    feed, changes = Feed(), Changes()
+    feed.add(change(1, module))
+    changes.add(change(1, module))
+    assert feed.since(0)[0]["module"] == named
+    assert changes.rows() == [[1, 1, f"{named} e4m3 → bf16"]]

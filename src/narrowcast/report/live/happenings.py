@@ -5,6 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from narrowcast.report.in_force import named
 from narrowcast.report.series import Mark
 from narrowcast.runs.records import FindingRecord, PrecisionRecord, StepRecord
 
@@ -115,7 +116,7 @@ class Feed:
                 self._put(
                     (record.step, record.module, record.before, record.after),
                     kind="format",
-                    module=record.module,
+                    module=named(record.module),
                     before=record.before,
                     after=record.after,
                     why=record.reason,
@@ -169,7 +170,7 @@ class Changes:
     def add(self, record: PrecisionRecord) -> None:
         """Take one more change."""
         self.added += 1
-        text = shortened(f"{record.module or 'all'} {record.before} → {record.after}")
+        text = shortened(f"{named(record.module)} {record.before} → {record.after}")
         if self._rows and self._rows[-1][0] == record.step:
             _, times, first = self._rows[-1]
             self._rows[-1] = [record.step, times + 1, first]

@@ -72,12 +72,13 @@
 
   function entryRow(entry, fresh) {
     const steps = element("td", span(entry.first, entry.last), "number");
+    steps.dataset.label = entry.times > 1 ? "steps" : "step";
     if (entry.times > 1) steps.append(element("span", `${number.format(entry.times)} times`, "kind"));
     const what = element("td", entry.text, "wide");
     if (entry.kind === "format") what.append(format(entry.before), " → ", format(entry.after));
     what.prepend(element("span", entry.kind === "format" ? "format" : "finding", "kind"));
     const where = document.createElement("td");
-    where.append(element("code", entry.module));
+    if (entry.module) where.append(element("code", entry.module));
     if (entry.role) where.append(element("span", entry.role, "kind"));
     const made = row(steps, what, where, element("td", entry.why, "wide"), element("td", entry.action, "wide"));
     if (fresh) {

@@ -39,10 +39,11 @@
     const range = figures.loss?.layout.xaxis.range ?? [edges[0], edges[edges.length - 1]];
     const quiet = getComputedStyle(root).getPropertyValue("--quiet").trim();
     const figure = heatMap.figure(heat, chosenHeat(), { range, quiet, narrow: !printing && innerWidth < 640 });
-    const { rows, of } = figure;
+    const { rows, of, note } = figure;
     named("heat-more").hidden = of <= heat.most;
     named("heat-more").lastElementChild.textContent = `all ${of} rows`;
-    named("heat-note").textContent = rows.length < of ? `The ${rows.length} worst of ${of} rows are shown.` : "";
+    const some = rows.length < of ? `The ${rows.length} worst of ${of} rows are shown.` : "";
+    named("heat-note").textContent = [some, note].filter(Boolean).join(" ");
     if (cursor.column >= 0) {
       cursor.row = Math.min(cursor.row, rows.length - 1);
       figure.layout.shapes.push({
@@ -70,6 +71,9 @@
   function draw(place) {
     const figure = figureOf(place);
     const { data, layout } = coloured(structuredClone({ data: figure.data, layout: figure.layout }), "");
+    // Plotly neither breaks nor cuts the text of a legend, and a phone would scroll sideways.
+    if (!printing && innerWidth < 640)
+      for (const trace of data) if (trace.name?.length > 40) trace.name = `${trace.name.slice(0, 39)}…`;
     layout.font.family = layout.hoverlabel.font.family = getComputedStyle(document.body).fontFamily;
     // On a touch screen a drag scrolls the page.
     layout.dragmode = touch ? false : "zoom";
