@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -62,8 +63,11 @@ def narrowcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 @pytest.fixture
 def start() -> Callable[..., subprocess.Popen[str]]:
     """Start a command in a process of its own, as a shell does."""
+    # As a user has it: no kernels on a CPU, rather than those of the interpreter.
+    known = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
     def begin(*words: object, **options: object) -> subprocess.Popen[str]:
+        options.setdefault("env", known)
         return subprocess.Popen(
             [sys.executable, "-m", "narrowcast", *map(str, words)],
             stdout=subprocess.PIPE,
