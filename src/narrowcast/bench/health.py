@@ -41,7 +41,8 @@ PEERS: Mapping[str, Contender] = {
     )
 }
 
-UNWATCHED = ("steps=1000000000", "health.every=0", "health.verdicts=false")
+UNWATCHED = ("steps=1000000000", "eval.every=0", "health.every=0", "health.verdicts=false")
+"""Steps without end, and nothing beside them."""
 
 
 def _watching(*overrides: str, **options: Any) -> dict[str, Any]:
