@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowcast.numerics import BlockFormat, Format, format_named, round_to, scale_for
+from narrowcast.numerics import FP32, BlockFormat, Format, format_named, round_to, scale_for
 
 COLUMNS = ("amax", "amin", "overflow", "underflow", "subnormal", "nonfinite", "snr_db")
 """Of a result, in this order. An SNR of NaN: nothing was changed, or nothing was there."""
@@ -29,27 +29,44 @@ def statistics(samples: Tensor, target: Format, *, scaling: str = "none") -> Ten
     whole sample, or for `block` of each run of 128. A scale for each row is taken as one of the
     sample, so that a layer with it may do better than told.
     """
-    x = samples.float()
-    finite = x.isfinite()
-    x = torch.where(finite, x, 0.0)
+    given = samples.float()
+    finite = given.isfinite()
+    x = torch.nan_to_num(given, 0.0, 0.0, 0.0)
     magnitude = x.abs()
-    scale = _scales(x, target, scaling)
-    scaled = magnitude * scale
-    there = magnitude > 0
+    scale = None if scaling == "none" else _scales(x, target, scaling)
+    scaled = magnitude if scale is None else magnitude * scale
     over = torch.ge if target.overflow_is_even else torch.gt
-    gone = there & (scaled <= target.smallest / 2)
-    little = there & (scaled < target.smallest_normal) & ~gone
-    error = x - round_to(x * scale, target, saturate=True) / scale
-    signal, noise = (each.square().sum(1) for each in (x, error))
-    snr = 10 * torch.log10(signal / noise)
-    amin = torch.where(there, magnitude, math.inf).amin(1)
+    # Counts of nested sets, whose differences are wanted: cheaper than to mark each difference.
+    zeros, gone, little = (
+        _count(each)
+        for each in (
+            magnitude == 0,
+            scaled <= target.smallest / 2,
+            scaled < target.smallest_normal,
+        )
+    )
+    whole, length = _count(finite), x.shape[1]
+    shares = (_count(over(scaled, _end(target))), gone - zeros, little - gone, length - whole)
     columns = (
-        torch.where(finite.all(1), magnitude.amax(1), math.inf),
-        torch.where(amin.isfinite(), amin, 0.0),
-        *(_share(each) for each in (over(scaled, _end(target)) & finite, gone, little, ~finite)),
-        torch.where(snr.isfinite(), snr, math.nan),
+        torch.where(whole == length, magnitude.amax(1), math.inf),
+        _smallest_above_zero(magnitude),
+        *(share / length for share in shares),
+        _snr(x, target, scale),
     )
     return torch.stack(columns, dim=1)
+
+
+def _snr(x: Tensor, target: Format, scale: Tensor | None) -> Tensor:
+    """Return the signal-to-noise ratio of each row's cast in dB; NaN where nothing is lost."""
+    if target is FP32:
+        return torch.full_like(x[:, 0], math.nan)
+    if scale is None:
+        error = x - round_to(x, target, saturate=True)
+    else:
+        error = x - round_to(x * scale, target, saturate=True) / scale
+    signal, noise = (torch.linalg.vector_norm(each, dim=1) for each in (x, error))
+    snr = 20 * torch.log10(signal / noise)
+    return torch.where(snr.isfinite(), snr, math.nan)
 
 
 def what_if(samples: Tensor, name: str) -> Tensor:
@@ -95,5 +112,13 @@ def _end(target: Format) -> float:
     return target.overflow if target.overflow <= torch.finfo(torch.float32).max else math.inf
 
 
-def _share(which: Tensor) -> Tensor:
-    return which.float().mean(1)
+def _count(which: Tensor) -> Tensor:
+    return which.sum(1, dtype=torch.int32)
+
+
+def _smallest_above_zero(magnitude: Tensor) -> Tensor:
+    """Return the smallest number above zero of each row, by its bits; zero where there is none."""
+    # As integers, magnitudes have the same order. One less, zero becomes the largest.
+    below = (magnitude.view(torch.int32) - 1).bitwise_and_(0x7FFFFFFF).amin(1)
+    found = (below.clamp(max=0x7FFFFFFE) + 1).view(torch.float32)
+    return torch.where(below == 0x7FFFFFFF, 0.0, found)
