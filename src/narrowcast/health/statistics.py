@@ -35,18 +35,15 @@ def statistics(samples: Tensor, target: Format, *, scaling: str = "none") -> Ten
     magnitude = x.abs()
     scale = None if scaling == "none" else _scales(x, target, scaling)
     scaled = magnitude if scale is None else magnitude * scale
-    over = torch.ge if target.overflow_is_even else torch.gt
     # Counts of nested sets, whose differences are wanted: cheaper than to mark each difference.
-    zeros, gone, little = (
-        _count(each)
-        for each in (
-            magnitude == 0,
-            scaled <= target.smallest / 2,
-            scaled < target.smallest_normal,
-        )
-    )
+    zeros, little = _count(magnitude == 0), _count(scaled < target.smallest_normal)
     whole, length = _count(finite), x.shape[1]
-    shares = (_count(over(scaled, _end(target))), gone - zeros, little - gone, length - whole)
+    if target is FP32:  # what is finite in it loses nothing to it
+        beyond, gone = torch.zeros_like(zeros), zeros
+    else:
+        over = torch.ge if target.overflow_is_even else torch.gt
+        beyond, gone = _count(over(scaled, _end(target))), _count(scaled <= target.smallest / 2)
+    shares = (beyond, gone - zeros, little - gone, length - whole)
     columns = (
         torch.where(whole == length, magnitude.amax(1), math.inf),
         _smallest_above_zero(magnitude),
