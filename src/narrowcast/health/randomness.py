@@ -26,7 +26,7 @@ class RandomState:
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
         """Return the state as it is. Waits for nothing."""
-        return cls(on_host=torch.get_rng_state(), device=device, on_device=_state_of(device))
+        return cls(on_host=torch.get_rng_state(), device=device, on_device=device_state(device))
 
     def restore(self) -> None:
         """Let torch's generators go on from here."""
@@ -55,7 +55,8 @@ def drawing_from(state: RandomState) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _state_of(device: torch.device) -> Tensor | None:
+def device_state(device: torch.device) -> Tensor | None:
+    """Return the state of a device's own generator; None where it draws from torch's CPU one."""
     match device.type:
         case "cuda":
             return torch.cuda.get_rng_state(device)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
-from torch import Tensor
 
 from narrowcast.health.probes import Probes
 from narrowcast.health.statistics import COLUMNS, exponent_counts, statistics, trimmed, what_if
 from narrowcast.health.supposition import unfit
+from narrowcast.precision.arriving import Arriving
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 WORST = 4
@@ -32,13 +32,13 @@ class Reading:
             probes.counts.take_into(table)
             counts = self._grouping.rows(self._stacks, exponent_counts) if exponents else None
             self._supposed_sites = probes.supposition.sites
-            self._supposed = _Arriving(probes.supposition.rows())
-        self._table = _Arriving(table)
-        self._counts = None if counts is None else _Arriving(counts)
+            self._supposed = Arriving(probes.supposition.rows())
+        self._table = Arriving(table)
+        self._counts = None if counts is None else Arriving(counts)
 
     def records(self) -> list[HealthRecord | ExponentRecord]:
         """Return what was read. Waits until it has arrived."""
-        rows = self._table.numbers()
+        rows = self._table.landed().tolist()
         health = self._record(rows, [site.format for site in self._sites])
         return [] if health is None else [health, *self._worst(rows)]
 
@@ -47,7 +47,7 @@ class Reading:
 
         `scaled`: a loss scale gives way to gradients that are too large. Waits until it is there.
         """
-        return [*unfit(self._supposed_sites, self._supposed.numbers(), scaled=scaled)]
+        return [*unfit(self._supposed_sites, self._supposed.landed().tolist(), scaled=scaled)]
 
     def as_if(self, name: str) -> HealthRecord | None:
         """Return what these samples would lose to another format; None where nothing has passed.
@@ -88,7 +88,7 @@ class Reading:
         """Return the exponents of those tensors that lose most."""
         if self._counts is None:
             return []
-        counts = self._counts.numbers()
+        counts = self._counts.landed().tolist()
         found = []
         there = [i for i, row in enumerate(rows) if self._seen[i] and _is_there(row)]
         for i in sorted(there, key=lambda i: _signal(rows[i]))[:WORST]:
@@ -105,26 +105,6 @@ class Reading:
                 )
             )
         return found
-
-
-class _Arriving:
-    """A matrix on its way to the host."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = matrix
-        if matrix.is_cuda:
-            self._host = torch.empty(matrix.shape, dtype=matrix.dtype, pin_memory=True)
-            self._host.copy_(matrix, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def numbers(self) -> list[list[float]]:
-        """Return its rows. Waits until they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        rows: list[list[float]] = self._host.tolist()
-        return rows
 
 
 def _is_there(row: Sequence[float]) -> bool:

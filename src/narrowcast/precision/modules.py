@@ -6,6 +6,7 @@ tied weights, shared submodules and `state_dict` keys stay as they are, and `isi
 
 import copy
 import functools
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -170,9 +171,9 @@ class Onlooker(nn.Module):
     goes by `working_class` and says so here.
     """
 
+    @abstractmethod
     def nc_sees(self, x: Tensor) -> None:
         """Be shown the input of the module."""
-        raise NotImplementedError
 
 
 def working_class(module: nn.Module) -> type[nn.Module]:

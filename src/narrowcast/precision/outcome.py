@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from narrowcast.precision.arriving import Arriving
+
 NO_MODULE = "no single module (the sum of all gradients overflowed)"
 """In the place of a module's name."""
 
@@ -59,19 +61,11 @@ class Flight:
 
     def __init__(self, packed: Tensor, *, names: Sequence[str], lr: float, metered: bool) -> None:
         self._names, self._lr, self._metered = names, lr, metered
-        self._event: torch.cuda.Event | None = None
-        self._host = packed
-        if packed.is_cuda:
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._packed = Arriving(packed)
 
     def land(self) -> Facts:
         """Return the numbers. Waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        finite, norm, scale, next_scale, lost, at_floor, *norms = self._host.tolist()
+        finite, norm, scale, next_scale, lost, at_floor, *norms = self._packed.landed().tolist()
         bad = []
         if not finite:
             bad = [

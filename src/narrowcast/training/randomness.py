@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+
+from narrowcast.health.randomness import device_state
 
 
 def seed_everything(seed: int) -> None:
@@ -30,7 +31,7 @@ def capture_randomness(device: torch.device) -> dict[str, Any]:
             "gauss": float(cached),
         },
         "torch": torch.get_rng_state(),
-        "device": {"type": device.type, "state": _device_state(device)},
+        "device": {"type": device.type, "state": device_state(device)},
     }
 
 
@@ -62,13 +63,3 @@ def randomness_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_randomness(state, device)
-
-
-def _device_state(device: torch.device) -> Tensor | None:
-    match device.type:
-        case "cuda":
-            return torch.cuda.get_rng_state(device)
-        case "mps":
-            return torch.mps.get_rng_state()
-        case _:
-            return None  # drawn from torch's CPU generator
