@@ -1,7 +1,9 @@
 """Run folders for the report's tests: written as a run writes them, with made-up numbers."""
 
+import importlib.util
 import math
 import random
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -379,3 +381,16 @@ def story_fixture() -> Callable[..., Story]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def browser_is_there():
+    """Skip, with what to install, where pages cannot be looked at."""
+    driver = shutil.which("chromium") and shutil.which("chromedriver")
+    needed = {
+        "Chromium and its driver (Debian packages chromium and chromium-driver)": driver,
+        "selenium (pip install selenium)": importlib.util.find_spec("selenium"),
+    }
+    missing = [name for name, found in needed.items() if not found]
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}")

@@ -8,7 +8,6 @@ writes report-, health- and watch-light.png and -dark.png; without the option no
 import base64
 import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,19 +21,8 @@ import pytest
 from narrowcast.report.compare_page import write_comparison
 from narrowcast.report.comparison import compare
 
-MISSING = [
-    name
-    for name, found in {
-        "Chromium and its driver (Debian packages chromium and chromium-driver)": shutil.which(
-            "chromium"
-        )
-        and shutil.which("chromedriver"),
-        "selenium (pip install selenium)": importlib.util.find_spec("selenium"),
-    }.items()
-    if not found
-]
 pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}"),
+    pytest.mark.usefixtures("browser_is_there"),
     pytest.mark.slow,
     # What selenium leaves behind is its own affair.
     pytest.mark.filterwarnings("default::ResourceWarning"),

@@ -1,7 +1,6 @@
 """The live page in a real browser, while another process writes the run."""
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 import threading
@@ -13,19 +12,8 @@ import pytest
 
 from narrowcast.runs import EvalRecord, FindingRecord, PrecisionRecord, RunFolder, to_line
 
-MISSING = [
-    name
-    for name, found in {
-        "Chromium and its driver (Debian packages chromium and chromium-driver)": shutil.which(
-            "chromium"
-        )
-        and shutil.which("chromedriver"),
-        "selenium (pip install selenium)": importlib.util.find_spec("selenium"),
-    }.items()
-    if not found
-]
 pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}"),
+    pytest.mark.usefixtures("browser_is_there"),
     pytest.mark.slow,
     # What selenium leaves behind is its own affair.
     pytest.mark.filterwarnings("default::ResourceWarning"),
