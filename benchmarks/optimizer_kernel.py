@@ -224,8 +224,8 @@ def sweep(rounds: int) -> None:
     for moments in MOMENTS:
         ours = Ours(*MODELS["500M"], moments)
         cases: dict[str, Callable[[], Any]] = {}
-        for chunk in (1024, 2048, 4096, 8192):
-            for warps in (4, 8, 16):
+        for chunk in (256, 512, 1024, 2048, 4096):
+            for warps in (1, 2, 4, 8):
                 if not 8 <= chunk / warps / 32 <= 32:
                     continue
                 tiling = Tiling(chunk=chunk, warps=warps)

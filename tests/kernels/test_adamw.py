@@ -288,17 +288,29 @@ def test_the_largest_of_a_block_is_kept_and_nothing_overflows(scale):
         assert (back - values).abs().max() <= widest * (1 + 2.0**-20)
 
 
-def test_the_hash_is_murmurs_and_its_bits_are_fair():
+def test_seeds_are_murmurs_hash():
     # From the reference implementation: fmix32 of 1 and of 0xDEADBEEF.
     assert mix(torch.tensor([1])).item() == 0x514E28B7
     assert mix(torch.tensor([0xDEADBEEF])).item() == 0x0DE5C6A9
-    count = 1 << 14
-    bits = random_bits(count, step=7, place=3, device=torch.device("cpu"))
-    ones = torch.stack([(bits >> k & 1).double().mean() for k in range(32)])
-    assert ((ones - 0.5).abs() < 5 * 0.5 / math.sqrt(count)).all()
-    other = random_bits(count, step=8, place=3, device=torch.device("cpu"))
-    agree = torch.stack([((bits ^ other) >> k & 1).double().mean() for k in range(32)])
-    assert ((agree - 0.5).abs() < 5 * 0.5 / math.sqrt(count)).all()
+
+
+@pytest.mark.parametrize("field", [7, 16])
+@pytest.mark.parametrize(("step", "place"), [(1, 0), (7, 3), (5000, 291)])
+def test_chances_are_even_and_know_nothing_of_neighbours_steps_or_tensors(field, step, place):
+    """In 256 equal parts, and by correlation: within what chance allows."""
+    count = 1 << 20
+
+    def chances(step, place):
+        bits = random_bits(count, step=step, place=place, device=torch.device("cpu"))
+        return ((bits >> field) & 0xFFFF).double()
+
+    chance = chances(step, place)
+    found = torch.histc(chance, bins=256, min=0, max=65536)
+    assert (found - count / 256).abs().max() < 5 * math.sqrt(count / 256)
+    near = [chance.roll(lag) for lag in (1, 2, 3, 8, 64, 256, 1024, 4096)]
+    for other in (*near, chances(step + 1, place), chances(step, place + 1)):
+        correlation = torch.corrcoef(torch.stack([chance, other]))[0, 1]
+        assert abs(correlation) < 5 / math.sqrt(count)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,8 @@
-"""A linear layer forward and backward, as each contender of `bench products` does it."""
+"""A linear layer forward and backward, as each contender of `bench products` does it.
+
+On a GPU everyone's passes are captured as a CUDA graph and replayed: what the device takes, and not
+how fast a host launches kernels for a single layer with nothing around it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +14,11 @@ from torch import Tensor, nn
 import narrowcast
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.peers.float8 import convert
-from narrowcast.bench.timing import Step
+from narrowcast.bench.timing import Step, forget_peak
 from narrowcast.errors import UnsupportedError
+from narrowcast.hardware import probe
+from narrowcast.hardware.replay import captured
+from narrowcast.precision.plan import Plan, plan
 
 LARGEST_E4M3 = 448.0
 SAMPLE_SEED = 0
@@ -45,6 +52,24 @@ Made = Callable[[Shape], Step]
 
 def layer_builder(contender: Contender, *, device: torch.device) -> Made:
     """Return what makes a contender's step for a shape."""
+    made = _plain_builder(contender, device=device)
+    if device.type != "cuda":
+        return made
+
+    def replayed(shape: Shape) -> Step:
+        forget_peak(device)  # what a graph takes is only seen while it is captured
+        return captured(made(shape), device=device)
+
+    return replayed
+
+
+def layer_plan(shape: Shape, device: torch.device, policy: str) -> Plan:
+    """Return what a policy chooses for a layer of this shape, on this device."""
+    layer = _layer(shape, torch.device("meta"))
+    return plan(layer, policy, hardware=probe(str(device)), tokens=shape.tokens)
+
+
+def _plain_builder(contender: Contender, *, device: torch.device) -> Made:
     options = contender.options
     match contender.kind:
         case "narrowcast":
@@ -62,7 +87,7 @@ def layer_builder(contender: Contender, *, device: torch.device) -> Made:
 def _ours(shape: Shape, device: torch.device, *, policy: str, compiled: bool) -> Step:
     model = _layer(shape, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    prepared = narrowcast.prepare(model, optimizer, policy=policy)
+    prepared = narrowcast.prepare(model, optimizer, policy=layer_plan(shape, device, policy))
     forward = cast(nn.Module, torch.compile(model, dynamic=False)) if compiled else model
     x, _ = _operands(shape, device, torch.float32)
     with torch.no_grad(), prepared.compute():

@@ -12,7 +12,7 @@ import torch._dynamo.config
 
 from narrowcast.bench.catalogue import Bench, by_device
 from narrowcast.bench.contenders import Contender
-from narrowcast.bench.linear import Shape, layer_builder
+from narrowcast.bench.linear import Shape, layer_builder, layer_plan
 from narrowcast.bench.memory import CONTEXT_BYTES
 from narrowcast.bench.model import device_of
 from narrowcast.bench.timed import TimedSubject
@@ -22,8 +22,9 @@ from narrowcast.errors import RecipeError
 from narrowcast.workloads import load_recipe
 
 SHAPES_ON_CUDA = (
-    "1024x1024x1024,4096x1024x4096,16384x1024x1024,16384x1024x4096,16384x4096x1024,"
-    "16384x2048x8192,16384x4096x4096,16384x4096x14336,16384x14336x4096,65536x1024x4096"
+    "1024x1024x1024,1024x4096x14336,4096x1024x4096,4096x4096x4096,4096x14336x4096,"
+    "16384x1024x1024,16384x1024x4096,16384x4096x1024,16384x2048x8192,16384x4096x4096,"
+    "16384x4096x14336,16384x14336x4096,65536x1024x1024,65536x1024x4096,65536x4096x14336"
 )
 SHAPES_ELSEWHERE = "256x128x512,256x512x128"
 
@@ -76,7 +77,8 @@ BENCH = Bench(
     ),
     default_policies=by_device(
         cuda="bf16, params=bf16, master=split | fp8-tensor, params=bf16, master=split | "
-        "fp8-row, params=bf16, master=split | fp8-delayed, params=bf16, master=split",
+        "fp8-row, params=bf16, master=split | fp8-delayed, params=bf16, master=split | "
+        "fp8-block, params=bf16, master=split",
         elsewhere="fp32 | bf16",
     ),
     bytes_of=lambda recipe, settings: _bytes(recipe, settings),
@@ -91,11 +93,18 @@ def subject(job: Mapping[str, Any]) -> TimedSubject:
     # One function is compiled for every shape, each for itself.
     torch._dynamo.config.recompile_limit = 1000
     made = layer_builder(contender, device=device)
+    shapes = _shapes(job["settings"], device.type)
     cases = {
-        str(shape): Case(open=_opener(made, shape), work={"flops": shape.flops})
-        for shape in _shapes(job["settings"], device.type)
+        str(shape): Case(open=_opener(made, shape), work={"flops": shape.flops}) for shape in shapes
     }
-    return TimedSubject(lambda: Trial(cases=cases), device=device, contender=contender)
+    about = {}
+    if contender.kind == "narrowcast":
+        policy = contender.options["policy"]
+        plans = {str(shape): layer_plan(shape, device, policy) for shape in shapes}
+        about["chosen"] = {shape: chosen.modules[0].reason for shape, chosen in plans.items()}
+    on_gpu = device.type == "cuda"
+    trial = Trial(cases=cases, about=about, is_captured=lambda: on_gpu)
+    return TimedSubject(lambda: trial, device=device, contender=contender)
 
 
 def _opener(made: Callable[[Shape], Step], shape: Shape) -> Callable[[], Step]:

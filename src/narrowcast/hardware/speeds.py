@@ -17,11 +17,11 @@ from typing import Any
 
 from narrowcast.hardware.trial import cache_folder
 
-TOKENS = (1024, 4096, 16384)
+TOKENS = (1024, 4096, 16384, 65536)
 WIDTHS = (1024, 2048, 4096, 8192)
 """Of inputs and of outputs. A shape between two of the table lies between their gains; one beyond
 its end has the gain of the end."""
-KINDS = ("bf16", "tensor", "delayed")
+KINDS = ("bf16", "tensor", "delayed", "row", "block")
 """What is measured: bf16, and fp8 by its scaling."""
 
 

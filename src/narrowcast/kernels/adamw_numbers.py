@@ -7,15 +7,12 @@ and conversions between bytes and floats by their bits.
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.adamw_twin import HEADROOM, SMALLEST_SCALE
+from narrowcast.kernels.adamw_twin import HEADROOM, MULTIPLIERS, SMALLEST_SCALE
+from narrowcast.kernels.words import ZERO, last_bytes, plus_zero, signed_bytes
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
 ABOVE_ONE = tl.constexpr(HEADROOM)
-# 2²³ and a small integer: the last byte is that integer. Casts are four times as slow as additions.
-ZERO = tl.constexpr(8388608.0)
-# Added to x, it rounds down to ZERO plus an integer, for x from 0.5 on. If x is an integer one may
-# be lost; the chance of getting it back is then one.
-DOWN = tl.constexpr(8388607.5)
+SPREAD, STIR = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 # Chances are 16 bits and a half, and come as numbers from 1 to 2.
 HALF_OFF = tl.constexpr(1 - 2.0**-17)
 
@@ -61,6 +58,14 @@ def mix(x):
 
 
 @triton.jit
+def scattered(first, at, seed):
+    """Random bits of each place in a tensor. The lowest seven, of a product, are no good."""
+    x = at.to(tl.uint32) * SPREAD + (first.to(tl.uint32) * SPREAD + seed)
+    x ^= x >> 13
+    return x * STIR
+
+
+@triton.jit
 def nearest(x, TYPE: tl.constexpr, NATIVE: tl.constexpr):
     """Round to nearest, ties to even; fp16 saturates."""
     if tl.float16 == TYPE:
@@ -98,14 +103,18 @@ def randomly(x, random, TYPE: tl.constexpr):
 
 
 @triton.jit
-def decoded(at_first, at_second, first_scale, second_scale, mask, some):
-    """Return moments that are kept in 8 bits: the root of one, the fourth root of the other."""
-    biased = load(at_first, mask).to(tl.uint8, bitcast=True) ^ 0x80
-    code = _plus_zero(biased) - (ZERO + 128.0)
-    m = code * tl.abs(code) * (load(first_scale, some) * (1 / 127**2))
-    code = _plus_zero(load(at_second, mask)) - ZERO
+def decoded(
+    at_first, at_second, first_scale, second_scale, beta1, beta2, mask, some, NATIVE: tl.constexpr
+):
+    """Return what is left of moments kept in 8 bits: a root of one, the fourth root of the other.
+
+    What is left of a moment is beta of it: so that is one multiplication a block.
+    """
+    code = plus_zero(load(at_first, mask), 0x80, NATIVE) - (ZERO + 128.0)
+    m = code * tl.abs(code) * (load(first_scale, some) * (1 / 127**2) * beta1)
+    code = plus_zero(load(at_second, mask), 0, NATIVE) - ZERO
     code *= code
-    v = code * code * (load(second_scale, some) * (1 / 255**4))
+    v = code * code * (load(second_scale, some) * (1 / 255**4) * beta2)
     return m, v
 
 
@@ -114,13 +123,11 @@ def encode_first(m, random, at, at_scale, mask, some, NATIVE: tl.constexpr):
     """Write a first moment as the root of its share of the block's largest, rounded by chance."""
     scale = tl.maximum(tl.max(tl.abs(m), axis=1, keep_dims=True), SMALLEST) * ABOVE_ONE
     x = tl.abs(m) * (127.0**2 / scale)
-    below = tl.maximum(root(x, NATIVE) + DOWN, ZERO)
+    below = _down(root(x, NATIVE), 1.0, NATIVE)
     lower = below - ZERO
     width = 2 * lower + 1
-    up = _chance(random) * width < x - lower * lower + width * HALF_OFF
-    code = below.to(tl.int32, bitcast=True) + up.to(tl.int32)
-    sign = m.to(tl.int32, bitcast=True) >> 31
-    tl.store(at, ((code ^ sign) - sign).to(tl.int8), mask=mask)
+    over = _chance(random, NATIVE) * width + (lower * lower - x - width * HALF_OFF)
+    tl.store(at, signed_bytes(_one_more(below, over), m, NATIVE), mask=mask)
     tl.store(at_scale, scale, mask=some)
 
 
@@ -130,23 +137,55 @@ def encode_second(v, square_root, random, at, at_scale, mask, some, NATIVE: tl.c
     scale = tl.maximum(tl.max(v, axis=1, keep_dims=True), SMALLEST) * ABOVE_ONE
     x = v * (255.0**4 / scale)
     # A second moment of zero under a first that is not would be an update of m / eps.
-    below = root(square_root, NATIVE) * (255.0 / root(root(scale, NATIVE), NATIVE)) + DOWN
-    below = tl.maximum(below, ZERO + 1.0)
+    inverse_root = 255.0 / root(root(scale, NATIVE), NATIVE)
+    below = tl.maximum(_down(root(square_root, NATIVE), inverse_root, NATIVE), ZERO + 1.0)
     lower = below - ZERO
     square = lower * lower
     width = (2 * lower + 1) * (2 * square + 2 * lower + 1)
-    up = _chance(random >> 9) * width < x - square * square + width * HALF_OFF
-    code = below.to(tl.int32, bitcast=True) + up.to(tl.int32)
-    tl.store(at, code.to(tl.uint8), mask=mask)
+    over = _chance(random >> 9, NATIVE) * width + (square * square - x - width * HALF_OFF)
+    tl.store(at, last_bytes(_one_more(below, over), NATIVE), mask=mask)
     tl.store(at_scale, scale, mask=some)
 
 
 @triton.jit
-def _plus_zero(byte):
-    return (byte.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True)
+def _down(x, factor, NATIVE: tl.constexpr):
+    """Return ZERO plus the product, rounded down to an integer.
+
+    Roots are not exact: of an integer one may be lost, whose chance to be got back is then one.
+    """
+    if NATIVE:
+        result = tl.inline_asm_elementwise(
+            "fma.rm.ftz.f32 $0, $1, $2, 0f4B000000;",
+            "=f,f,f",
+            [x, factor],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        result = tl.floor(x * factor) + ZERO
+    return result
 
 
 @triton.jit
-def _chance(random):
+def _one_more(below, over):
+    """Return the bits of a number, plus one where the other number is negative."""
+    up = over.to(tl.uint32, bitcast=True) >> 31
+    return (below.to(tl.uint32, bitcast=True) + up).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _chance(random, NATIVE: tl.constexpr):
     """Return a number from 1 to 2 with bits 7 to 22 as its digits."""
-    return ((random & 0x7FFF80) | 0x3F800000).to(tl.float32, bitcast=True)
+    if NATIVE:  # in one instruction, which takes one constant; the other is kept
+        result = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, 0x3F800000, 0xEA;",
+            "=f,r,r",
+            [random, tl.full([1, 1], 0x7FFF80, tl.uint32)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        result = ((random & 0x7FFF80) | 0x3F800000).to(tl.float32, bitcast=True)
+    return result

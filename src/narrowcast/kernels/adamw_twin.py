@@ -22,6 +22,9 @@ SMALLEST_SCALE = 2.0**-90
 """No smaller scale is kept: its inverse times 255⁴, and itself over 255⁴, are normal numbers."""
 HEADROOM = 1 + 2.0**-18
 """A scale is this much larger than the largest of its block, so that no rounding leads beyond."""
+MULTIPLIERS = (0xC2B2AE35, 0xD35A2D97)
+"""Of the hash of places. Of 180 pairs with a shift between, the one whose neighbours, up to 4096
+places apart, have the least in common: no more than chance has it."""
 LARGEST = {torch.float16: 65504.0, torch.bfloat16: 3.3895313892515355e38}
 
 
@@ -122,7 +125,7 @@ def encode(values: Tensor, random: Tensor, *, signed: bool) -> tuple[Tensor, Ten
         x = blocks.abs() * (127.0**2 / scale)
         lower = _floor(x.sqrt(), least=0)
         width = 2 * lower + 1
-        up = chance * width < x - lower * lower + width * middle
+        up = chance * width + (lower * lower - x - width * middle) < 0
         code = torch.where(blocks < 0, -(lower + up), lower + up).to(torch.int8)
     else:
         x = blocks * (255.0**4 / scale)
@@ -130,26 +133,32 @@ def encode(values: Tensor, random: Tensor, *, signed: bool) -> tuple[Tensor, Ten
         lower = _floor(blocks.sqrt().sqrt() * (255.0 / scale.sqrt().sqrt()), least=1)
         square = lower * lower
         width = (2 * lower + 1) * (2 * square + 2 * lower + 1)
-        up = chance * width < x - square * square + width * middle
+        up = chance * width + (square * square - x - width * middle) < 0
         code = (lower + up).to(torch.uint8)
     return code.flatten()[: values.numel()], scale.flatten()
 
 
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the moments that `encode` kept, as a flat fp32 tensor."""
+def decode(codes: Tensor, scales: Tensor, *, times: float = 1.0) -> Tensor:
+    """Return the moments that `encode` kept, or so many times them, as a flat fp32 tensor."""
     code = _in_blocks(codes.flatten()).float()
     if codes.dtype == torch.int8:
-        values = code * code.abs() * (scales * (1 / 127**2))[:, None]
+        values = code * code.abs() * (scales * (1 / 127**2) * times)[:, None]
     else:
         square = code * code
-        values = square * square * (scales * (1 / 255**4))[:, None]
+        values = square * square * (scales * (1 / 255**4) * times)[:, None]
     return values.flatten()[: codes.numel()]
 
 
 def random_bits(count: int, *, step: float, place: int, device: torch.device) -> Tensor:
-    """Return the 32 random bits of each element of tensor number `place` in a step, as int64."""
+    """Return 32 random bits of each element of tensor number `place` in a step, as int64.
+
+    Chances are bits 7 to 22, and 16 to 31: the lowest of a product are no good.
+    """
     seed = mix(torch.tensor((int(step) * 0x9E3779B9) & 0xFFFFFFFF) ^ mix(torch.tensor(place)))
-    return mix((torch.arange(count) & 0xFFFFFFFF) ^ seed).to(device)
+    spread, stir = MULTIPLIERS
+    x = (torch.arange(count) * spread + seed) & 0xFFFFFFFF
+    x = x ^ (x >> 13)
+    return ((x * stir) & 0xFFFFFFFF).to(device)
 
 
 def mix(x: Tensor) -> Tensor:
@@ -172,12 +181,12 @@ def _update(w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, pla
     g = _flat(gradient).float()
     if factor is not None:
         g = g * factor
-    m, v = moments_of(w)
+    m, v = moments_of(w, times=h.betas)
     if h.weight_decay and not h.decoupled:
         g = g + h.weight_decay * old
     new = old - lr * h.weight_decay * old if h.weight_decay and h.decoupled else old
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + ((1 - beta2) * g) * g
+    m = m + (1 - beta1) * g
+    v = v + ((1 - beta2) * g) * g
     scale = 1 / math.sqrt(1 - beta2**step)
     new = new - (lr / (1 - beta1**step)) * m * (1 / (v.sqrt() * scale + h.eps))
     _keep_moments(w, m, v, random)
@@ -227,11 +236,15 @@ def _keep_weight(w: Weight, old: Tensor, new: Tensor, random: Tensor) -> Tensor:
     return same
 
 
-def moments_of(w: Weight) -> tuple[Tensor, Tensor]:
-    """Return both moments in fp32, flat, in the order of memory."""
+def moments_of(w: Weight, *, times: tuple[float, float] = (1.0, 1.0)) -> tuple[Tensor, Tensor]:
+    """Return both moments, or so many times them, in fp32, flat, in the order of memory."""
+    one, other = times
     if w.first_scale is None or w.second_scale is None:
-        return _flat(w.first).float(), _flat(w.second).float()
-    return decode(_flat(w.first), w.first_scale), decode(_flat(w.second), w.second_scale)
+        return one * _flat(w.first).float(), other * _flat(w.second).float()
+    return (
+        decode(_flat(w.first), w.first_scale, times=one),
+        decode(_flat(w.second), w.second_scale, times=other),
+    )
 
 
 def _keep_moments(w: Weight, m: Tensor, v: Tensor, random: Tensor) -> None:
@@ -243,7 +256,7 @@ def _keep_moments(w: Weight, m: Tensor, v: Tensor, random: Tensor) -> None:
         w.second_scale.copy_(second_scale)
     elif w.first.dtype == torch.bfloat16:
         kept = [
-            randomly(m, random & 0xFFFF, torch.bfloat16),
+            randomly(m, (random >> 7) & 0xFFFF, torch.bfloat16),
             randomly(v, random >> 16, torch.bfloat16),
         ]
     _flat(w.first).copy_(kept[0])
@@ -273,8 +286,7 @@ def _nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _floor(x: Tensor, *, least: int) -> Tensor:
-    """Round down, as the kernel does; an integer may lose one, and is sure to get it back."""
-    return ((x + 8388607.5) - 8388608.0).clamp(min=least)
+    return x.floor().clamp(min=least)
 
 
 def _flat(tensor: Tensor) -> Tensor:

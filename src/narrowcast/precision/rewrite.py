@@ -47,7 +47,8 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
             case "normalisation":
                 _rewrite_norm(module, chosen, plan.policy)
             case "linear" if _needs_own_products(chosen, around):
-                kind = _linear_kind(chosen)
+                native = native_linear(chosen.policy.scaling)
+                kind = NarrowLinear if chosen.how == "emulated" else native
                 swap(module, kind, nc_formats=ProductFormats.of(chosen.policy), nc_history=None)
             case "embedding":
                 continue
@@ -107,10 +108,9 @@ def _needs_own_products(chosen: ModulePlan, around: Region) -> bool:
             return not (like_region and is_uniform(chosen.policy))
 
 
-def _linear_kind(chosen: ModulePlan) -> type[nn.Linear]:
-    if chosen.how == "emulated":
-        return NarrowLinear
-    match chosen.policy.scaling:
+def native_linear(scaling: str) -> type[nn.Linear]:
+    """Return the class of linear layers with native fp8 products whose operands are so scaled."""
+    match scaling:
         case "row":
             return Fp8RowLinear
         case "block":

@@ -14,14 +14,16 @@ from torch import nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Speeds
+from narrowcast.hardware.replay import captured
 from narrowcast.hardware.speeds import KINDS, TOKENS, WIDTHS
 from narrowcast.precision.amax import AmaxHistories
-from narrowcast.precision.fp8_linear import Fp8Linear
+from narrowcast.precision.choice import BLOCKS_SINCE
 from narrowcast.precision.modules import swap
 from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.presets import PRESETS
+from narrowcast.precision.rewrite import native_linear
 
-WARM_UP, REPEATS = 3, 7
+REPEATS = 7
 
 
 def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
@@ -33,7 +35,7 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
         )
     shapes = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
     seconds: dict[str, tuple[float, ...]] = {}
-    for kind in KINDS:
+    for kind in _kinds(torch.cuda.get_device_capability(device)):
         tell(f"linear layers in {kind if kind == 'bf16' else f'fp8, scaled by {kind}'}")
         seconds[kind] = tuple(_seconds(kind, *shape, device=device) for shape in shapes)
     return Speeds(
@@ -47,12 +49,17 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
     )
 
 
+def _kinds(capability: tuple[int, int]) -> list[str]:
+    """Return what a GPU has products for."""
+    return [kind for kind in KINDS if kind != "block" or capability == BLOCKS_SINCE]
+
+
 def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device) -> float:
     layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
     if kind != "bf16":
         formats = ProductFormats.of(PRESETS[f"fp8-{kind}"])
         history = AmaxHistories([formats], device).of(0) if kind == "delayed" else None
-        swap(layer, Fp8Linear, nc_formats=formats, nc_history=history)
+        swap(layer, native_linear(kind), nc_formats=formats, nc_history=history)
     x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
 
@@ -60,20 +67,12 @@ def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch
         torch.autograd.graph.increment_version([layer.weight])  # as an update would
         torch.autograd.grad(layer(x), (x, layer.weight), grad)
 
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            step()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    replay = captured(step, device=device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    graph.replay()
+    replay()
     for event in events:
         event.record()
-        graph.replay()
+        replay()
     torch.cuda.synchronize(device)
     milliseconds: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return statistics.median(milliseconds) / 1e3
