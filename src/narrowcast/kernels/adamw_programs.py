@@ -91,6 +91,7 @@ def update(
     GRADIENT: tl.constexpr,
     MASTER: tl.constexpr,
     MOMENTS: tl.constexpr,
+    AVERAGED: tl.constexpr,
     METER: tl.constexpr,
     ALIGNED: tl.constexpr,
     FULL: tl.constexpr,
@@ -121,6 +122,8 @@ def update(
     beside = _pointer(row + 1, BESIDE, ALIGNED) + first
     first_moment = _pointer(row + 2, FIRST, ALIGNED) + first
     second_moment = _pointer(row + 3, SECOND, ALIGNED) + first
+    if AVERAGED:
+        average = _pointer(row + 7, tl.float32, ALIGNED) + first
     if tl.load(c + 10) == 0.0:
         return
     if MOMENTS == "int8":  # blocks of 256 in rows, so that each has its largest value
@@ -144,6 +147,8 @@ def update(
     else:
         m = load(at_first, mask).to(tl.float32)
         v = load(at_second, mask).to(tl.float32)
+    if AVERAGED:  # under way with the rest
+        mean = load(average + at, mask)
 
     due = g != 0.0
     g *= tl.load(c)
@@ -159,7 +164,7 @@ def update(
         seed = tl.load(seeds + t).to(tl.uint32, bitcast=True)
         # A chunk begins at a multiple of its length, a power of two: the exclusive or is the sum.
         random = mix(at.to(tl.uint32) ^ (first.to(tl.uint32) ^ seed))
-    same = _keep_weight(
+    same, kept = _keep_weight(
         new, old, stored, missing, random, at_weight, at_beside, mask, STORED, MASTER, NATIVE
     )
     if MOMENTS == "int8":
@@ -171,6 +176,8 @@ def update(
     else:
         tl.store(at_first, m, mask=mask)
         tl.store(at_second, v, mask=mask)
+    if AVERAGED:
+        tl.store(average + at, mean + tl.load(c + 11) * (kept - mean), mask=mask)
 
     if METER:
         lost = tl.sum((due & same).to(tl.int32).reshape([CHUNK]), axis=0).to(tl.int64)
@@ -211,17 +218,17 @@ def _keep_weight(
     MASTER: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Write what is kept of a weight; return where that is what it was."""
+    """Write what is kept of a weight; return where that is what it was, and its value in fp32."""
     if MASTER == "split":
         bits = new.to(tl.int32, bitcast=True)
         high = (bits + 0x8000) >> 16
         tl.store(at_weight, high.to(tl.int16), mask=mask)
         tl.store(at_beside, (bits - (high << 16)).to(tl.int16), mask=mask)
-        same = new == old
+        same, full = new == old, new
     elif MASTER == "fp32":
         tl.store(at_beside, new, mask=mask)
         tl.store(at_weight, nearest(new, STORED, NATIVE), mask=mask)
-        same = new == old
+        same, full = new == old, new
     else:
         if MASTER == "stochastic":
             # Other bits than the moments have.
@@ -229,12 +236,13 @@ def _keep_weight(
         else:
             kept = nearest(new, STORED, NATIVE)
         tl.store(at_weight, kept, mask=mask)
-        same = kept == stored
+        same, full = kept == stored, kept.to(tl.float32)
         if MASTER == "kahan":
             still = nearest(new - kept.to(tl.float32), STORED, NATIVE)
             tl.store(at_beside, still, mask=mask)
             same = same & (still == missing)
-    return same
+            full += still.to(tl.float32)
+    return same, full
 
 
 @triton.jit
