@@ -19,12 +19,14 @@ from narrowcast.kernels.adamw_twin import (
     random_bits,
     randomly,
 )
+from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.master import join, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = (0, 1, 17, 256, 512, 777)
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 ADAMW = Hyper(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, decoupled=True)
+SHARE = 1 - 0.9
 ADAM = dataclasses.replace(ADAMW, betas=(0.8, 0.95), decoupled=False)
 MAKES = [
     (dtype, master, moments)
@@ -74,18 +76,24 @@ def weights_of(dtype, master, moments):
     ]
 
 
+def averaged(weights):
+    """The same weights, with averages that are not where they are."""
+    return [dataclasses.replace(w, average=full_of(w) * 1.25 + 0.1) for w in weights]
+
+
 def tensors_of(w):
     return [value for value in vars(w).values() if isinstance(value, torch.Tensor)]
 
 
 def kernel_of(weights, *, chunk=512):
-    kernel = AdamKernel(weights, device=DEVICE, groups=2, tiling=Tiling(chunk=chunk, warps=4))
+    tiling = Tiling(chunk=chunk, warps=4)
+    kernel = AdamKernel(weights, device=DEVICE, groups=2, share=SHARE, tiling=tiling)
     kernel.write_hyper([ADAMW, ADAM])
     return kernel
 
 
 def twin_of(weights):
-    twin = AdamTwin(weights)
+    twin = AdamTwin(weights, share=SHARE)
     twin.write_hyper([ADAMW, ADAM])
     return twin
 
@@ -110,7 +118,7 @@ def full_of(w):
 @pytest.mark.parametrize(("dtype", "master", "moments"), MAKES)
 def test_one_step_of_the_kernel_is_one_of_its_twin(dtype, master, moments, gradient):
     """Moments agree bit for bit; a root or a quotient may differ by its last bit (2⁻²³)."""
-    first, second = weights_of(dtype, master, moments), weights_of(dtype, master, moments)
+    first, second = (averaged(weights_of(dtype, master, moments)) for _ in range(2))
     given = gradients_of(torch.Generator().manual_seed(1), gradient)
     given[3] = None
     factor = torch.linspace(0.5, 1.5, len(SIZES), device=DEVICE)
@@ -138,6 +146,63 @@ def test_one_step_of_the_kernel_is_one_of_its_twin(dtype, master, moments, gradi
         smallest = 2.0**-24 if (dtype, master) == (torch.float16, "kahan") else 0.0
         allowed = 2.0 ** (1 - digits) * full_of(b).abs() + 2.0**-21 * 1e-2 + smallest
         assert (gap <= allowed).all()
+        # As far apart as their shares of the weights are, and three roundings.
+        gap = (a.average - b.average).abs()
+        assert (gap <= SHARE * allowed + 3 * 2.0**-24 * b.average.abs()).all()
+
+
+@pytest.mark.parametrize(("dtype", "master", "moments"), MAKES)
+def test_an_average_moves_as_it_does_by_itself_and_changes_nothing_else(dtype, master, moments):
+    """Steps of all kinds: clipped, skipped, without some gradients, plain."""
+    plain, weights = weights_of(dtype, master, moments), weights_of(dtype, master, moments)
+    parameters = [torch.nn.Parameter(w.weight.float()) for w in weights]
+    held = dict(zip(parameters, weights, strict=True))
+    alone = WeightAverage(parameters, lambda p: full_of(held[p]), decay=0.9)
+    mine = [a.clone() for a in alone.averages]
+    weights = [dataclasses.replace(w, average=a) for w, a in zip(weights, mine, strict=True)]
+    kernels, generator = (kernel_of(plain), kernel_of(weights)), torch.Generator().manual_seed(1)
+    for factor, good, absent in (
+        (0.5, True, None),
+        (1.0, False, None),
+        (1.0, True, 5),
+        (1.0, True, None),
+    ):
+        given = gradients_of(generator, dtype)
+        if absent is not None:
+            given[absent] = None
+        finite, by = torch.tensor(good, device=DEVICE), torch.tensor(factor, device=DEVICE)
+        for kernel in kernels:
+            kernel.step(given, factor=by, finite=finite, metered=False)
+        before = [a.clone() for a in alone.averages]
+        alone.update(
+            [i for i in range(len(SIZES)) if i != absent], lambda p: full_of(held[p]), finite=finite
+        )
+        for now, there, then in zip(mine, alone.averages, before, strict=True):
+            # A GPU multiplies and adds at once: what it saves is a rounding of the way, and so
+            # perhaps one of the sum.
+            fused = 2.0**-24 * ((there - then).abs() + 2 * there.abs()) * (DEVICE.type != "cpu")
+            assert ((now - there).abs() <= fused).all()
+            there.copy_(now)
+    for a, b in zip(plain, weights, strict=True):
+        others = tensors_of(dataclasses.replace(b, average=None))
+        assert all(map(torch.equal, tensors_of(a), others))
+    assert not torch.equal(mine[5], full_of(weights[5]))
+
+
+def test_weights_with_and_without_an_average_are_updated_side_by_side():
+    plain, weights = (weights_of(torch.bfloat16, "split", "fp32") for _ in range(2))
+    mixed = [w if i % 2 else averaged([w])[0] for i, w in enumerate(weights)]
+    before = copy.deepcopy([w.average for w in mixed])
+    given = gradients_of(torch.Generator().manual_seed(1), torch.bfloat16)
+    for kernel in (kernel_of(plain), kernel_of(mixed)):
+        kernel.step(given, factor=None, finite=None, metered=False)
+    for a, b, then in zip(plain, mixed, before, strict=True):
+        assert all(
+            map(torch.equal, tensors_of(a), tensors_of(dataclasses.replace(b, average=None)))
+        )
+        if then is not None:
+            expected = then + SHARE * (full_of(b) - then)
+            torch.testing.assert_close(b.average, expected, rtol=2.0**-22, atol=2.0**-22)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -180,7 +245,7 @@ def test_a_split_weight_is_the_fp32_one_taken_apart():
 
 @pytest.mark.parametrize(("dtype", "master", "moments"), MAKES)
 def test_a_step_that_is_not_finite_writes_nothing(dtype, master, moments):
-    weights = weights_of(dtype, master, moments)
+    weights = averaged(weights_of(dtype, master, moments))
     kernel = kernel_of(weights)
     generator = torch.Generator().manual_seed(1)
     kernel.step(gradients_of(generator, dtype), factor=None, finite=None, metered=False)
@@ -197,7 +262,7 @@ def test_a_step_that_is_not_finite_writes_nothing(dtype, master, moments):
 @pytest.mark.parametrize(("dtype", "master", "moments"), MAKES[:3] + MAKES[9:12])
 def test_gradients_that_begin_anywhere_are_read_the_same(dtype, master, moments):
     """A view into a bucket need not begin at a multiple of sixteen bytes."""
-    first, second = weights_of(dtype, master, moments), weights_of(dtype, master, moments)
+    first, second = (averaged(weights_of(dtype, master, moments)) for _ in range(2))
     given = gradients_of(torch.Generator().manual_seed(1), torch.bfloat16)
     moved = [torch.cat([torch.zeros(3, device=DEVICE, dtype=g.dtype), g])[3:] for g in given]
     kernels = kernel_of(first), kernel_of(second)
@@ -316,7 +381,7 @@ def test_chances_are_even_and_know_nothing_of_neighbours_steps_or_tensors(field,
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_replays_the_step_with_the_learning_rate_of_the_moment():
-    pair = [weights_of(torch.bfloat16, "split", "int8") for _ in range(2)]
+    pair = [averaged(weights_of(torch.bfloat16, "split", "int8")) for _ in range(2)]
     kernels = [kernel_of(weights) for weights in pair]
     given = gradients_of(torch.Generator().manual_seed(1), torch.bfloat16)
     finite = torch.tensor(True, device=DEVICE)

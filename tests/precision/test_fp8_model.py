@@ -255,7 +255,7 @@ def test_an_evaluation_of_averaged_weights_leaves_no_trace_in_the_histories():
     run, straight = (prepared("fp8-delayed", ema_decay=0.5) for _ in range(2))
     for each in (run, straight):
         step(each)
-        for average in each._average.averages:
+        for average in each.state_dict()["average"]:
             average.mul_(100)  # far from the weights
     with run.averaged(), torch.no_grad():
         forward(run)

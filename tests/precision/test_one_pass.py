@@ -351,15 +351,16 @@ def trained(shard):
         for layer in (model[0], model[1], model[3]):
             fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = nc.prepare(model, optimizer, policy=policy, clip_norm=0.5, one_pass=True)
+    settings = dict(clip_norm=0.5, one_pass=True, ema_decay=0.75)
+    run = nc.prepare(model, optimizer, policy=policy, **settings)
     norms = []
     for step in range(4):
         with run.compute():
             loss = model(x).square().mean() * (float("nan") if step == 2 else 1.0)
         outcome = run.step(loss)
         norms.append(outcome.grad_norm if outcome.applied else "skipped")
-    full = run.full_weights()
-    return norms, {n: w.full_tensor() if shard else w for n, w in full.items()}
+    kept = run.full_weights() | dict(enumerate(run.state_dict()["average"]))
+    return norms, {n: w.full_tensor() if shard else w for n, w in kept.items()}
 
 (sharded_norms, sharded), (norms, whole) = trained(True), trained(False)
 assert norms[2] == sharded_norms[2] == "skipped", (norms, sharded_norms)

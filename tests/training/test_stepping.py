@@ -194,6 +194,32 @@ def test_replayed_steps_are_the_launched_ones(policy, accumulate):
     assert mine.steps_applied == theirs.steps_applied == STEPS
 
 
+def averages(prepared):
+    return {i: average.clone() for i, average in enumerate(prepared.state_dict()["average"])}
+
+
+@gpu
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16, params=bf16, master=split"])
+def test_the_average_moves_in_a_replayed_step_as_in_a_launched_one(policy):
+    """Also where a weight has no gradient when the step is captured, and not in a skipped step."""
+    (replayed, mine), (launched, theirs) = both(policy, ema={"decay": 0.5})
+    start = averages(mine)
+    for step in range(STEPS):
+        if step == 2:
+            for prepared in (mine, theirs):
+                prepared.model[0].bias.requires_grad_(False)
+        ((x, y),) = batches(step, device="cuda")
+        bad = step == WARM_UP + 3
+        given = [(x * float("inf") if bad else x, y)]
+        before = averages(mine)
+        replayed(given)
+        launched(given)
+        still = [torch.equal(now, before[i]) for i, now in averages(mine).items()]
+        assert all(still) if bad else not still[0]
+        assert replayed.captured is (step >= WARM_UP)
+    assert_same_course(averages(mine), averages(theirs), start)
+
+
 @gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_another_policy_is_captured_anew_and_steps_as_the_launched_one(compiled):

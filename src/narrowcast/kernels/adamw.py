@@ -7,6 +7,8 @@
 | split master, int8 moments | 2 | 2 + 2 | 2 + 2 | 2 + 2 (+ 1/16 of scales) | 14 |
 | fp32 weights, fp32 moments | 4 | 4 + 4 | – | 8 + 8 | 28 |
 
+An average of the weights, in fp32, adds 4 + 4: the weight that it moves towards is at hand.
+
 Two kernels. The first looks at each tensor once: it moves the step counts and works out what the
 second needs of learning rate and bias correction, in fp64, unless the step is to be skipped. The
 second has one program per chunk of a tensor; weights of one make (dtypes, master) share a launch.
@@ -31,7 +33,7 @@ from narrowcast.kernels.adamw_twin import Hyper, Weight
 from narrowcast.kernels.launch import interpreted
 from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, upload
 
-_Make = tuple[tuple[torch.dtype, str, str], torch.dtype, bool]
+_Make = tuple[tuple[torch.dtype, str, str, bool], torch.dtype, bool]
 """What weights of one launch share: their make, the gradient's dtype, whole loads or not."""
 COUNTERS = 64
 """Places over which programs spread their counts, so that few wait for each other."""
@@ -42,6 +44,8 @@ TYPES = {
 }
 # The widths of rows: a weight's addresses and coefficients, a group's settings.
 ROW, COEFFICIENTS, HYPER = 8, 16, 8
+# The one coefficient that `begin` does not write: it is the same in every step.
+SHARE = 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +56,9 @@ class Tiling:
     warps: int
 
 
-# The best of eleven each, or within 0.3 % of it, measured on an H200 over 500M weights of a GPT: 3.14,
-# 2.19 and 1.85 ms; at 4096 elements by 4 warps it is 3.18, 2.21 and 2.67. Few elements a thread leave
-# registers for many of them, and a warp by itself waits for no other.
+# The best of eleven each, or within 0.3 % of it, measured on an H200 over 500M weights of a GPT:
+# 3.14, 2.19 and 1.85 ms; at 4096 elements by 4 warps it is 3.18, 2.21 and 2.67. Few elements a
+# thread leave registers for many threads, and a warp by itself waits for no other.
 TILINGS = {
     "fp32": Tiling(chunk=1024, warps=4),
     "bf16": Tiling(chunk=256, warps=1),
@@ -65,7 +69,8 @@ TILINGS = {
 class AdamKernel:
     """The tables of a set of weights, and the launches that update them all.
 
-    It holds the tensors whose addresses it keeps: none is freed while it can be written to.
+    It holds the tensors whose addresses it keeps: none is freed while it can be written to. An
+    average of a weight goes `share` of its way to it in each step.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class AdamKernel:
         *,
         device: torch.device,
         groups: int,
+        share: float = 0.0,
         tiling: Tiling | None = None,
     ) -> None:
         self.weights, self._device, self._tiling = list(weights), device, tiling
@@ -83,6 +89,7 @@ class AdamKernel:
         self._groups = upload(torch.tensor([w.group for w in weights], dtype=torch.int32), device)
         self._hyper = HostTable(groups * HYPER, device, dtype=torch.float64)
         self._coefficients = torch.zeros(count * COEFFICIENTS, device=device)
+        self._coefficients[SHARE::COEFFICIENTS].fill_(share)
         self._seeds = torch.zeros(count, dtype=torch.int32, device=device)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
         self._yes = torch.ones((), dtype=torch.uint8, device=device)
@@ -110,7 +117,7 @@ class AdamKernel:
         finite: Tensor | None,
         metered: bool,
     ) -> Tensor | None:
-        """Update every weight that has a gradient; none where `finite` is false.
+        """Update every weight that has a gradient, and its average; none where `finite` is false.
 
         `factor` multiplies the gradients, one for all or one for each of them. Gradients lie in
         memory as their weights do. Returns lost over due updates if they are to be counted.
@@ -149,7 +156,7 @@ class AdamKernel:
         sizes = [w.weight.numel() for w in self.weights]
         launches = []
         for make in dict.fromkeys(makes):
-            (dtype, master, moments), gradient, aligned = make
+            (dtype, master, moments, averaged), gradient, aligned = make
             tiling = self._tiling or TILINGS[moments]
             mine = [i for i, other in enumerate(makes) if other == make]
             chunks = chunk_table(sizes, mine, chunk=tiling.chunk)
@@ -158,6 +165,7 @@ class AdamKernel:
                 "GRADIENT": TYPES[gradient],
                 "MASTER": master,
                 "MOMENTS": moments,
+                "AVERAGED": averaged,
                 "ALIGNED": aligned,
                 "CHUNK": tiling.chunk,
                 "NATIVE": not interpreted(),
@@ -202,5 +210,6 @@ class _Launch:
 
 
 def _addresses(w: Weight) -> list[int]:
-    held = [w.weight, w.beside, w.first, w.second, w.first_scale, w.second_scale, w.step, None]
+    scales = [w.first_scale, w.second_scale]
+    held = [w.weight, w.beside, w.first, w.second, *scales, w.step, w.average]
     return [0 if tensor is None else tensor.data_ptr() for tensor in held]

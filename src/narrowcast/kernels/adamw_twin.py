@@ -61,6 +61,8 @@ class Weight:
     second_scale: Tensor | None
     step: Tensor
     group: int
+    average: Tensor | None = None
+    """The average of what is kept of the weight, in fp32; it moves with the weight."""
 
     @property
     def moments(self) -> str:
@@ -68,22 +70,22 @@ class Weight:
         return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.first.dtype, "int8")
 
     @property
-    def make(self) -> tuple[torch.dtype, str, str]:
+    def make(self) -> tuple[torch.dtype, str, str, bool]:
         """What must agree between weights that one launch updates."""
-        return self.weight.dtype, self.master, self.moments
+        return self.weight.dtype, self.master, self.moments, self.average is not None
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that has as many elements as the weight."""
-        beside = [] if self.beside is None else [self.beside]
-        return [self.weight, *beside, self.first, self.second]
+        maybe = [self.weight, self.beside, self.first, self.second, self.average]
+        return [tensor for tensor in maybe if tensor is not None]
 
 
 class AdamTwin:
     """As `AdamKernel`, in plain torch. Looks at `finite`, so it is for the CPU and for tests."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self.weights = list(weights)
+    def __init__(self, weights: Sequence[Weight], *, share: float = 0.0) -> None:
+        self.weights, self._share = list(weights), share
         self._groups: Sequence[Hyper] = []
 
     def write_hyper(self, groups: Sequence[Hyper]) -> None:
@@ -109,6 +111,9 @@ class AdamTwin:
                 one = factor if factor is None or factor.dim() == 0 else factor[i]
                 w.step.add_(1)
                 same = _update(w, g, one, self._groups[w.group], place=i)
+                if w.average is not None:
+                    average = _flat(w.average)
+                    average += self._share * (_full(w) - average)
                 moving = _flat(g) != 0
                 due += moving.sum()
                 lost += (moving & same).sum()

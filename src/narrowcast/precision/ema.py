@@ -1,33 +1,62 @@
-"""An exponential moving average of the weights, in fp32, that stands still on a skipped step."""
+"""An exponential moving average of the weights, in fp32, that stands still on a skipped step.
+
+It moves towards what is kept of each weight once the weight was updated. Where the one-pass
+optimizer updates a weight, it moves the average in the same pass, at 8 bytes a weight; `update` is
+for all other weights. One of them is a weight without a gradient in this step: it stays, and its
+average comes nearer to it.
+"""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from narrowcast.precision.master import in_buckets, local_part
+
+Full = Callable[[nn.Parameter], Tensor]
+"""Returns a weight with every digit that is kept of it."""
+
 
 class WeightAverage:
-    """The averages, beside the model, in the order of its parameters."""
+    """The averages, beside the model, in the order of its parameters.
 
-    def __init__(self, values: Sequence[Tensor], decay: float) -> None:
-        self.decay = decay
-        self.averages = [value.detach().float().clone() for value in values]
+    They are the same tensors for as long as the run lasts: captured steps know their addresses.
+    """
 
-    def update(self, values: Sequence[Tensor], finite: Tensor) -> None:
-        """Move towards the weights, unless the step was skipped. Does not wait for the device."""
-        share = (1 - self.decay) * finite.to(torch.float32)
-        for average, value in zip(self.averages, values, strict=True):
-            average += share * (value.float() - average)
+    def __init__(self, parameters: Sequence[nn.Parameter], full: Full, *, decay: float) -> None:
+        self._parameters = list(parameters)
+        self.share = 1 - decay
+        """The part of its way to the weight that an average goes in a step."""
+        # In memory as the weights lie, so that one pass can go over both.
+        self.averages = [
+            torch.empty_like(p.detach(), dtype=torch.float32).copy_(full(p)) for p in parameters
+        ]
+
+    def update(self, places: Sequence[int], full: Full, *, finite: Tensor | None) -> None:
+        """Move the averages in these places towards their weights, unless `finite` is false.
+
+        Does not wait for the device. Two fp32 copies of some of the weights exist for a moment.
+        """
+        if not places:
+            return
+        share = self.share if finite is None else self.share * finite.to(torch.float32)
+        for bucket in in_buckets(places, self._parameters):
+            # Element by element, so that each device can see to its own shard.
+            averages = [local_part(self.averages[i]) for i in bucket]
+            values = [local_part(full(self._parameters[i])).float() for i in bucket]
+            way = torch._foreach_sub(values, averages)
+            torch._foreach_mul_(way, share)
+            torch._foreach_add_(averages, way)
 
     @contextlib.contextmanager
-    def in_place_of(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def in_place_of_weights(self) -> Iterator[None]:
         """Let the model use the averages inside the block."""
-        kept = [p.detach().clone() for p in parameters]
+        kept = [p.detach().clone() for p in self._parameters]
         try:
-            for parameter, average in zip(parameters, self.averages, strict=True):
+            for parameter, average in zip(self._parameters, self.averages, strict=True):
                 parameter.detach().copy_(average)
             yield
         finally:
-            for parameter, value in zip(parameters, kept, strict=True):
+            for parameter, value in zip(self._parameters, kept, strict=True):
                 parameter.detach().copy_(value)

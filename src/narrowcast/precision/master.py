@@ -53,6 +53,20 @@ def multiply(factors: Mapping[nn.Parameter, Tensor]) -> None:
     torch._foreach_mul_(gradients, values[0] if same else values)
 
 
+def in_buckets(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+    """Yield places of parameters a few at a time; at least once, with none where there are none."""
+    bucket: list[int] = []
+    size = 0
+    for i in indices:
+        if size >= BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(i)
+        size += parameters[i].numel()
+    # There is always one, if empty: the weights kept in fp32 travel with the first.
+    yield bucket
+
+
 class MasterWeights:
     """The master weights of the parameters that are kept in 16 bits."""
 
@@ -142,7 +156,7 @@ class MasterWeights:
         whole = [group["params"] for group in optimizer.param_groups]
         mine = set(self.shells)
         first = {p for params in whole for p in params if p not in mine}
-        for bucket in self._buckets(with_gradient):
+        for bucket in in_buckets(with_gradient, self.parameters):
             now = {self.shells[i] for i in bucket} | first
             for group, params in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = [p for p in params if p in now]
@@ -152,18 +166,6 @@ class MasterWeights:
                 for group, params in zip(optimizer.param_groups, whole, strict=True):
                     group["params"] = params
             first = set()
-
-    def _buckets(self, indices: list[int]) -> Iterator[list[int]]:
-        bucket: list[int] = []
-        size = 0
-        for i in indices:
-            if size >= BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(i)
-            size += self.parameters[i].numel()
-        # There is always one, if empty: the weights kept in fp32 travel with the first.
-        yield bucket
 
     def _step_some(
         self,

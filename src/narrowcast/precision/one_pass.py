@@ -3,6 +3,7 @@
 The state stays where torch keeps it, `optimizer.state`, under torch's names, and with fp32 moments
 means what torch's does: a run can be saved under one and resumed under the other. Moments of 8 bits
 have their scales beside them. On a GPU it is a Triton kernel; elsewhere its twin in plain torch.
+An average of the weights is moved in the same pass.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.kernels.adamw_twin import (
     BLOCK,
     AdamTwin,
@@ -23,8 +24,9 @@ from narrowcast.kernels.adamw_twin import (
     moments_of,
 )
 from narrowcast.kernels.tables import laid_like, lies_like, upload
-from narrowcast.precision.guard import norms_of
-from narrowcast.precision.master import SCALE, MasterWeights, as_sharded, local_part
+from narrowcast.precision.ema import WeightAverage
+from narrowcast.precision.gradient_norms import GradientNorms
+from narrowcast.precision.master import SCALE, MasterWeights, local_part
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.update_path import has_step_hooks
 
@@ -53,30 +55,34 @@ class OnePass:
         self._places = [places.get(p) for p in self._weights]
         self._bound: list[_Bound] = []
         self._adam: AdamTwin | Any = None
-        self._shards = _Shards(self._weights)
-        self._take_norms = _norms(self._device, kernel=self._kernel)
+        self._average: WeightAverage | None = None
+        self.norms = GradientNorms(self._weights, kernel=self._kernel)
         for i, p in enumerate(self._weights):
             if self._key(i) in optimizer.state:  # a state that was there before
                 self._state(i, p)
 
-    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the fp32 norm of each gradient, shards on other devices included."""
-        local = self._take_norms([local_part(g) for g in gradients])
-        return self._shards.joined(local, gradients)
-
     def update(
-        self, present: Sequence[int], *, factor: Tensor | None, finite: Tensor, metered: bool
+        self,
+        present: Sequence[int],
+        *,
+        factor: Tensor | None,
+        finite: Tensor,
+        metered: bool,
+        average: WeightAverage | None = None,
     ) -> Tensor | None:
         """Update the weights in these places, unless `finite` is false; nothing is waited for.
 
-        `factor` multiplies their gradients, one for all or one for each. Returns the share of lost
-        updates among all weights if it is to be measured.
+        `factor` multiplies their gradients, one for all or one for each. The `average` moves
+        with them, but for that of the `unmoved`. Returns the share of lost updates among all
+        weights if it is to be measured.
         """
         if has_step_hooks(self._optimizer):
             raise RecipeError(
                 "the optimizer was given step hooks after prepare(), and the one-pass optimizer "
                 "would pass them by; register them before, or write one_pass=False"
             )
+        if average is not self._average:
+            self._average, self._bound = average, []
         self._refresh(present)
         gradients: list[Tensor | None] = []
         for bound in self._bound:
@@ -92,6 +98,16 @@ class OnePass:
         # By this torch's schedules know that they are not called before the optimizer.
         vars(self._optimizer)["_opt_called"] = True
         return lost
+
+    def unmoved(self, present: Sequence[int]) -> list[int]:
+        """Return the places whose average did not move when the weights of `present` did.
+
+        Nothing happened to the other weights; and an average may lie in memory in another order
+        than its weight, after a change of policy.
+        """
+        averaged = {bound.place for bound in self._bound if bound.weight.average is not None}
+        moved = averaged.intersection(present)
+        return [i for i in range(len(self._weights)) if i not in moved]
 
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""
@@ -144,13 +160,14 @@ class OnePass:
         }
         self._bound = [self._bind(i, groups[self._key(i)]) for i in wanted]
         weights = [bound.weight for bound in self._bound]
+        share = 0.0 if self._average is None else self._average.share
         if self._kernel:
             from narrowcast.kernels.adamw import AdamKernel
 
             count = len(self._optimizer.param_groups)
-            self._adam = AdamKernel(weights, device=self._device, groups=count)
+            self._adam = AdamKernel(weights, device=self._device, groups=count, share=share)
         else:
-            self._adam = AdamTwin(weights)
+            self._adam = AdamTwin(weights, share=share)
 
     def _key(self, i: int) -> nn.Parameter:
         """The parameter under which the optimizer knows weight `i`."""
@@ -173,9 +190,17 @@ class OnePass:
             second_scale=state.get(SECOND + SCALE),
             step=state[STEP],
             group=group,
+            average=self._average_of(i),
         )
         assert all(lies_like(t, weight.weight) for t in weight.tensors)
         return _Bound(place=i, key=key, state=dict(state), weight=weight)
+
+    def _average_of(self, i: int) -> Tensor | None:
+        """Return the average of weight `i`, if there is one and both lie alike."""
+        if self._average is None:
+            return None
+        average = local_part(self._average.averages[i])
+        return average if lies_like(average, local_part(self._weights[i])) else None
 
     def _state(self, i: int, p: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's state of a weight, begun or brought into its format."""
@@ -233,44 +258,6 @@ class _Bound:
         state = optimizer.state.get(self.key, {})
         same = all(state.get(name) is value for name, value in self.state.items())
         return same and local_part(parameter).data_ptr() == self.weight.weight.data_ptr()
-
-
-class _Shards:
-    """Joins the norms of shards over the devices they lie on."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        meshes = {w.device_mesh for w in map(as_sharded, weights) if w is not None}
-        if len(meshes) > 1:
-            raise UnsupportedError(
-                "the weights lie on several device meshes, whose norms are not joined; "
-                "shard them all over one"
-            )
-        self._mesh = meshes.pop() if meshes else None
-
-    def joined(self, norms: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the norms of whole gradients from those of their local shards."""
-        if self._mesh is None:
-            return norms
-        for dim in range(self._mesh.ndim):
-            shards = map(as_sharded, gradients)
-            placed = [None if g is None else g.placements[dim] for g in shards]
-            if any(one is not None and one.is_partial() for one in placed):
-                raise UnsupportedError(
-                    "a gradient is a sum that is not summed yet (Partial); reduce it before step()"
-                )
-            sharded = torch.tensor([one is not None and one.is_shard() for one in placed])
-            squares = norms.square()
-            torch.distributed.all_reduce(squares, group=self._mesh.get_group(dim))
-            norms = torch.where(upload(sharded, norms.device), squares.sqrt(), norms)
-        return norms
-
-
-def _norms(device: torch.device, *, kernel: bool) -> Any:
-    if kernel:
-        from narrowcast.kernels.grad_norm import NormKernel
-
-        return NormKernel(device)
-    return norms_of
 
 
 def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:

@@ -20,7 +20,6 @@ from narrowcast.precision.aside import grads_and_buffers_kept
 from narrowcast.precision.captured import CapturedStep
 from narrowcast.precision.carried import Carried
 from narrowcast.precision.change import PrecisionChange, changes_between
-from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
 from narrowcast.precision.ledger import Ledger, Scheduler
 from narrowcast.precision.loss_scale import LossScale
@@ -120,9 +119,8 @@ class Prepared:
         )
         self._weights = self._carried.weights
         self._buffers = BufferGuard(model)
-        self._average = None
         if ema_decay is not None:
-            self._average = WeightAverage(self._full_weights(), ema_decay)
+            self._weights.keep_average(decay=ema_decay)
         self._ledger = Ledger(
             scheduler,
             patience=patience,
@@ -256,8 +254,6 @@ class Prepared:
         at_floor = self._carried.scales.update(checked, present)
         self._carried.fp8.advance(checked.finite)
         self._buffers.after_step(checked.finite)
-        if self._average is not None:
-            self._average.update(self._full_weights(), checked.finite)
         self._weights.forget_gradients()
         return pack(
             finite=checked.finite,
@@ -349,15 +345,16 @@ class Prepared:
     @property
     def has_average(self) -> bool:
         """Whether an average of the weights is kept."""
-        return self._average is not None
+        return self._weights.average is not None
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the model use the averaged weights inside the block; without an average, nothing."""
-        if self._average is None:
+        average = self._weights.average
+        if average is None:
             yield
             return
-        with self._carried.fp8.noting_nothing(), self._average.in_place_of(self._weights.all):
+        with self._carried.fp8.noting_nothing(), average.in_place_of_weights():
             yield
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -373,6 +370,7 @@ class Prepared:
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
         self.settle()
+        average = self._weights.average
         return {
             "policy": str(self.plan.policy),
             "weights": self.model.state_dict(),
@@ -380,7 +378,7 @@ class Prepared:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scales": self._carried.scales.state_dict(),
-            "average": None if self._average is None else self._average.averages,
+            "average": None if average is None else average.averages,
             "amax": self._carried.fp8.state_dict(),
             "applied_before": self._applied_before,
             "stats": self._ledger.stats.state_dict(),
@@ -395,9 +393,9 @@ class Prepared:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self._carried.scales.load_state_dict(state["scales"])
-        if self._average is not None:
-            for average, saved in zip(self._average.averages, state["average"], strict=True):
-                average.copy_(saved)
+        if self._weights.average is not None:
+            for mine, saved in zip(self._weights.average.averages, state["average"], strict=True):
+                mine.copy_(saved)
         self._carried.fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
@@ -434,6 +432,3 @@ class Prepared:
         if inverse is not None:
             factor = inverse if factor is None else factor * inverse
         return factor
-
-    def _full_weights(self) -> list[Tensor]:
-        return [self._weights.full(p) for p in self._weights.all]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.numerics import BF16
+from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.guard import norms_of
 from narrowcast.precision.master import (
     MasterWeights,
@@ -45,6 +46,7 @@ class TrainedWeights:
         self.masters = MasterWeights([], [], "none")
         self._emulated = False
         self.one_pass: OnePass | None = None
+        self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
 
     def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
@@ -114,6 +116,10 @@ class TrainedWeights:
                 self._optimizer.state[parameter] = self._optimizer.state.pop(shell)
         recast(self._optimizer, self.masters.parameters)
 
+    def keep_average(self, *, decay: float) -> None:
+        """Keep an average of the weights from now on, whatever plan is carried out later."""
+        self.average = WeightAverage(self.all, self.full, decay=decay)
+
     def with_gradients(self) -> list[int]:
         """Return the places of the weights that have a gradient now."""
         return [i for i, p in enumerate(self.all) if p.grad is not None]
@@ -154,13 +160,23 @@ class TrainedWeights:
         """Multiply the gradients and let the optimizer update the weights in these places.
 
         `factor` is one for all of them or one for each. With `finite` given, the optimizer itself
-        skips where that is false, on the device. Returns the share of lost updates if it is to be
-        measured: of a sample, or of all weights where that costs nothing.
+        skips where that is false, on the device. The average of every weight moves with them.
+        Returns the share of lost updates if it is to be measured: of a sample, or of all weights
+        where that costs nothing.
         """
         if self.one_pass is not None:
             assert finite is not None
-            return self.one_pass.update(present, factor=factor, finite=finite, metered=metered)
-        return self._update_by_torch(self._factors(present, factor), finite=finite, metered=metered)
+            lost = self.one_pass.update(
+                present, factor=factor, finite=finite, metered=metered, average=self.average
+            )
+        else:
+            factors = self._factors(present, factor)
+            lost = self._update_by_torch(factors, finite=finite, metered=metered)
+        if self.average is not None:
+            everywhere = range(len(self.all))
+            left = everywhere if self.one_pass is None else self.one_pass.unmoved(present)
+            self.average.update(left, self.full, finite=finite)
+        return lost
 
     def _factors(self, present: Sequence[int], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
         if factor is None:
