@@ -41,7 +41,7 @@ class NormKernel:
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, in a new tensor on the device."""
         # The order of elements is of no account, gaps between them are.
-        dense = [g if is_dense(g) else g.contiguous() for g in gradients]
+        dense = [g if g.is_contiguous() or is_dense(g) else g.contiguous() for g in gradients]
         makes = tuple((g.numel(), g.dtype, is_aligned(g)) for g in dense)
         if makes not in self._known:
             if len(self._known) == SETS:

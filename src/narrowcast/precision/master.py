@@ -270,9 +270,16 @@ def as_sharded(tensor: Tensor) -> Any:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what of a tensor lies on this device: all of it, unless it is sharded."""
+    return shard_of(tensor).detach()
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """Return the same with its part in autograd, which is faster: for each weight in each step."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        return tensor
     sharded = as_sharded(tensor)
     local: Tensor = tensor if sharded is None else sharded.to_local()
-    return local.detach()
+    return local
 
 
 def replace_values(parameter: nn.Parameter, values: Tensor) -> None:

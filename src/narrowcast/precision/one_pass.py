@@ -26,7 +26,7 @@ from narrowcast.kernels.adamw_twin import (
 from narrowcast.kernels.tables import laid_like, lies_like, upload
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.gradient_norms import GradientNorms
-from narrowcast.precision.master import SCALE, MasterWeights, local_part
+from narrowcast.precision.master import SCALE, MasterWeights, local_part, shard_of
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.update_path import has_step_hooks
 
@@ -88,7 +88,7 @@ class OnePass:
         for bound in self._bound:
             gradient = self._weights[bound.place].grad
             gradients.append(
-                None if gradient is None else laid_like(local_part(gradient), bound.weight.weight)
+                None if gradient is None else laid_like(shard_of(gradient), bound.weight.weight)
             )
         self.write_hyper()
         lost: Tensor | None = self._adam.step(
@@ -111,7 +111,7 @@ class OnePass:
 
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""
-        torch.autograd.graph.increment_version([local_part(self._weights[i]) for i in present])
+        torch.autograd.graph.increment_version([shard_of(self._weights[i]) for i in present])
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
@@ -256,8 +256,10 @@ class _Bound:
     def still_holds(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether every tensor is still the one that was bound."""
         state = optimizer.state.get(self.key, {})
-        same = all(state.get(name) is value for name, value in self.state.items())
-        return same and local_part(parameter).data_ptr() == self.weight.weight.data_ptr()
+        for name, value in self.state.items():
+            if state.get(name) is not value:
+                return False
+        return shard_of(parameter).data_ptr() == self.weight.weight.data_ptr()
 
 
 def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
