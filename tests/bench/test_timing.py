@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowcast.bench.contenders import Contender
-from narrowcast.bench.timed import WARM_UP_STEPS, TimedSubject
+from narrowcast.bench.timed import TRIED_STEPS, WARM_UP_STEPS, TimedSubject
 from narrowcast.bench.timing import SETTLING_STEPS, Case, Trial, step_seconds
 
 CPU = torch.device("cpu")
@@ -27,6 +27,26 @@ def test_warm_up_and_settling_are_not_timed():
     assert len(measured["cases"]["a"]["seconds"]) == 5
     assert len(calls) == 1 + WARM_UP_STEPS + SETTLING_STEPS + 5
     assert measured["cases"]["a"]["work"] == {"tokens": 2.0}
+
+
+def test_steps_are_timed_until_a_turn_has_lasted_as_long_as_asked():
+    """After as many that are not: twenty of a millisecond or so, where two were asked for."""
+    calls = []
+
+    def step():
+        calls.append(1)
+        time.sleep(0.001)
+
+    case = Case(open=lambda: step, least_seconds=0.02)
+    trial = Trial(cases={"short": case, "empty": Case(open=lambda: lambda: None)})
+    subject = TimedSubject(lambda: trial, device=CPU, contender=Contender(name="x", kind="y"))
+    subject.ready()
+    calls.clear()
+    measured = subject.measure({"steps": 2}, print)["cases"]
+    timed = len(measured["short"]["seconds"])
+    assert 2 < timed <= 20
+    assert len(calls) == SETTLING_STEPS + TRIED_STEPS + 2 * timed
+    assert len(measured["empty"]["seconds"]) == 2
 
 
 def test_a_case_is_opened_for_each_turn_and_forgotten_between_them():

@@ -26,6 +26,8 @@ SHAPES_ON_CUDA = (
     "16384x1024x1024,16384x1024x4096,16384x4096x1024,16384x2048x8192,16384x4096x4096,"
     "16384x4096x14336,16384x14336x4096,65536x1024x1024,65536x1024x4096,65536x4096x14336"
 )
+TURN_SECONDS = 0.02
+"""A layer may take 20 µs, and the clocks of a GPU some milliseconds to rise."""
 SHAPES_ELSEWHERE = "256x128x512,256x512x128"
 
 
@@ -95,7 +97,10 @@ def subject(job: Mapping[str, Any]) -> TimedSubject:
     made = layer_builder(contender, device=device)
     shapes = _shapes(job["settings"], device.type)
     cases = {
-        str(shape): Case(open=_opener(made, shape), work={"flops": shape.flops}) for shape in shapes
+        str(shape): Case(
+            open=_opener(made, shape), work={"flops": shape.flops}, least_seconds=TURN_SECONDS
+        )
+        for shape in shapes
     }
     about = {}
     if contender.kind == "narrowcast":

@@ -1,5 +1,7 @@
 """A subject whose steps are timed: all benches but the one that trains."""
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +24,8 @@ from narrowcast.bench.timing import (
 
 WARM_UP_STEPS = 3
 """After the first: a compiler may compile once more at the second, and clocks need a moment."""
+TRIED_STEPS = 5
+"""Timed to see how many steps make a turn, where that is to last."""
 
 
 @final
@@ -66,9 +70,14 @@ class TimedSubject:
     def _time(self, case: Case, request: Mapping[str, Any]) -> dict[str, Any]:
         step = case.open()
         _repeat(step, SETTLING_STEPS)
+        count: int = request["steps"]
+        if case.least_seconds:
+            one = statistics.median(step_seconds(step, TRIED_STEPS, device=self._device))
+            count = max(count, math.ceil(case.least_seconds / one))
+            _repeat(step, count)
         if not self._trial.is_captured():
             forget_peak(self._device)
-        seconds = step_seconds(step, request["steps"], device=self._device)
+        seconds = step_seconds(step, count, device=self._device)
         return {
             "seconds": seconds,
             "peak_bytes": peak_bytes(self._device),

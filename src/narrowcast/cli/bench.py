@@ -100,7 +100,7 @@ def _timed(command: _Command) -> _Command:
         type=click.IntRange(1),
         default=10,
         show_default=True,
-        help="Timed steps a round.",
+        help="Timed steps a round; of products at least so many.",
     )
     return repeats(steps(command))
 
