@@ -28,9 +28,9 @@ from narrowcast.precision.outcome import Flight, Outcome, pack
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.refusals import (
-    refuse_changed_groups,
     refuse_foreign_state,
     refuse_senseless,
+    refuse_senseless_rates,
     refuse_what_cannot_be,
 )
 from narrowcast.precision.regions import tf32_products
@@ -130,6 +130,7 @@ class Prepared:
             scaled=self._carried.scales.value is not None,
         )
         self._steps_begun = self._applied_before = 0
+        self._gone_back = False
         self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
 
     @property
@@ -162,6 +163,7 @@ class Prepared:
                 "and the scale of the old policy; call it after step()"
             )
         before, applied = self.plan, self.steps_applied
+        self._weights.heed_writes()
         self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
         self._applied_before = applied
@@ -190,6 +192,7 @@ class Prepared:
                 f"backward() was given a loss {what}; give it one number that depends on the "
                 "model's weights, computed outside torch.no_grad()"
             )
+        self._gone_back = True
         scale = self._carried.scales.of_loss(name)
         scaled = loss if scale is None else loss.float() * scale.value
         if not self._carried.scales.per_loss:
@@ -219,6 +222,13 @@ class Prepared:
         present = self._weights.with_gradients()
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
+        if self._carried.scales.value is not None and not self._gone_back:
+            raise RecipeError(
+                "step() found gradients that backward() of the prepared model did not make, and "
+                "would divide a loss scale out of them that is not in them; write step(loss), or "
+                "backward(loss), in place of loss.backward()"
+            )
+        self._gone_back = False
         metered = self.is_metered
         return self.end_step(self.queue_update(present, metered=metered), present, metered=metered)
 
@@ -229,7 +239,9 @@ class Prepared:
         except DivergedError:
             self._buffers.restore()
             raise
-        refuse_changed_groups(self.optimizer, weights=len(self._weights.all))
+        refuse_senseless_rates(self.optimizer)
+        self._weights.refuse_changes()
+        self._weights.heed_writes()
         self.settle()
 
     @torch.no_grad()
@@ -278,6 +290,7 @@ class Prepared:
             metered=metered,
         )
         self._steps_begun += 1
+        self._weights.note_versions()
         outcome = self._ledger.enter(flight, step=self._steps_begun)
         if self._weights.device.type == "cpu":
             self.settle()
@@ -357,22 +370,29 @@ class Prepared:
         if self._average is None:
             yield
             return
-        with self._carried.fp8.noting_nothing(), self._average.in_place_of(self._weights.all):
+        with (
+            self._carried.fp8.noting_nothing(),
+            self._weights.lent(),
+            self._average.in_place_of(self._weights.all),
+        ):
             yield
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name."""
+        self._weights.heed_writes()
         return self._weights.full_by_name()
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
         self.settle()
+        self._weights.heed_writes()
         self._weights.widen()
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
         self.settle()
+        self._weights.heed_writes()
         return {
             "policy": str(self.plan.policy),
             "weights": self.model.state_dict(),
@@ -391,6 +411,7 @@ class Prepared:
         refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
         self._weights.masters.load_state_dict(state["master"])
+        self._weights.note_versions()
         self._weights.load_optimizer(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
