@@ -131,6 +131,7 @@ class Prepared:
         )
         self._steps_begun = self._applied_before = 0
         self._gone_back = False
+        self._scales_known: tuple[frozenset[int], int] | None = None
         self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
 
     @property
@@ -166,7 +167,7 @@ class Prepared:
         self._weights.heed_writes()
         self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
-        self._applied_before = applied
+        self._applied_before, self._scales_known = applied, None
         self._scales_checked_at = self._steps_begun if self._carried.fp8.has_histories else math.inf
         return changes_between(before, choices)
 
@@ -307,7 +308,7 @@ class Prepared:
         Gradients, buffers, fp8 weights and what their scales come from are afterwards as they were.
         `scales`, from `scale_values`, are in force inside. Random numbers are drawn as ever.
         """
-        checked_at = self._scales_checked_at
+        checked_at, known = self._scales_checked_at, self._scales_known
         values = self._carried.scales.values if scales is None else scales
         with (
             self._carried.fp8.unchanged(),
@@ -317,7 +318,7 @@ class Prepared:
             try:
                 yield
             finally:
-                self._scales_checked_at = checked_at
+                self._scales_checked_at, self._scales_known = checked_at, known
 
     def settle(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
@@ -392,6 +393,7 @@ class Prepared:
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
         self.settle()
+        self._take_back_first_scales()  # or a run that goes on would, and one that resumes not
         self._weights.heed_writes()
         return {
             "policy": str(self.plan.policy),
@@ -422,18 +424,36 @@ class Prepared:
         self._carried.fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
-        self._applied_before = int(state["applied_before"])
+        self._applied_before, self._scales_known = int(state["applied_before"]), None
         self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
         self._buffers.reset()
 
     def _take_back_first_scales(self) -> None:
-        """Forget scales that no step but skipped ones has made. Waits until one was applied."""
+        """Forget scales that no step but skipped ones has made.
+
+        Waits until a step was applied, and later where a scale is new: of a layer not used before.
+        """
         if self._steps_begun <= self._scales_checked_at:
             return
-        applied = self.steps_applied > self._applied_before
-        self._scales_checked_at = math.inf if applied else self._steps_begun
-        if not applied:
-            self._carried.fp8.forget()
+        on_gpu = self._weights.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return  # a capture cannot wait
+        self._scales_checked_at = self._steps_begun
+        before, fp8 = self._scales_known, self._carried.fp8
+        if before is None or before != self._scales_now():
+            applied = self.steps_applied > self._applied_before
+            if before is not None or not applied:
+                # What was known before stays: a captured step uses it as it is.
+                fp8.forget(frozenset() if before is None else before[0])
+            self._scales_known = self._scales_now() if applied else None
+
+    def _scales_now(self) -> tuple[frozenset[int], int]:
+        """Return what changes where a skipped step may have left a scale. Does not wait.
+
+        On a CPU emulated products leave them too, and nothing is captured that would need them.
+        """
+        skipped = self._ledger.stats.skipped if self._weights.device.type == "cpu" else 0
+        return self._carried.fp8.scales_known, skipped
 
     def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
         if self.plan.emulated:
