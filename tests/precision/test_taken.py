@@ -1,12 +1,15 @@
 """What a user does to model and optimizer after `prepare`: heeded, or refused; never ignored."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, UnsupportedError
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
@@ -189,3 +192,10 @@ def test_a_model_laid_out_channels_last_trains_as_any_other(master, optimizer):
     plain, last = trained(torch.contiguous_format), trained(torch.channels_last)
     # A kernel that takes elements in another order may round its last bit otherwise.
     assert torch.allclose(plain, last, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_copy_of_what_prepare_returned_is_refused_with_what_to_save(mlp, how):
+    run = fresh(mlp)
+    with pytest.raises(UnsupportedError, match=r"save its state_dict\(\)"):
+        how(run)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import DivergedError, RecipeError, UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.precision.aside import grads_and_buffers_kept
 from narrowcast.precision.captured import CapturedStep
@@ -133,6 +133,14 @@ class Prepared:
         self._gone_back = False
         self._scales_known: tuple[frozenset[int], int] | None = None
         self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
+        raise UnsupportedError(
+            "what prepare() returned can be neither copied nor pickled: it shares model and "
+            "optimizer with whoever called prepare(); save its state_dict(), and load that into "
+            "another that was prepared alike"
+        )
 
     @property
     def plan(self) -> Plan:
