@@ -120,6 +120,34 @@ def test_a_second_measurement_takes_the_place_of_the_first(cache):
     assert known_speeds(SOME.gpu) == again
 
 
+DAMAGE = {
+    "empty": "",
+    "cut off": json.dumps(SOME.to_json())[:-40],
+    "no table": "[]",
+    "a word": '"fast"',
+    "no seconds": json.dumps({**SOME.to_json(), "seconds": {}}),
+    "no bf16": json.dumps({**SOME.to_json(), "seconds": {"tensor": [1.0] * len(SHAPES)}}),
+    "a shape less": json.dumps({**SOME.to_json(), "seconds": {"bf16": [1.0] * 11}}),
+    "no time": json.dumps({**SOME.to_json(), "seconds": {"bf16": [0.0] * len(SHAPES)}}),
+    "words": json.dumps({**SOME.to_json(), "seconds": {"bf16": ["1"] * len(SHAPES)}}),
+    "an axis out of order": json.dumps({**SOME.to_json(), "tokens": [64, 16]}),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_left_out_with_what_to_do(cache, caplog, text):
+    keep_speeds(SOME).write_text(text)
+    assert known_speeds(SOME.gpu) is None
+    assert "narrowcast doctor --measure" in caplog.text
+
+
+def test_a_table_with_fewer_kinds_and_shapes_is_read_as_it_is(cache):
+    few = Speeds(**{**vars(SOME), "seconds": {"bf16": SOME.seconds["bf16"]}})
+    keep_speeds(few)
+    assert known_speeds(SOME.gpu) == few
+    assert gain(few, (16, 32, 32), "row") is None
+
+
 @pytest.fixture
 def shipped(cache, tmp_path, monkeypatch):
     """A package that comes with the table of one GPU."""

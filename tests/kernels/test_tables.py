@@ -48,3 +48,12 @@ def test_a_table_holds_what_was_written_last():
     for numbers in ([1, 2, 3], [1, 2, 3], [2**62, 0, 5]):
         table.write(numbers)
         assert table.tensor.tolist() == numbers
+
+
+def test_two_graphs_of_one_step_each_keep_the_addresses_of_their_own_capture():
+    table = HostTable(2, torch.device("cpu"), dtype=torch.int64)
+    first, second = table.kept_for_replays([1, 2]), table.kept_for_replays([3, 4])
+    assert (first.tolist(), second.tolist()) == ([1, 2], [3, 4])
+    assert table.kept_for_replays([3, 4]).data_ptr() == second.data_ptr()
+    again = table.kept_for_replays([5, 6]), table.kept_for_replays([7, 8])  # captured anew
+    assert [each.tolist() for each in again] == [[5, 6], [7, 8]]

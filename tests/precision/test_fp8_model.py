@@ -354,3 +354,73 @@ def test_passes_aside_leave_the_course_of_a_run_as_it_is(policy, bad):
     for name in histories or {}:
         assert torch.equal(histories[name], other_histories[name])
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+
+
+class Branching(nn.Module):
+    """Two layers, of which the second is used only when asked for."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.late = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.uses_late = False
+
+    def forward(self, x):
+        x = self.always(x)
+        return self.late(x) if self.uses_late else x
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_layer_first_used_in_a_skipped_step_takes_its_scale_from_the_next(native):
+    def trained(*, skips):
+        model = Branching().to(DEVICE)
+        device, emulate = (hardware(), None) if native else (probe(DEVICE), True)
+        chosen = nc.plan(model, "fp8-delayed", hardware=device, only_faster=False, emulate=emulate)
+        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=chosen)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        for number in range(4):
+            model.uses_late = number >= 2
+            if number == 2 and skips:
+                with run.compute():
+                    loss = model(x).float().square().mean() * 2.0**100
+                assert not run.step(loss).applied
+            with run.compute():
+                loss = model(x).float().square().mean()
+            assert run.step(loss).applied
+        return run.full_weights()
+
+    straight = trained(skips=False)
+    for name, value in trained(skips=True).items():
+        assert torch.equal(value, straight[name]), name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_backward_pass_through_a_weight_that_has_moved_on_is_refused_as_torch_does(policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).to(DEVICE)
+    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen)
+    before = forward(run).float().sum()
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    forward(run)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_exchanged_through_data_for_an_evaluation_are_not_trained_with(policy):
+    run = prepared(policy)
+    step(run)
+    expected = forward(run).clone()
+    before = kept(run.model[0]).clone()
+    run.model.eval()
+    for p in run.model.parameters():
+        p.data.neg_()
+    with torch.no_grad():
+        forward(run)
+    assert torch.equal(kept(run.model[0]), -before)
+    for p in run.model.parameters():
+        p.data.neg_()
+    run.model.train()
+    assert torch.equal(forward(run), expected)

@@ -18,6 +18,8 @@ from narrowcast.runs.strict_json import dumps, loads
 Inbox: TypeAlias = "queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]"
 """Answers of all workers as they come; None says that a worker's process is over."""
 
+LAST_SECONDS = 10
+"""What a process that has said its last may take to be over."""
 TAIL_LINES = 30
 REASON_LETTERS = 300
 
@@ -80,9 +82,13 @@ class Worker:
 
     def reason(self) -> str:
         """Say in one line why the process is over: the end of its log, or how it died."""
-        code = self._process.wait()
+        try:
+            code = self._process.wait(timeout=LAST_SECONDS)
+        except subprocess.TimeoutExpired:  # a thread or a library that does not let it go
+            code = 1
         if code < 0:
-            return f"died of {signal.Signals(-code).name}"
+            known = -code in set(signal.Signals)
+            return f"died of {signal.Signals(-code).name if known else f'signal {-code}'}"
         lines = [line.strip() for line in self.tail() if line.strip()]
         if code == 0 or not lines:
             return f"ended with exit code {code}"
@@ -95,9 +101,13 @@ class Worker:
 
     def _listen(self, inbox: Inbox) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            inbox.put((self, loads(line)))
-        inbox.put((self, None))
+        try:
+            for line in self._process.stdout:
+                inbox.put((self, loads(line)))
+        except ValueError:
+            pass  # it was ended in the middle of a line
+        finally:
+            inbox.put((self, None))
 
 
 def _caches(folder: Path) -> dict[str, str]:

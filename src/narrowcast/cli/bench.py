@@ -54,7 +54,7 @@ def _options(default_recipe: str) -> Callable[[_Command], _Command]:
                 ),
                 click.option(
                     "--timeout",
-                    type=float,
+                    type=click.FloatRange(0, min_open=True),
                     default=900,
                     show_default=True,
                     metavar="SECONDS",

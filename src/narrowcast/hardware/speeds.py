@@ -8,7 +8,9 @@ keeps it; for some GPUs one comes with the package.
 
 import itertools
 import json
+import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.hardware.trial import cache_folder
+
+_log = logging.getLogger(__name__)
 
 TOKENS = (1024, 4096, 16384, 65536)
 WIDTHS = (1024, 2048, 4096, 8192)
@@ -71,8 +75,8 @@ class Speeds:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Speeds":
-        """Return what `to_json` wrote."""
-        return cls(
+        """Return what `to_json` wrote; raise a ValueError where it cannot have been measured."""
+        found = cls(
             gpu=data["gpu"],
             torch=data["torch"],
             date=data["date"],
@@ -81,13 +85,31 @@ class Speeds:
             outputs=tuple(data["outputs"]),
             seconds={kind: tuple(values) for kind, values in data["seconds"].items()},
         )
+        axes = (found.tokens, found.inputs, found.outputs)
+        shapes = math.prod(map(len, axes))
+        times = [value for values in found.seconds.values() for value in values]
+        if (
+            "bf16" not in found.seconds
+            or any(len(values) != shapes or not values for values in found.seconds.values())
+            or any(list(axis) != sorted(set(axis)) for axis in axes)
+            or not all(0 < value < math.inf for value in (*times, *itertools.chain(*axes)))
+        ):
+            raise ValueError("a table of speeds has gaps, or times that nothing takes")
+        return found
 
 
 def known_speeds(gpu: str) -> Speeds | None:
     """Return what was measured on this GPU here, or what comes with the package for it."""
     kept = _kept_at(gpu)
     if kept.exists():
-        return Speeds.from_json(json.loads(kept.read_text(encoding="utf-8")))
+        try:
+            return Speeds.from_json(json.loads(kept.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            _log.warning(
+                "the speeds measured on this GPU cannot be read from %s and are left out; "
+                "measure them again with narrowcast doctor --measure, or delete the file",
+                kept,
+            )
     for shipped in files(__package__).joinpath("measured").iterdir():
         if shipped.name.endswith(".json"):
             found = Speeds.from_json(json.loads(shipped.read_text(encoding="utf-8")))
@@ -101,7 +123,9 @@ def keep_speeds(speeds: Speeds) -> Path:
     """Remember a measurement for this user; return where."""
     path = _kept_at(speeds.gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(speeds.to_json(), indent=1) + "\n", encoding="utf-8")
+    beside = path.with_suffix(f".{os.getpid()}")  # a file that is half written is never found
+    beside.write_text(json.dumps(speeds.to_json(), indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
     return path
 
 

@@ -12,6 +12,7 @@ the same kernel as in eager mode. Where Triton has no kernels, plain torch does 
 passes.
 """
 
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import torch
@@ -118,6 +119,11 @@ def trust(inverse: Tensor) -> None:
 def is_trusted(inverse: Tensor) -> bool:
     """Say whether a scale is used as it is, or the next matrix decides it."""
     return inverse.data_ptr() in _calibrated
+
+
+def trusted_among(addresses: AbstractSet[int]) -> frozenset[int]:
+    """Return the addresses of those scales that are used as they are."""
+    return frozenset(_calibrated & addresses)
 
 
 def distrust(addresses: set[int]) -> None:

@@ -41,8 +41,10 @@ class HostTable:
     def __init__(self, length: int, device: torch.device, *, dtype: torch.dtype) -> None:
         self.tensor = torch.zeros(length, dtype=dtype, device=device)
         self._written: list[float] = [0] * length
-        self._kept: list[Tensor] = []
-        self._spare = self._pinned()
+        self._kept: list[tuple[list[float], Tensor]] = []
+        # Two graphs are captured of a step, and a gradient that has to be copied lies elsewhere in
+        # each: they must not read one another's addresses.
+        self._spares = [self._pinned(), self._pinned()]
 
     def write(self, numbers: Sequence[float], *, replayed: bool = True) -> None:
         """Put numbers into the table, unless they are there already.
@@ -61,15 +63,29 @@ class HostTable:
         self._written = list(numbers)
         host = torch.tensor(numbers, dtype=self.tensor.dtype)
         if capturing:
-            # Every replay reads this memory, and none can be asked for during a capture.
-            host = self._spare.copy_(host)
-            self._kept.append(host)
+            host = self.kept_for_replays(numbers)
         elif self.tensor.is_cuda:
             # torch gives pinned memory to nobody else before the copy from it is done.
             host = host.pin_memory()
-            if self._kept and self._kept[-1] is self._spare:
-                self._spare = self._pinned()
+            self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
         self.tensor.copy_(host, non_blocking=True)
+
+    def kept_for_replays(self, numbers: Sequence[float]) -> Tensor:
+        """Return memory that holds these whenever a graph reads it; none is asked for here.
+
+        With all of it taken since the table was last written to, that of the graph before the last
+        is written over: it has been captured anew.
+        """
+        for written, host in self._kept:
+            if written == list(numbers):
+                return host
+        if self._spares:
+            host = self._spares.pop(0)
+        else:
+            host = self._kept.pop(max(0, len(self._kept) - 2))[1]
+        host.copy_(torch.tensor(numbers, dtype=self.tensor.dtype))
+        self._kept.append((list(numbers), host))
+        return host
 
     def _pinned(self) -> Tensor:
         return torch.empty(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import distrust, inverse_for, trust
+from narrowcast.kernels.fp8 import distrust, inverse_for, trust, trusted_among
 from narrowcast.numerics import Format, scale_for
 from narrowcast.precision.operands import ProductFormats, is_delayed
 
@@ -44,14 +44,16 @@ class AmaxHistories:
         """The largest magnitude they have met since then."""
         self.moves = 0
         """How often the scales may have changed."""
-        distrust(self._addresses)
-        weakref.finalize(self, distrust, self._addresses)
+        self._where = self._addresses
+        distrust(self._where)
+        weakref.finalize(self, distrust, self._where)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Be a copy: at other addresses, with the same scales. Waits for the device."""
         self.__dict__.update(state)
+        self._where = self._addresses
         self._trust_what_is_known()
-        weakref.finalize(self, distrust, self._addresses)
+        weakref.finalize(self, distrust, self._where)
 
     def of(self, module: int) -> "AmaxHistory":
         """Return one module's part."""
@@ -69,6 +71,11 @@ class AmaxHistories:
         self.moves += 1
         past = self.amax.amax(-1)
         self.inverse.copy_(torch.where(past > 0, inverse_for(past, self._largest), self.inverse))
+
+    @property
+    def known(self) -> frozenset[int]:
+        """Where the scales are that native products use as they are: a matrix has decided them."""
+        return trusted_among(self._where)
 
     def take_counts(self) -> tuple[Tensor, Tensor]:
         """Return what casts have lost, and the largest magnitudes, since this was last asked.
@@ -92,13 +99,15 @@ class AmaxHistories:
         self.moves += 1
         self._trust_what_is_known()
 
-    def forget(self) -> None:
+    def forget(self, keep: frozenset[int] = frozenset()) -> None:
         """Let the next matrices decide the scales that come from no applied step, as the first did.
 
-        Waits for the device.
+        Those at the addresses `keep` stay. Waits for the device.
         """
-        past = self.amax.amax(-1)
-        self.inverse.copy_(torch.where(past > 0, self.inverse, 0.0))
+        kept = torch.tensor([each.data_ptr() in keep for each in self.inverse.view(-1).split(1)])
+        past = self.amax.amax(-1) > 0
+        stays = past | kept.view(past.shape).to(past.device)
+        self.inverse.copy_(torch.where(stays, self.inverse, 0.0))
         self.moves += 1
         self._trust_what_is_known()
 

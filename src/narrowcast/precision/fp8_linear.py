@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowcast.kernels.fp8 import Quantized, is_trusted, quantize, quantize_into
+from narrowcast.kernels.fp8 import (
+    LocallyQuantized,
+    Quantized,
+    is_trusted,
+    quantize,
+    quantize_into,
+)
 from narrowcast.numerics import BF16, BlockFormat, Format
 from narrowcast.precision.amax import AmaxHistory
 from narrowcast.precision.operands import ProductFormats, is_narrow
@@ -28,8 +34,9 @@ class Fp8Linear(nn.Linear):
     nc_history: AmaxHistory | None
     nc_weight: Quantized | None = None
     """The weight in fp8."""
-    nc_weight_is_of: tuple[int, int, int] | None = None
-    """Which weight, which version of it, and the scales of which step it was made from."""
+    nc_weight_is_of: tuple[int, int, int, bool] | None = None
+    """Which weight, which version of it, the scales of which step it was made from, and whether to
+    train: between training and evaluation weights may be exchanged through `.data`, uncounted."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
         """Multiply in this layer's formats; returns the output format's dtype."""
@@ -58,11 +65,13 @@ class Fp8Linear(nn.Linear):
         weight = self.weight.detach()
         # A weight that never moves has its scale once and for all.
         history = self.nc_history if self.weight.requires_grad else None
-        now = (weight.data_ptr(), self.weight._version, 0 if history is None else history.moves)
+        moves = 0 if history is None else history.moves
+        now = (weight.data_ptr(), self.weight._version, moves, self.training)
         if now == self.nc_weight_is_of:
             return
         with torch.inference_mode(mode=False), torch.no_grad():  # kept for training too
             self._nc_make(weight, history)
+        let_autograd_know(self.nc_weight, self.nc_weight_is_of, now)
         self.nc_weight_is_of = now
 
     def _nc_make(self, weight: Tensor, history: AmaxHistory | None) -> None:
@@ -95,6 +104,14 @@ def fp8_product(rows: Tensor, layer: Fp8Linear, x_scale: Scale, grad_scale: Scal
         rows, layer.weight, layer.bias, *made, *x_scale, *grad_scale, layer.nc_formats
     )
     return result
+
+
+def let_autograd_know(
+    made: Quantized | LocallyQuantized | None, before: tuple[Any, ...] | None, now: tuple[Any, ...]
+) -> None:
+    """Let a backward pass that has kept an fp8 weight fail, as any would, if it became another."""
+    if made is not None and before is not None and before[:-1] != now[:-1]:
+        torch.autograd.graph.increment_version([made.rows, made.columns])
 
 
 class _Fp8Product(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.fp8 import LocallyQuantized
 from narrowcast.numerics import BF16
-from narrowcast.precision.fp8_linear import dtype_of
+from narrowcast.precision.fp8_linear import dtype_of, let_autograd_know
 from narrowcast.precision.operands import ProductFormats, is_narrow
 
 
@@ -51,8 +51,8 @@ class Fp8LocalLinear(nn.Linear):
     """Of the class."""
     nc_weight: LocallyQuantized | None = None
     """The weight in fp8."""
-    nc_weight_is_of: tuple[int, int] | None = None
-    """Which weight, and which version of it."""
+    nc_weight_is_of: tuple[int, int, bool] | None = None
+    """Which weight, which version of it, and whether to train, as in `Fp8Linear`."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
         """Multiply in this layer's formats; returns the output format's dtype."""
@@ -66,11 +66,12 @@ class Fp8LocalLinear(nn.Linear):
 
     def nc_refresh(self) -> None:
         """Make the weight in fp8 anew if it has changed."""
-        now = (self.weight.data_ptr(), self.weight._version)
+        now = (self.weight.data_ptr(), self.weight._version, self.training)
         if now == self.nc_weight_is_of:
             return
         with torch.inference_mode(mode=False), torch.no_grad():  # kept for training too
             self._nc_make()
+        let_autograd_know(self.nc_weight, self.nc_weight_is_of, now)
         self.nc_weight_is_of = now
 
     def _nc_make(self) -> None:
@@ -83,7 +84,7 @@ class Fp8LocalLinear(nn.Linear):
             self.nc_weight = fresh
         else:  # in the same memory: a captured step reads from there
             for kept, new in zip(self.nc_weight, fresh, strict=True):
-                kept.copy_(new)
+                kept.data.copy_(new)
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""

@@ -38,10 +38,15 @@ class Fp8Model:
         """Whether any scale comes from past steps."""
         return self._histories is not None
 
-    def forget(self) -> None:
-        """Let the next matrices decide all scales from past steps."""
+    @property
+    def scales_known(self) -> frozenset[int]:
+        """Where the scales from past steps are that are in use."""
+        return frozenset() if self._histories is None else self._histories.known
+
+    def forget(self, keep: frozenset[int] = frozenset()) -> None:
+        """Let the next matrices decide the scales that no step has, but those at `keep`."""
         if self._histories is not None:
-            self._histories.forget()
+            self._histories.forget(keep)
 
     def take_over(self, before: "Fp8Model") -> None:
         """Let modules that had a history before go on from it. Waits for the device."""

@@ -31,15 +31,18 @@ BUCKET = 2**25
 
 def split(full: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bf16 nearest to each fp32 value, and the 16 signed bits that restore it."""
-    bits = full.contiguous().view(torch.int32)
+    bits = full.view(torch.int32)
     high = (bits + 0x8000) >> 16
     low = bits - (high << 16)
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
 def join(weight: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 values that `split` took apart."""
-    high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
+    """Return the fp32 values that `split` took apart; they lie in memory as the weight does.
+
+    torch's fused optimizers walk through weight, gradient and moments by address.
+    """
+    high = weight.view(torch.int16).to(torch.int32) << 16
     return (high + low.to(torch.int32)).view(torch.float32)
 
 
@@ -132,6 +135,26 @@ class MasterWeights:
         if self.kind == "fp32":
             return self.shells[i].detach()
         return self._beside[i] if self._beside else None
+
+    def heed(self, i: int) -> None:
+        """Take working weight `i` for right where what is kept beside it belongs to another.
+
+        Whoever loads weights, or clamps them, writes to the working ones and knows of no others.
+        """
+        weight = local_part(self.parameters[i])
+        match self.kind:
+            case "fp32":
+                kept = local_part(self.shells[i])
+                agrees = _nearest(kept, self._target).to(weight.dtype) == weight
+                kept.copy_(torch.where(agrees, kept, weight.float()))
+            case "split":  # low bits fit every weight but zero, where they may make a NaN
+                kept = local_part(self._beside[i])
+                kept.masked_fill_(join(weight, kept).isnan() & ~weight.isnan(), 0)
+            case "kahan":
+                kept = local_part(self._beside[i])
+                # A little less of it, so that half a spacing does not round to the neighbour.
+                nearly = weight.float() + kept.float() * (1 - 2.0**-8)
+                kept.masked_fill_(_nearest(nearly, self._target).to(weight.dtype) != weight, 0)
 
     def widens(self, parameter: nn.Parameter) -> bool:
         """Say whether the optimizer sees an fp32 weight and gradient in place of this one's."""

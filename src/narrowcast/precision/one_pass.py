@@ -28,7 +28,7 @@ from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.gradient_norms import GradientNorms
 from narrowcast.precision.master import SCALE, MasterWeights, local_part, shard_of
 from narrowcast.precision.policy import Policy
-from narrowcast.precision.update_path import has_step_hooks
+from narrowcast.precision.update_path import has_step_hooks, why_not_settings
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -115,6 +115,12 @@ class OnePass:
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
+        why = why_not_settings(self._optimizer)
+        if why:
+            raise RecipeError(
+                f"the optimizer was given other settings after prepare(), and {why}; set them "
+                "before, or write one_pass=False"
+            )
         self._adam.write_hyper([_hyper(self._optimizer, g) for g in self._optimizer.param_groups])
 
     def restore(self, saved: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import DivergedError, RecipeError
+from narrowcast.errors import DivergedError, RecipeError, UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.precision.aside import grads_and_buffers_kept
 from narrowcast.precision.captured import CapturedStep
@@ -27,9 +27,9 @@ from narrowcast.precision.outcome import Flight, Outcome, pack
 from narrowcast.precision.plan import Plan, plan
 from narrowcast.precision.policy import Policy
 from narrowcast.precision.refusals import (
-    refuse_changed_groups,
     refuse_foreign_state,
     refuse_senseless,
+    refuse_senseless_rates,
     refuse_what_cannot_be,
 )
 from narrowcast.precision.regions import tf32_products
@@ -128,7 +128,17 @@ class Prepared:
             scaled=self._carried.scales.value is not None,
         )
         self._steps_begun = self._applied_before = 0
+        self._gone_back = False
+        self._scales_known: tuple[frozenset[int], int] | None = None
         self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
+        raise UnsupportedError(
+            "what prepare() returned can be neither copied nor pickled: it shares model and "
+            "optimizer with whoever called prepare(); save its state_dict(), and load that into "
+            "another that was prepared alike"
+        )
 
     @property
     def plan(self) -> Plan:
@@ -160,9 +170,10 @@ class Prepared:
                 "and the scale of the old policy; call it after step()"
             )
         before, applied = self.plan, self.steps_applied
+        self._weights.heed_writes()
         self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
-        self._applied_before = applied
+        self._applied_before, self._scales_known = applied, None
         self._scales_checked_at = self._steps_begun if self._carried.fp8.has_histories else math.inf
         return changes_between(before, choices)
 
@@ -188,6 +199,7 @@ class Prepared:
                 f"backward() was given a loss {what}; give it one number that depends on the "
                 "model's weights, computed outside torch.no_grad()"
             )
+        self._gone_back = True
         scale = self._carried.scales.of_loss(name)
         scaled = loss if scale is None else loss.float() * scale.value
         if not self._carried.scales.per_loss:
@@ -217,6 +229,13 @@ class Prepared:
         present = self._weights.with_gradients()
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
+        if self._carried.scales.value is not None and not self._gone_back:
+            raise RecipeError(
+                "step() found gradients that backward() of the prepared model did not make, and "
+                "would divide a loss scale out of them that is not in them; write step(loss), or "
+                "backward(loss), in place of loss.backward()"
+            )
+        self._gone_back = False
         metered = self.is_metered
         return self.end_step(self.queue_update(present, metered=metered), present, metered=metered)
 
@@ -227,7 +246,9 @@ class Prepared:
         except DivergedError:
             self._buffers.restore()
             raise
-        refuse_changed_groups(self.optimizer, weights=len(self._weights.all))
+        refuse_senseless_rates(self.optimizer)
+        self._weights.refuse_changes()
+        self._weights.heed_writes()
         self.settle()
 
     @torch.no_grad()
@@ -274,6 +295,7 @@ class Prepared:
             metered=metered,
         )
         self._steps_begun += 1
+        self._weights.note_versions()
         outcome = self._ledger.enter(flight, step=self._steps_begun)
         if self._weights.device.type == "cpu":
             self.settle()
@@ -290,7 +312,7 @@ class Prepared:
         Gradients, buffers, fp8 weights and what their scales come from are afterwards as they were.
         `scales`, from `scale_values`, are in force inside. Random numbers are drawn as ever.
         """
-        checked_at = self._scales_checked_at
+        checked_at, known = self._scales_checked_at, self._scales_known
         values = self._carried.scales.values if scales is None else scales
         with (
             self._carried.fp8.unchanged(),
@@ -300,7 +322,7 @@ class Prepared:
             try:
                 yield
             finally:
-                self._scales_checked_at = checked_at
+                self._scales_checked_at, self._scales_known = checked_at, known
 
     def settle(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
@@ -354,22 +376,30 @@ class Prepared:
         if average is None:
             yield
             return
-        with self._carried.fp8.noting_nothing(), average.in_place_of_weights():
+        with (
+            self._carried.fp8.noting_nothing(),
+            self._weights.lent(),
+            average.in_place_of_weights(),
+        ):
             yield
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name."""
+        self._weights.heed_writes()
         return self._weights.full_by_name()
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
         self.settle()
+        self._weights.heed_writes()
         self._weights.widen()
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
         self.settle()
+        self._take_back_first_scales()  # or a run that goes on would, and one that resumes not
+        self._weights.heed_writes()
         average = self._weights.average
         return {
             "policy": str(self.plan.policy),
@@ -389,6 +419,7 @@ class Prepared:
         refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
         self._weights.masters.load_state_dict(state["master"])
+        self._weights.note_versions()
         self._weights.load_optimizer(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -399,18 +430,36 @@ class Prepared:
         self._carried.fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
-        self._applied_before = int(state["applied_before"])
+        self._applied_before, self._scales_known = int(state["applied_before"]), None
         self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
         self._buffers.reset()
 
     def _take_back_first_scales(self) -> None:
-        """Forget scales that no step but skipped ones has made. Waits until one was applied."""
+        """Forget scales that no step but skipped ones has made.
+
+        Waits until a step was applied, and later where a scale is new: of a layer not used before.
+        """
         if self._steps_begun <= self._scales_checked_at:
             return
-        applied = self.steps_applied > self._applied_before
-        self._scales_checked_at = math.inf if applied else self._steps_begun
-        if not applied:
-            self._carried.fp8.forget()
+        on_gpu = self._weights.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            return  # a capture cannot wait
+        self._scales_checked_at = self._steps_begun
+        before, fp8 = self._scales_known, self._carried.fp8
+        if before is None or before != self._scales_now():
+            applied = self.steps_applied > self._applied_before
+            if before is not None or not applied:
+                # What was known before stays: a captured step uses it as it is.
+                fp8.forget(frozenset() if before is None else before[0])
+            self._scales_known = self._scales_now() if applied else None
+
+    def _scales_now(self) -> tuple[frozenset[int], int]:
+        """Return what changes where a skipped step may have left a scale. Does not wait.
+
+        On a CPU emulated products leave them too, and nothing is captured that would need them.
+        """
+        skipped = self._ledger.stats.skipped if self._weights.device.type == "cpu" else 0
+        return self._carried.fp8.scales_known, skipped
 
     def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
         if self.plan.emulated:

@@ -69,15 +69,9 @@ def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patien
         raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
 
 
-def refuse_changed_groups(optimizer: torch.optim.Optimizer, *, weights: int) -> None:
-    """Refuse a step whose optimizer was given other weights since, or no finite learning rate."""
-    groups = optimizer.param_groups
-    if sum(len(group["params"]) for group in groups) != weights:
-        raise RecipeError(
-            "the optimizer's parameters changed after prepare(), and those added would be "
-            "neither unscaled nor guarded; release(), change them, and prepare() again"
-        )
-    for group in groups:
+def refuse_senseless_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a step whose optimizer has no finite learning rate."""
+    for group in optimizer.param_groups:
         if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
             raise RecipeError(
                 f"the learning rate is {group['lr']}, which would make every weight so; "

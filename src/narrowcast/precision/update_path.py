@@ -9,6 +9,7 @@ from narrowcast.kernels import launch
 from narrowcast.kernels.tables import is_dense
 from narrowcast.precision.master import local_part
 from narrowcast.precision.policy import Policy
+from narrowcast.precision.taken import OwnStepOnly
 
 
 def update_path(
@@ -50,8 +51,9 @@ def update_path(
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether something is to happen around each of the optimizer's steps."""
     replaced = vars(optimizer).get("step")
+    before = optimizer._optimizer_step_pre_hooks.values()
     return bool(
-        optimizer._optimizer_step_pre_hooks
+        any(not isinstance(hook, OwnStepOnly) for hook in before)
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
@@ -60,16 +62,24 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Say what about an optimizer the one-pass step cannot do; nothing where it can stand in."""
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        return f"{type(optimizer).__name__} is not in the one-pass kernel"
+def why_not_settings(optimizer: torch.optim.Optimizer) -> str:
+    """Say which of its groups' settings the one-pass step cannot obey; nothing where it can."""
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
                 return f"{name} is not in the one-pass kernel"
         if any(isinstance(beta, Tensor) for beta in group["betas"]):
             return "its betas are tensors"
+    return ""
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    """Say what about an optimizer the one-pass step cannot do; nothing where it can stand in."""
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        return f"{type(optimizer).__name__} is not in the one-pass kernel"
+    why = why_not_settings(optimizer)
+    if why:
+        return why
     if has_step_hooks(optimizer):
         return "its step has hooks"
     weights = [p for group in optimizer.param_groups for p in group["params"]]

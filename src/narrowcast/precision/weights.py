@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from narrowcast.precision.rewrite import (
     set_grad_dtype,
     weight_formats,
 )
+from narrowcast.precision.taken import Taken
 
 
 class TrainedWeights:
@@ -48,6 +49,9 @@ class TrainedWeights:
         self.one_pass: OnePass | None = None
         self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
+        self._taken: Taken | None = None
+        self._versions: list[int] = []
+        self._lent = False
 
     def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
         """Carry out a plan on the model, and let the optimizer hold the master weights.
@@ -73,6 +77,37 @@ class TrainedWeights:
         self.one_pass = None
         if one_pass:
             self.one_pass = OnePass(self._optimizer, self.all, self.masters, policy=chosen.policy)
+        self._taken = Taken(self._model, self._optimizer, self.all)
+        self.note_versions()
+
+    def refuse_changes(self) -> None:
+        """Refuse to go on where model or optimizer were changed behind our back."""
+        if self._taken is not None:
+            self._taken.refuse_changes()
+
+    def note_versions(self) -> None:
+        """Know the weights as they are now for our own writing."""
+        self._versions = [p._version for p in self.masters.parameters]
+
+    def heed_writes(self) -> None:
+        """Let master weights follow where somebody else has written to the working ones since."""
+        if self._lent:
+            return
+        for i, (p, version) in enumerate(zip(self.masters.parameters, self._versions, strict=True)):
+            if p._version != version:
+                self.masters.heed(i)
+        self.note_versions()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the working weights hold something else inside the block, which is no news."""
+        self.heed_writes()
+        self._lent = True
+        try:
+            yield
+        finally:
+            self._lent = False
+            self.note_versions()
 
     def change(self, before: Plan, chosen: Plan, *, one_pass: bool, seed: int) -> None:
         """Carry out another plan in place of the one in force.
@@ -100,6 +135,9 @@ class TrainedWeights:
 
         With `keep_codes` moments of 8 bits stay what they are; torch itself cannot go on with them.
         """
+        if self._taken is not None:
+            self._taken.give_back()
+            self._taken = None
         if self.one_pass is not None and not keep_codes:
             self.one_pass.release()
         full = [self.full(p).clone() for p in self._narrowed]
@@ -201,7 +239,8 @@ class TrainedWeights:
         told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
         if finite is not None:
             vars(self._optimizer).update(told)
-        with torch.enable_grad(), self._optimizer_products():
+        assert self._taken is not None
+        with torch.enable_grad(), self._optimizer_products(), self._taken.own_step.let_pass():
             self.masters.step(self._optimizer, factors)
         if finite is not None:
             for name in told:

@@ -1,0 +1,117 @@
+"""What `prepare` took into its hands, and how a change behind its back is noticed.
+
+Afterwards the optimizer holds master weights and the model narrow ones: whoever steps the optimizer
+by hand, gives the model another layer or casts it would train something else, and not be told. A
+look costs a step some tens of microseconds of the host.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+
+
+@final
+class OwnStepOnly:
+    """A hook before the optimizer's step that refuses every step but our own."""
+
+    def __init__(self) -> None:
+        self._ours = False
+
+    @contextlib.contextmanager
+    def let_pass(self) -> Iterator[None]:
+        """Step the optimizer inside the block."""
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+    def __call__(self, *_: Any) -> None:
+        """Refuse, unless it is our own step."""
+        if not self._ours:
+            raise RecipeError(
+                "optimizer.step() was called after prepare(), where gradients are still scaled and "
+                "the optimizer holds other weights than the model; call step(loss) of what "
+                "prepare() returned, or release() it first"
+            )
+
+
+@final
+class Taken:
+    """A model and its optimizer as they were taken over, until `give_back`."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]
+    ) -> None:
+        self._optimizer, self._weights = optimizer, list(weights)
+        self._groups = _groups(optimizer)
+        self._kept = [(p.dtype, p.device) for p in self._weights]
+        self._homes = _homes(model, set(self._weights))
+        self.own_step = OwnStepOnly()
+        self._hook = optimizer.register_step_pre_hook(self.own_step)
+        self._their_zero_grad = vars(optimizer).get("zero_grad")
+        vars(optimizer)["zero_grad"] = self._zero_grad
+
+    def refuse_changes(self) -> None:
+        """Refuse to go on with other weights, other groups or other dtypes than were taken."""
+        if _groups(self._optimizer) != self._groups:
+            raise RecipeError(
+                "the optimizer's parameters changed after prepare(), and those added would be "
+                "neither unscaled nor guarded; release(), change them, and prepare() again"
+            )
+        for held, key, value, name in self._homes:
+            if held.get(key) is not value:
+                raise RecipeError(
+                    f"{name} of the model was replaced after prepare(): the new one has no policy, "
+                    "and the optimizer does not hold it; release(), replace it, give the optimizer "
+                    "its weights, and prepare() again"
+                )
+        for p, kept in zip(self._weights, self._kept, strict=True):
+            if (p.dtype, p.device) != kept:
+                raise RecipeError(
+                    f"a weight is {p.dtype} on {p.device}, and was {kept[0]} on {kept[1]} after "
+                    "prepare(): how weights are kept is the policy's to say, and the optimizer's "
+                    "state would not follow; call model.to(…) before prepare()"
+                )
+
+    def give_back(self) -> None:
+        """Let the optimizer be stepped by hand again."""
+        self._hook.remove()
+        del vars(self._optimizer)["zero_grad"]
+        if self._their_zero_grad is not None:
+            vars(self._optimizer)["zero_grad"] = self._their_zero_grad
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model too: the optimizer knows its master weights only."""
+        for p in self._weights:
+            if set_to_none:
+                p.grad = None
+            elif isinstance(p.grad, Tensor):
+                p.grad = torch.zeros_like(p.grad)
+        theirs = self._their_zero_grad or type(self._optimizer).zero_grad.__get__(self._optimizer)
+        theirs(set_to_none)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _homes(
+    model: nn.Module, trained: set[nn.Parameter]
+) -> list[tuple[dict[str, Any], str, object, str]]:
+    """Return where in the model the trained weights are, and the modules on the way to them."""
+    homes: list[tuple[dict[str, Any], str, object, str]] = []
+    for path, module in model.named_modules():
+        before = f"{path}." if path else ""
+        for key, child in module._modules.items():
+            if child is not None and any(p in trained for p in child.parameters()):
+                homes.append((module._modules, key, child, before + key))
+        for key, p in module._parameters.items():
+            if p in trained:
+                homes.append((module._parameters, key, p, before + key))
+    return homes

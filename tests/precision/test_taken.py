@@ -1,0 +1,201 @@
+"""What a user does to model and optimizer after `prepare`: heeded, or refused; never ignored."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import RecipeError, UnsupportedError
+
+X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
+
+
+def fresh(mlp, *, policy="fp32, params=bf16, master=split", one_pass=True, **settings):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+    return nc.prepare(model, optimizer, policy=policy, one_pass=one_pass)
+
+
+def train(run, steps=2):
+    for _ in range(steps):
+        with run.compute():
+            loss = run.model(X).float().square().mean()
+        run.step(loss)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.5, -3.0])
+@pytest.mark.parametrize("master", MASTERS)
+def test_weights_loaded_into_a_prepared_model_are_the_ones_it_goes_on_from(
+    mlp, master, value, one_pass
+):
+    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}", one_pass=one_pass)
+    train(run)
+    state = {name: torch.full_like(w, value) for name, w in run.model.state_dict().items()}
+    run.model.load_state_dict(state)
+    for name, full in run.full_weights().items():
+        # A part below half a spacing of bf16 may be left of what was there before.
+        assert torch.allclose(full.float(), torch.tensor(value), rtol=2**-8, atol=1e-38), name
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    train(run, 1)
+    assert all(torch.equal(w, state[name]) for name, w in run.model.state_dict().items())
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "kahan"])
+def test_weights_lent_and_given_back_keep_every_digit(mlp, master):
+    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}")
+    train(run)
+    before = {name: full.clone() for name, full in run.full_weights().items()}
+    kept = {name: w.clone() for name, w in run.model.state_dict().items()}
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.mul_(3)
+    run.model.load_state_dict(kept)
+    assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "kahan"])
+def test_averaged_weights_never_become_the_master_weights(mlp, master):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = nc.prepare(model, optimizer, policy=f"fp32, params=bf16, master={master}", ema_decay=0.5)
+    train(run, 3)
+    before = {name: full.clone() for name, full in run.full_weights().items()}
+    with run.averaged():
+        inside = run.full_weights()
+        assert inside.keys() == before.keys()
+    assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
+
+
+@pytest.mark.parametrize("cast", ["half", "float", "double"])
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_a_model_cast_after_prepare_is_refused(mlp, cast, one_pass):
+    run = fresh(mlp, one_pass=one_pass)
+    train(run)
+    with run.compute():
+        loss = run.model(X).float().square().mean()
+    run.backward(loss)
+    getattr(run.model, cast)()
+    with pytest.raises(RecipeError, match=r"call model\.to\(…\) before prepare"):
+        run.step()
+
+
+def test_a_weight_replaced_in_the_optimizer_is_refused(mlp):
+    run = fresh(mlp)
+    train(run)
+    run.optimizer.param_groups[0]["params"][-1] = nn.Parameter(torch.zeros(16))
+    with pytest.raises(RecipeError, match="parameters changed after prepare"):
+        train(run, 1)
+
+
+def test_a_weight_moved_to_another_group_is_refused_rather_than_updated_as_before(mlp):
+    model = mlp()
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others, "lr": 0.0}], lr=0.1)
+    run = nc.prepare(model, optimizer, policy="fp32", one_pass=True)
+    train(run)
+    one, other = optimizer.param_groups
+    one["params"].append(other["params"].pop())
+    with pytest.raises(RecipeError, match="parameters changed after prepare"):
+        train(run, 1)
+
+
+@pytest.mark.parametrize("what", ["weight", "layer"])
+def test_a_layer_replaced_in_the_model_is_refused_rather_than_not_trained(mlp, what):
+    run = fresh(mlp)
+    train(run)
+    if what == "weight":
+        run.model[3].weight = nn.Parameter(torch.zeros(16, 32))
+    else:
+        run.model[3] = nn.Linear(32, 16)
+    with pytest.raises(RecipeError, match=r"3.* of the model was replaced after prepare"):
+        train(run, 1)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16-pure", "fp32, params=bf16, master=fp32"])
+def test_stepping_the_optimizer_by_hand_is_refused_until_release(mlp, policy):
+    run = fresh(mlp, policy=policy, one_pass=None)
+    train(run)
+    with pytest.raises(RecipeError, match=r"call step\(loss\)"):
+        run.optimizer.step()
+    run.release()
+    run.model(X).square().mean().backward()
+    before = run.model[0].weight.detach().clone()
+    run.optimizer.step()
+    assert not torch.equal(run.model[0].weight, before)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("master", MASTERS)
+def test_gradients_cleared_through_the_optimizer_are_gone(mlp, master, set_to_none):
+    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}")
+    with run.compute():
+        run.backward(run.model(X).float().square().mean())
+    run.optimizer.zero_grad(set_to_none=set_to_none)
+    left = [p.grad for p in run.model.parameters() if p.grad is not None]
+    assert len(left) == (0 if set_to_none else 6)
+    assert all(not grad.any() for grad in left)
+    run.release()
+    assert "zero_grad" not in vars(run.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("maximize", True), ("amsgrad", True), ("betas", (torch.tensor(0.9), torch.tensor(0.99)))],
+)
+def test_settings_that_the_one_pass_step_lacks_are_refused_when_they_come_later(
+    mlp, setting, value
+):
+    run = fresh(mlp)
+    train(run)
+    run.optimizer.param_groups[0][setting] = value
+    with pytest.raises(RecipeError, match="write one_pass=False"):
+        train(run, 1)
+
+
+def test_gradients_that_no_loss_scale_is_in_are_refused_rather_than_divided_by_it(mlp):
+    run = fresh(mlp, policy="fp16", one_pass=None)
+    with run.compute():
+        loss = run.model(X).float().square().mean()
+    loss.backward()
+    with pytest.raises(RecipeError, match=r"in place of loss\.backward\(\)"):
+        run.step()
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "kahan"])
+@pytest.mark.parametrize("optimizer", ["fused", "foreach", "one pass"])
+def test_a_model_laid_out_channels_last_trains_as_any_other(master, optimizer):
+    def trained(memory_format):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+        model = model.to(memory_format=memory_format)
+        kind = {} if optimizer == "one pass" else {optimizer: True}
+        run = nc.prepare(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.1, **kind),
+            policy=f"fp32, params=bf16, master={master}",
+            one_pass=optimizer == "one pass",
+        )
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+        for _ in range(4):
+            with run.compute():
+                loss = F.mse_loss(model(x).float(), torch.ones(2, 2))
+            run.step(loss)
+        return run.full_weights()["0.weight"]
+
+    plain, last = trained(torch.contiguous_format), trained(torch.channels_last)
+    # A kernel that takes elements in another order may round its last bit otherwise.
+    assert torch.allclose(plain, last, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_copy_of_what_prepare_returned_is_refused_with_what_to_save(mlp, how):
+    run = fresh(mlp)
+    with pytest.raises(UnsupportedError, match=r"save its state_dict\(\)"):
+        how(run)
