@@ -92,7 +92,6 @@ class Ours:
             optimizer,
             policy=f"bf16, params=bf16, master=split, moments={moments}",
             clip_norm=1.0,
-            loss_scale=nc.LossScale(),
             one_pass=True,
         )
         self.weights = self.run._weights

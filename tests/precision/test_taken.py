@@ -73,6 +73,14 @@ def test_averaged_weights_never_become_the_master_weights(mlp, master):
     assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
 
 
+def test_a_model_laid_out_anew_after_prepare_is_refused():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 5))
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32")
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(RecipeError, match=r"strides \(36, 1, 12, 4\).*before prepare"):
+        run.step(model(torch.randn(2, 4, 3, 3)).sum())
+
+
 @pytest.mark.parametrize("cast", ["half", "float", "double"])
 @pytest.mark.parametrize("one_pass", [True, False])
 def test_a_model_cast_after_prepare_is_refused(mlp, cast, one_pass):

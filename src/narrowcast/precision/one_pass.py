@@ -100,13 +100,8 @@ class OnePass:
         return lost
 
     def unmoved(self, present: Sequence[int]) -> list[int]:
-        """Return the places whose average did not move when the weights of `present` did.
-
-        Nothing happened to the other weights; and an average may lie in memory in another order
-        than its weight, after a change of policy.
-        """
-        averaged = {bound.place for bound in self._bound if bound.weight.average is not None}
-        moved = averaged.intersection(present)
+        """Return the places whose average did not move when the weights of `present` did."""
+        moved = set(present)
         return [i for i in range(len(self._weights)) if i not in moved]
 
     def has_written(self, present: Sequence[int]) -> None:
@@ -196,17 +191,10 @@ class OnePass:
             second_scale=state.get(SECOND + SCALE),
             step=state[STEP],
             group=group,
-            average=self._average_of(i),
+            average=None if self._average is None else local_part(self._average.averages[i]),
         )
         assert all(lies_like(t, weight.weight) for t in weight.tensors)
         return _Bound(place=i, key=key, state=dict(state), weight=weight)
-
-    def _average_of(self, i: int) -> Tensor | None:
-        """Return the average of weight `i`, if there is one and both lie alike."""
-        if self._average is None:
-            return None
-        average = local_part(self._average.averages[i])
-        return average if lies_like(average, local_part(self._weights[i])) else None
 
     def _state(self, i: int, p: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's state of a weight, begun or brought into its format."""

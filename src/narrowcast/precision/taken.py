@@ -50,7 +50,7 @@ class Taken:
     ) -> None:
         self._optimizer, self._weights = optimizer, list(weights)
         self._groups = _groups(optimizer)
-        self._kept = [(p.dtype, p.device) for p in self._weights]
+        self._kept = [(p.dtype, p.device, p.stride()) for p in self._weights]
         self._homes = _homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
         self._hook = optimizer.register_step_pre_hook(self.own_step)
@@ -72,11 +72,12 @@ class Taken:
                     "its weights, and prepare() again"
                 )
         for p, kept in zip(self._weights, self._kept, strict=True):
-            if (p.dtype, p.device) != kept:
+            if (p.dtype, p.device, p.stride()) != kept:
                 raise RecipeError(
-                    f"a weight is {p.dtype} on {p.device}, and was {kept[0]} on {kept[1]} after "
-                    "prepare(): how weights are kept is the policy's to say, and the optimizer's "
-                    "state would not follow; call model.to(…) before prepare()"
+                    f"a weight is {p.dtype} on {p.device} with strides {tuple(p.stride())}, and "
+                    f"was {kept[0]} on {kept[1]} with strides {tuple(kept[2])} after prepare(): "
+                    "how weights are kept is the policy's to say, and the optimizer's state would "
+                    "not follow; call model.to(…) before prepare()"
                 )
 
     def give_back(self) -> None:
