@@ -48,7 +48,8 @@ class Policy:
     params: str = "fp32"
     """Format in which the working weights are kept."""
     grads: str = ""
-    """Format in which gradients of weights are kept; empty: as `params`."""
+    """Format in which gradients of weights are kept and summed; empty: as `params`. Each comes as
+    its product returns it."""
     master: Master | Literal[""] = ""
     """How the digits that `params` cannot hold are kept; empty: fp32 where there are any."""
     moments: str = ""
