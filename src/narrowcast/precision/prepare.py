@@ -7,7 +7,6 @@ learning-rate schedule move, so that it never moves on a skipped step.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from narrowcast.precision.aside import grads_and_buffers_kept
 from narrowcast.precision.captured import CapturedStep
 from narrowcast.precision.carried import Carried
 from narrowcast.precision.change import PrecisionChange, changes_between
+from narrowcast.precision.first_scales import FirstScales
 from narrowcast.precision.guard import BufferGuard, Checked, check_gradients, clip_factor
 from narrowcast.precision.ledger import Ledger, Scheduler
 from narrowcast.precision.loss_scale import LossScale
@@ -30,6 +30,7 @@ from narrowcast.precision.refusals import (
     refuse_foreign_state,
     refuse_senseless,
     refuse_senseless_rates,
+    refuse_unscaled_gradients,
     refuse_what_cannot_be,
 )
 from narrowcast.precision.regions import tf32_products
@@ -127,10 +128,10 @@ class Prepared:
             weights=len(self._weights.all),
             scaled=self._carried.scales.value is not None,
         )
-        self._steps_begun = self._applied_before = 0
+        self._steps_begun = 0
         self._gone_back = False
-        self._scales_known: tuple[frozenset[int], int] | None = None
-        self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
+        self._first_scales = FirstScales(self._ledger, device=self._weights.device)
+        self._first_scales.begin(self._carried.fp8, step=0, applied_before=0)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
@@ -173,8 +174,7 @@ class Prepared:
         self._weights.heed_writes()
         self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
-        self._applied_before, self._scales_known = applied, None
-        self._scales_checked_at = self._steps_begun if self._carried.fp8.has_histories else math.inf
+        self._first_scales.begin(self._carried.fp8, step=self._steps_begun, applied_before=applied)
         return changes_between(before, choices)
 
     def refuse_impossible(self, choices: Plan) -> None:
@@ -184,7 +184,7 @@ class Prepared:
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
         if not torch.compiler.is_compiling():
-            self._take_back_first_scales()
+            self._first_scales.take_back(step=self._steps_begun)
         self._carried.fp8.refresh()
         return self._carried.region()
 
@@ -229,12 +229,8 @@ class Prepared:
         present = self._weights.with_gradients()
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
-        if self._carried.scales.value is not None and not self._gone_back:
-            raise RecipeError(
-                "step() found gradients that backward() of the prepared model did not make, and "
-                "would divide a loss scale out of them that is not in them; write step(loss), or "
-                "backward(loss), in place of loss.backward()"
-            )
+        if self._carried.scales.value is not None:
+            refuse_unscaled_gradients(ours=self._gone_back)
         self._gone_back = False
         metered = self.is_metered
         return self.end_step(self.queue_update(present, metered=metered), present, metered=metered)
@@ -312,17 +308,14 @@ class Prepared:
         Gradients, buffers, fp8 weights and what their scales come from are afterwards as they were.
         `scales`, from `scale_values`, are in force inside. Random numbers are drawn as ever.
         """
-        checked_at, known = self._scales_checked_at, self._scales_known
         values = self._carried.scales.values if scales is None else scales
         with (
+            self._first_scales.unchanged(),
             self._carried.fp8.unchanged(),
             self._carried.scales.set_to(values),
             grads_and_buffers_kept(self.model),
         ):
-            try:
-                yield
-            finally:
-                self._scales_checked_at, self._scales_known = checked_at, known
+            yield
 
     def settle(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
@@ -398,7 +391,8 @@ class Prepared:
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
         self.settle()
-        self._take_back_first_scales()  # or a run that goes on would, and one that resumes not
+        # Or a run that goes on would, and one that resumes not.
+        self._first_scales.take_back(step=self._steps_begun)
         self._weights.heed_writes()
         average = self._weights.average
         return {
@@ -410,7 +404,7 @@ class Prepared:
             "scales": self._carried.scales.state_dict(),
             "average": None if average is None else average.averages,
             "amax": self._carried.fp8.state_dict(),
-            "applied_before": self._applied_before,
+            "applied_before": self._first_scales.applied_before,
             "stats": self._ledger.stats.state_dict(),
         }
 
@@ -430,36 +424,9 @@ class Prepared:
         self._carried.fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
-        self._applied_before, self._scales_known = int(state["applied_before"]), None
-        self._scales_checked_at = 0.0 if self._carried.fp8.has_histories else math.inf
+        before = int(state["applied_before"])
+        self._first_scales.begin(self._carried.fp8, step=0, applied_before=before)
         self._buffers.reset()
-
-    def _take_back_first_scales(self) -> None:
-        """Forget scales that no step but skipped ones has made.
-
-        Waits until a step was applied, and later where a scale is new: of a layer not used before.
-        """
-        if self._steps_begun <= self._scales_checked_at:
-            return
-        on_gpu = self._weights.device.type == "cuda"
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            return  # a capture cannot wait
-        self._scales_checked_at = self._steps_begun
-        before, fp8 = self._scales_known, self._carried.fp8
-        if before is None or before != self._scales_now():
-            applied = self.steps_applied > self._applied_before
-            if before is not None or not applied:
-                # What was known before stays: a captured step uses it as it is.
-                fp8.forget(frozenset() if before is None else before[0])
-            self._scales_known = self._scales_now() if applied else None
-
-    def _scales_now(self) -> tuple[frozenset[int], int]:
-        """Return what changes where a skipped step may have left a scale. Does not wait.
-
-        On a CPU emulated products leave them too, and nothing is captured that would need them.
-        """
-        skipped = self._ledger.stats.skipped if self._weights.device.type == "cpu" else 0
-        return self._carried.fp8.scales_known, skipped
 
     def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
         if self.plan.emulated:

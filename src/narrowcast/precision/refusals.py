@@ -69,6 +69,16 @@ def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patien
         raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
 
 
+def refuse_unscaled_gradients(*, ours: bool) -> None:
+    """Refuse to unscale gradients that no backward pass of ours has made."""
+    if not ours:
+        raise RecipeError(
+            "step() found gradients that backward() of the prepared model did not make, and would "
+            "divide a loss scale out of them that is not in them; write step(loss), or "
+            "backward(loss), in place of loss.backward()"
+        )
+
+
 def refuse_senseless_rates(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step whose optimizer has no finite learning rate."""
     for group in optimizer.param_groups:
