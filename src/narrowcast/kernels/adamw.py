@@ -31,7 +31,7 @@ from torch import Tensor
 from narrowcast.kernels.adamw_programs import begin, update
 from narrowcast.kernels.adamw_twin import Hyper, Weight
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, upload
+from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, is_capturing, upload
 
 _Make = tuple[tuple[torch.dtype, str, str, bool], torch.dtype, bool]
 """What weights of one launch share: their make, the gradient's dtype, whole loads or not."""
@@ -98,6 +98,7 @@ class AdamKernel:
         self._found: list[tuple[int, torch.dtype | None]] = []
         self._makes: list[_Make] = []
         self._launches: list[_Launch] = []
+        self._captured: list[list[_Launch]] = []
 
     def write_hyper(self, groups: Sequence[Hyper]) -> None:
         """Let the next step use these; nothing is copied where they are what they were.
@@ -133,6 +134,8 @@ class AdamKernel:
             self._found = found
         self._gradients.write([address for address, _ in found])
         self._prepare(factor, finite)
+        if is_capturing(self._device):
+            self._captured.append(self._launches)
         for launch in self._launches:
             update[(launch.programs,)](
                 launch.chunks,

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, is_dense, upload
+from narrowcast.kernels.tables import (
+    HostTable,
+    chunk_table,
+    is_aligned,
+    is_capturing,
+    is_dense,
+    upload,
+)
 
 CHUNK = 16384
 """Elements a program sums: 32 KiB of bf16, sixteen loads of 16 bytes in each of 128 threads."""
@@ -37,6 +44,7 @@ class NormKernel:
     def __init__(self, device: torch.device, *, chunk: int = CHUNK, warps: int = WARPS) -> None:
         self._device, self._chunk, self._warps = device, chunk, warps
         self._known: dict[tuple[_Make, ...], _Tables] = {}
+        self._captured: list[_Tables] = []
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, in a new tensor on the device."""
@@ -48,6 +56,8 @@ class NormKernel:
                 del self._known[next(iter(self._known))]
             self._known[makes] = self._cut(makes)
         tables = self._known[makes]
+        if is_capturing(self._device):
+            self._captured.append(tables)
         tables.addresses.write([g.data_ptr() for g in dense])
         for chunks, first, options in tables.launches:
             _sum_squares[(len(chunks),)](

@@ -52,7 +52,7 @@ class HostTable:
         A CUDA graph under capture writes them whenever it is replayed: by then others may stand
         there. With `replayed=False` it leaves them alone, so they must be there before.
         """
-        capturing = self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing(self.tensor.device)
         if numbers == self._written and not (capturing and replayed):
             return
         if capturing and not replayed:
@@ -91,6 +91,11 @@ class HostTable:
         return torch.empty(
             self.tensor.shape, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda
         )
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Say whether a CUDA graph is being captured: it will read the tables of its launches again."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_aligned(*tensors: Tensor) -> bool:
