@@ -14,6 +14,7 @@ BUILDS = {
     "foreach": lambda weights: torch_native.build(weights, fused=False),
     "ours": lambda weights: ours.build(weights, policy="fp32"),
     "split": lambda weights: ours.build(weights, policy="bf16, params=bf16, master=split"),
+    "scaled": lambda weights: ours.build(weights, policy="fp16, params=fp16, master=fp32"),
 }
 
 

@@ -1,4 +1,4 @@
-"""This library's step over gradients that are there already, through its public API."""
+"""This library's step over gradients that are there already."""
 
 import narrowcast
 from narrowcast.bench.timing import Trial
@@ -11,7 +11,7 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / 256}
 
 
 def build(weights: Weights, *, policy: str) -> Trial:
-    """Return `Prepared.step` in a policy: unscale, norm, clip, AdamW, master, working copy."""
+    """Return a step in a policy: unscale, norm, clip, AdamW, master, working copy."""
     prepared = narrowcast.prepare(
         weights.model,
         build_optimizer(weights.recipe.optimizer, weights.model, device=weights.device),
@@ -19,9 +19,15 @@ def build(weights: Weights, *, policy: str) -> Trial:
         clip_norm=weights.recipe.clip_norm,
     )
     moved = pass_bytes(prepared.plan) / weights.count
-    return trial_of(
-        weights, prepared.step, bytes_a_parameter=moved, update_path=prepared.update_path
-    )
+
+    def step() -> None:
+        # `Prepared.step` would refuse to unscale gradients that no backward pass has scaled.
+        prepared.begin_step()
+        present, metered = prepared.captured.present(), prepared.is_metered
+        packed = prepared.queue_update(present, metered=metered)
+        prepared.end_step(packed, present, metered=metered)
+
+    return trial_of(weights, step, bytes_a_parameter=moved, update_path=prepared.update_path)
 
 
 def pass_bytes(choices: Plan) -> float:
