@@ -54,6 +54,7 @@ class OnePass:
         places = {p: i for i, p in enumerate(masters.parameters)}
         self._places = [places.get(p) for p in self._weights]
         self._bound: list[_Bound] = []
+        self._seen: list[int] = []
         self._adam: AdamTwin | Any = None
         self._average: WeightAverage | None = None
         self.norms = GradientNorms(self._weights, kernel=self._kernel)
@@ -150,9 +151,7 @@ class OnePass:
             states = self._optimizer.state
             begun = [i for i in range(len(self._weights)) if STEP in states.get(self._key(i), {})]
             wanted = sorted({*begun, *present})
-        elif len(wanted) == len(known) and all(
-            bound.still_holds(self._weights[bound.place], self._optimizer) for bound in self._bound
-        ):
+        elif len(wanted) == len(known) and self._seen == self._tensors():
             return
         groups = {
             key: number
@@ -169,6 +168,16 @@ class OnePass:
             self._adam = AdamKernel(weights, device=self._device, groups=count, share=share)
         else:
             self._adam = AdamTwin(weights, share=share)
+        self._seen = self._tensors()
+
+    def _tensors(self) -> list[int]:
+        """Return which tensors the optimizer's state and the weights are now, as numbers.
+
+        Those that are bound are alive, so no other has the number of one of them.
+        """
+        states = self._optimizer.state.values()
+        found = [id(value) for state in states for value in state.values()]
+        return found + [shard_of(p).data_ptr() for p in self._weights]
 
     def _key(self, i: int) -> nn.Parameter:
         """The parameter under which the optimizer knows weight `i`."""
@@ -246,14 +255,6 @@ class _Bound:
     key: nn.Parameter
     state: dict[str, Any]
     weight: Weight
-
-    def still_holds(self, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether every tensor is still the one that was bound."""
-        state = optimizer.state.get(self.key, {})
-        for name, value in self.state.items():
-            if state.get(name) is not value:
-                return False
-        return shard_of(parameter).data_ptr() == self.weight.weight.data_ptr()
 
 
 def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
