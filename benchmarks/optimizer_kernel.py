@@ -23,6 +23,7 @@ import narrowcast as nc
 from narrowcast.kernels.adamw import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
 from narrowcast.precision.guard import check_gradients, clip_factor
+from narrowcast.runs import describe_environment
 
 DEVICE = torch.device("cuda")
 VOCABULARY = 50304
@@ -283,10 +284,8 @@ def main() -> None:
         host = f"{row['host_ms']:8.2f}" if row.get("host_ms") else " " * 8
         print(f"{row['size']:5} {row['case']:33} {row['ms']:8.3f} {moved} {over} {host}")
     if options.json:
-        report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        options.json.write_text(
-            json.dumps({**report, "copy_bytes_per_second": bandwidth, "rows": rows}, indent=1)
-        )
+        report = {"environment": describe_environment(), "copy_bytes_per_second": bandwidth}
+        options.json.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch.autograd import DeviceType
 
 from narrowcast.bench.model import set_up
 from narrowcast.bench.peers.ours import build
+from narrowcast.runs import describe_environment
 from narrowcast.workloads import load_recipe
 
 POLICIES = "bf16, params=bf16, master=split | fp16, params=fp16, master=fp32"
@@ -73,9 +74,8 @@ def main() -> None:
             print(f"{milliseconds:9.3f}  {name[:100]}")
         kept[policy] = dict(spent.most_common())
     if options.json:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        about = {"device": device, "torch": torch.__version__, "milliseconds": kept}
-        options.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        figures = {"environment": describe_environment(), "milliseconds": kept}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,7 @@ def losses(build, recipe):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_contender_learns_what_plain_torch_learns(name, accumulate, tiny):
-    # No schedule: peers have none, and it would be the only difference.
-    words = [f"accumulate={accumulate}", "lr_schedule.name=constant", "lr_schedule.warmup=0"]
+    words = [f"accumulate={accumulate}", "lr_schedule.name=cosine", "lr_schedule.warmup=2"]
     recipe = load_recipe(tiny, words).recipe
     expected = losses(lambda bench: plain.build(bench, compute="fp32", compiled=False), recipe)
     assert expected[-1] != expected[0]

@@ -45,6 +45,13 @@ def test_a_process_that_hangs_on_its_way_out_is_not_waited_for(started, monkeypa
     assert time.monotonic() - began < 10
 
 
+def test_a_process_that_hangs_without_a_word_is_told_as_that(started, monkeypatch):
+    monkeypatch.setattr(process, "LAST_SECONDS", 0.2)
+    worker, inbox = started("read job; exec 1>&-; exec sleep 60")
+    assert inbox.get(timeout=10) == (worker, None)
+    assert worker.reason() == "says no more and does not end"
+
+
 def test_a_signal_without_a_name_is_told_by_its_number(started):
     worker, inbox = started("read job; kill -40 $$")
     assert inbox.get(timeout=10) == (worker, None)

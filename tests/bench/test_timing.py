@@ -30,21 +30,21 @@ def test_warm_up_and_settling_are_not_timed():
 
 
 def test_steps_are_timed_until_a_turn_has_lasted_as_long_as_asked():
-    """After as many that are not: twenty of a millisecond or so, where two were asked for."""
+    """After as many that are not: a hundred of a millisecond or fewer, where two were asked for."""
     calls = []
 
     def step():
         calls.append(1)
         time.sleep(0.001)
 
-    case = Case(open=lambda: step, least_seconds=0.02)
+    case = Case(open=lambda: step, least_seconds=0.1)
     trial = Trial(cases={"short": case, "empty": Case(open=lambda: lambda: None)})
     subject = TimedSubject(lambda: trial, device=CPU, contender=Contender(name="x", kind="y"))
     subject.ready()
     calls.clear()
     measured = subject.measure({"steps": 2}, print)["cases"]
     timed = len(measured["short"]["seconds"])
-    assert 2 < timed <= 20
+    assert 2 < timed <= 100
     assert len(calls) == SETTLING_STEPS + TRIED_STEPS + 2 * timed
     assert len(measured["empty"]["seconds"]) == 2
 

@@ -360,7 +360,13 @@ def trained(shard):
         outcome = run.step(loss)
         norms.append(outcome.grad_norm if outcome.applied else "skipped")
     kept = run.full_weights() | dict(enumerate(run.state_dict()["average"]))
-    return norms, {n: w.full_tensor() if shard else w for n, w in kept.items()}
+    kept = {n: (w.full_tensor() if shard else w).clone() for n, w in kept.items()}
+    with torch.no_grad():  # as loading a distributed checkpoint does, past the wrapper
+        for p in model.parameters():
+            (p.to_local() if shard else p).fill_(0.5)
+    for value in run.full_weights().values():
+        assert ((value.full_tensor() if shard else value) - 0.5).abs().max() <= 2**-9, "loaded"
+    return norms, kept
 
 (sharded_norms, sharded), (norms, whole) = trained(True), trained(False)
 assert norms[2] == sharded_norms[2] == "skipped", (norms, sharded_norms)

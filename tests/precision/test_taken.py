@@ -1,7 +1,9 @@
 """What a user does to model and optimizer after `prepare`: heeded, or refused; never ignored."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -68,8 +70,11 @@ def test_averaged_weights_never_become_the_master_weights(mlp, master):
     train(run, 3)
     before = {name: full.clone() for name, full in run.full_weights().items()}
     with run.averaged():
-        inside = run.full_weights()
-        assert inside.keys() == before.keys()
+        with run.averaged():
+            pass
+        with torch.no_grad():
+            next(model.parameters()).mul_(1)  # counted as a write, inside the outer block still
+        run.full_weights()
     assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
 
 
@@ -207,3 +212,82 @@ def test_a_copy_of_what_prepare_returned_is_refused_with_what_to_save(mlp, how):
     run = fresh(mlp)
     with pytest.raises(UnsupportedError, match=r"save its state_dict\(\)"):
         how(run)
+
+
+@pytest.mark.parametrize("what", ["state_dict", "release", "step", "change"])
+def test_what_needs_the_trained_weights_is_refused_while_averages_stand_in(mlp, what):
+    model = mlp()
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32", ema_decay=0.5)
+    train(run, 1)
+    before = {name: full.clone() for name, full in run.full_weights().items()}
+    calls = {
+        "state_dict": run.state_dict,
+        "release": run.release,
+        "step": lambda: run.step(model(X).sum()),
+        "change": lambda: run.change(run.plan),
+    }
+    with (
+        run.averaged(),
+        pytest.raises(RecipeError, match=rf"{what}\(\) was called inside averaged"),
+    ):
+        calls[what]()
+    assert all(torch.equal(full, before[name]) for name, full in run.full_weights().items())
+
+
+def test_clearing_gradients_forgets_that_they_were_scaled(mlp):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = nc.prepare(model, optimizer, policy="fp32", loss_scale=nc.LossScale())
+    run.backward(model(X).sum())
+    optimizer.zero_grad()
+    model(X).sum().backward()
+    with pytest.raises(RecipeError, match="in place of loss"):
+        run.step()
+
+
+def test_gradients_are_cleared_in_place_where_torch_would(mlp):
+    run = fresh(mlp)
+    run.backward(run.model(X).sum())
+    gradients = [p.grad for p in run.model.parameters()]
+    run.optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is g for p, g in zip(run.model.parameters(), gradients, strict=True))
+    assert not any(g.any() for g in gradients)
+
+
+def test_nothing_keeps_a_prepared_model_alive_but_its_users(mlp):
+    """Without waiting for Python to look for cycles: a GPU's memory would stay taken."""
+    gc.collect()
+    gc.disable()
+    try:
+        run = fresh(mlp)
+        train(run, 1)
+        weights = [weakref.ref(p) for p in run.model.parameters()]
+        optimizer = weakref.ref(run.optimizer)
+        del run
+        assert optimizer() is None
+        assert all(weight() is None for weight in weights)
+    finally:
+        gc.enable()
+
+
+def test_release_leaves_what_a_user_has_put_in_place_of_zero_grad(mlp):
+    run, called = fresh(mlp), []
+    run.optimizer.zero_grad = lambda: called.append(1)
+    run.release()
+    run.optimizer.zero_grad()
+    assert called == [1]
+
+
+def test_an_optimizer_around_another_one_is_refused_before_anything_is_changed(mlp):
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inside):
+            self.optimizer = inside
+
+        @property
+        def param_groups(self):
+            return self.optimizer.param_groups
+
+    model = mlp()
+    with pytest.raises(UnsupportedError, match="give prepare\\(\\) the one inside"):
+        nc.prepare(model, Around(torch.optim.AdamW(model.parameters())), policy="bf16")
+    nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.config.sections import Recipe
+from narrowcast.config.sections import LrScheduleSection, Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
 from narrowcast.training.task import Batch
@@ -81,7 +81,11 @@ def shapes_of(recipe: Recipe) -> LmTask:
 
 
 def set_up(recipe: Recipe) -> Workbench:
-    """Build the model and its batches on the recipe's device."""
+    """Build the model and its batches on the recipe's device.
+
+    The learning rate stays what it is: peers have no schedule, and losses are to be compared.
+    """
+    recipe = recipe.model_copy(update={"lr_schedule": LrScheduleSection()})
     device = device_of(recipe)
     shapes = shapes_of(recipe)
     model = shapes.model.to_empty(device=device)

@@ -82,16 +82,17 @@ class Worker:
 
     def reason(self) -> str:
         """Say in one line why the process is over: the end of its log, or how it died."""
-        try:
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # something does not let it go
             code = self._process.wait(timeout=LAST_SECONDS)
-        except subprocess.TimeoutExpired:  # a thread or a library that does not let it go
-            code = 1
-        if code < 0:
+        if code is not None and code < 0:
             known = -code in set(signal.Signals)
             return f"died of {signal.Signals(-code).name if known else f'signal {-code}'}"
         lines = [line.strip() for line in self.tail() if line.strip()]
         if code == 0 or not lines:
-            return f"ended with exit code {code}"
+            return (
+                "says no more and does not end" if code is None else f"ended with exit code {code}"
+            )
         return lines[-1].removeprefix("narrowcast.errors.")[:REASON_LETTERS]
 
     def tail(self) -> list[str]:

@@ -1,6 +1,7 @@
 """Work on a GPU as a CUDA graph: what the device takes for it, whatever the host does."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -20,11 +21,17 @@ def captured(work: Callable[[], object], *, device: torch.device) -> Callable[[]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         work()
+    return _Replay(graph, work)
 
-    def replay(of: Callable[[], object] = work) -> None:  # whose tensors live as long as the graph
-        graph.replay()
 
-    return replay
+@dataclass(frozen=True)
+class _Replay:
+    graph: torch.cuda.CUDAGraph
+    work: Callable[[], object]
+    """Held because its tensors must live as long as the graph."""
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 @cache

@@ -24,7 +24,7 @@ HEADROOM = 1 + 2.0**-18
 """A scale is this much larger than the largest of its block, so that no rounding leads beyond."""
 MULTIPLIERS = (0xC2B2AE35, 0xD35A2D97)
 """Of the hash of places. Of 180 pairs with a shift between, the one whose neighbours, up to 4096
-places apart, have the least in common: no more than chance has it."""
+places apart, have the least correlation: no more than chance has it."""
 LARGEST = {torch.float16: 65504.0, torch.bfloat16: 3.3895313892515355e38}
 
 

@@ -105,7 +105,7 @@ def joined(high, low, NATIVE: tl.constexpr):
             sub.s32 $0, $0, 0x8000;
             sub.s32 $1, $1, 0x8000; }
             """,
-            "=r,=r,r,r",
+            "=&r,=&r,r,r",  # written before all is read
             [high, low],
             dtype=tl.int32,
             is_pure=True,
@@ -129,7 +129,7 @@ def halves(x, NATIVE: tl.constexpr):
             prmt.b32 $0, first, second, 0x7632;
             prmt.b32 $1, $2, $3, 0x5410; }
             """,
-            "=r,=r,r,r",
+            "=&r,=&r,r,r",  # written before all is read
             [bits],
             dtype=(tl.int16, tl.int16),
             is_pure=True,

@@ -24,7 +24,7 @@ How = Literal["native", "emulated", "unchanged"]
 WORTH_IT = 1.02
 """Below this gain two measurements of the same thing differ."""
 
-BLOCKS_SINCE = (9, 0)
+BLOCKS_AT = (9, 0)
 _NO_BLOCKS = "only compute capability 9.0 has products with a scale for each block of 128"
 
 # cuBLAS takes fp8 operands only where both matrix dimensions are multiples of 16.
@@ -179,7 +179,7 @@ class Choice:
                     "or precision.emulate=null to emulate them"
                 )
             return "emulated", "emulated: no native product mixes these formats"
-        if policy.scaling == "block" and self._hardware.capability != BLOCKS_SINCE:
+        if policy.scaling == "block" and self._hardware.capability != BLOCKS_AT:
             if self._emulate is False:
                 raise UnsupportedError(
                     f"scaling=block was asked for without emulation, but {_NO_BLOCKS}; "

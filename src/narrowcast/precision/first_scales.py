@@ -23,12 +23,15 @@ class FirstScales:
         self._ledger, self._device = ledger, device
         self.applied_before = 0
         """Steps that were applied before the model had these scales."""
+        self._fp8: Fp8Model | None = None
+        self._emulated = False
         self._known: tuple[frozenset[int], int] | None = None
         self._checked_at = math.inf
 
-    def begin(self, fp8: Fp8Model, *, step: int, applied_before: int) -> None:
+    def begin(self, fp8: Fp8Model, *, emulated: bool, step: int, applied_before: int) -> None:
         """Look after the scales of this model, as it is after so many steps."""
-        self._fp8, self.applied_before, self._known = fp8, applied_before, None
+        self._fp8, self._emulated = fp8, emulated
+        self.applied_before, self._known = applied_before, None
         self._checked_at = step if fp8.has_histories else math.inf
 
     def take_back(self, *, step: int) -> None:
@@ -36,19 +39,19 @@ class FirstScales:
 
         Waits until a step was applied, and later where a scale is new: of a layer not used before.
         """
-        if step <= self._checked_at:
+        if self._fp8 is None or step <= self._checked_at:
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return  # a capture cannot wait
         self._checked_at = step
-        before = self._known
-        if before is None or before != self._now():
+        before, fp8 = self._known, self._fp8
+        if before is None or before != self._now(fp8):
             self._ledger.settle()
             applied = self._ledger.stats.applied > self.applied_before
             if before is not None or not applied:
                 # What was known before stays: a captured step uses it as it is.
-                self._fp8.forget(frozenset() if before is None else before[0])
-            self._known = self._now() if applied else None
+                fp8.forget(frozenset() if before is None else before[0])
+            self._known = self._now(fp8) if applied else None
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -59,10 +62,12 @@ class FirstScales:
         finally:
             self._checked_at, self._known = kept
 
-    def _now(self) -> tuple[frozenset[int], int]:
-        """Return what changes where a skipped step may have left a scale. Does not wait.
+    def _now(self, fp8: Fp8Model) -> tuple[frozenset[int], int]:
+        """Return what changes where a skipped step may have left a scale.
 
-        On a CPU emulated products leave them too, and nothing is captured that would need them.
+        Emulated products do not tell which scales they use, so that every skipped step counts;
+        to know of it is to wait, where they are emulated on a GPU.
         """
-        skipped = self._ledger.stats.skipped if self._device.type == "cpu" else 0
-        return self._fp8.scales_known, skipped
+        if self._emulated:
+            self._ledger.settle()
+        return fp8.scales_known, self._ledger.stats.skipped if self._emulated else 0

@@ -129,9 +129,8 @@ class Prepared:
             scaled=self._carried.scales.value is not None,
         )
         self._steps_begun = 0
-        self._gone_back = False
         self._first_scales = FirstScales(self._ledger, device=self._weights.device)
-        self._first_scales.begin(self._carried.fp8, step=0, applied_before=0)
+        self._begin_scales(step=0, applied_before=0)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
@@ -165,6 +164,7 @@ class Prepared:
 
         Make the plan with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
+        self._weights.refuse_lent(doing="change()")
         if self._weights.with_gradients():
             raise RecipeError(
                 "change() was called between backward() and step(), and gradients have the formats "
@@ -174,7 +174,7 @@ class Prepared:
         self._weights.heed_writes()
         self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
-        self._first_scales.begin(self._carried.fp8, step=self._steps_begun, applied_before=applied)
+        self._begin_scales(step=self._steps_begun, applied_before=applied)
         return changes_between(before, choices)
 
     def refuse_impossible(self, choices: Plan) -> None:
@@ -199,7 +199,7 @@ class Prepared:
                 f"backward() was given a loss {what}; give it one number that depends on the "
                 "model's weights, computed outside torch.no_grad()"
             )
-        self._gone_back = True
+        self._weights.has_scaled_gradients = True
         scale = self._carried.scales.of_loss(name)
         scaled = loss if scale is None else loss.float() * scale.value
         if not self._carried.scales.per_loss:
@@ -230,8 +230,8 @@ class Prepared:
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
         if self._carried.scales.value is not None:
-            refuse_unscaled_gradients(ours=self._gone_back)
-        self._gone_back = False
+            refuse_unscaled_gradients(ours=self._weights.has_scaled_gradients)
+        self._weights.has_scaled_gradients = False
         metered = self.is_metered
         return self.end_step(self.queue_update(present, metered=metered), present, metered=metered)
 
@@ -243,6 +243,7 @@ class Prepared:
             self._buffers.restore()
             raise
         refuse_senseless_rates(self.optimizer)
+        self._weights.refuse_lent(doing="step()")
         self._weights.refuse_changes()
         self._weights.heed_writes()
         self.settle()
@@ -383,6 +384,7 @@ class Prepared:
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
+        self._weights.refuse_lent(doing="release()")
         self.settle()
         self._weights.heed_writes()
         self._weights.widen()
@@ -390,6 +392,7 @@ class Prepared:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
+        self._weights.refuse_lent(doing="state_dict()")
         self.settle()
         # Or a run that goes on would, and one that resumes not.
         self._first_scales.take_back(step=self._steps_begun)
@@ -424,9 +427,12 @@ class Prepared:
         self._carried.fp8.load_state_dict(state["amax"])
         self._ledger.stats = Stats.from_state(state["stats"])
         self._steps_begun = self._ledger.stats.steps
-        before = int(state["applied_before"])
-        self._first_scales.begin(self._carried.fp8, step=0, applied_before=before)
+        self._begin_scales(step=0, applied_before=int(state["applied_before"]))
         self._buffers.reset()
+
+    def _begin_scales(self, *, step: int, applied_before: int) -> None:
+        emulated, fp8 = self.plan.emulated, self._carried.fp8
+        self._first_scales.begin(fp8, emulated=emulated, step=step, applied_before=applied_before)
 
     def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
         if self.plan.emulated:

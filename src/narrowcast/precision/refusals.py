@@ -22,6 +22,11 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             "LBFGS evaluates the loss inside its step, where no gradient can be guarded; "
             "use AdamW, SGD or another optimizer whose step takes no closure"
         )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} wraps another optimizer and has none of torch's own "
+            "workings; give prepare() the one inside, often its `optimizer`"
+        )
     for name, weight in model.named_parameters():
         if weight.requires_grad and weight.dtype != torch.float32:
             raise UnsupportedError(

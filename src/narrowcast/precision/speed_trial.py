@@ -17,7 +17,7 @@ from narrowcast.hardware import Speeds
 from narrowcast.hardware.replay import captured
 from narrowcast.hardware.speeds import KINDS, TOKENS, WIDTHS
 from narrowcast.precision.amax import AmaxHistories
-from narrowcast.precision.choice import BLOCKS_SINCE
+from narrowcast.precision.choice import BLOCKS_AT
 from narrowcast.precision.modules import swap
 from narrowcast.precision.operands import ProductFormats
 from narrowcast.precision.presets import PRESETS
@@ -51,7 +51,7 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
 
 def _kinds(capability: tuple[int, int]) -> list[str]:
     """Return what a GPU has products for."""
-    return [kind for kind in KINDS if kind != "block" or capability == BLOCKS_SINCE]
+    return [kind for kind in KINDS if kind != "block" or capability == BLOCKS_AT]
 
 
 def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device) -> float:

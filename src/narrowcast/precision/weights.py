@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.errors import RecipeError
 from narrowcast.numerics import BF16
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.guard import norms_of
@@ -17,6 +18,7 @@ from narrowcast.precision.master import (
     multiply,
     recast,
     replace_values,
+    shard_of,
 )
 from narrowcast.precision.meter import LostUpdates
 from narrowcast.precision.modules import restore
@@ -50,7 +52,7 @@ class TrainedWeights:
         self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
         self._taken: Taken | None = None
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         self._lent = False
 
     def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
@@ -87,14 +89,14 @@ class TrainedWeights:
 
     def note_versions(self) -> None:
         """Know the weights as they are now for our own writing."""
-        self._versions = [p._version for p in self.masters.parameters]
+        self._versions = [_versions(p) for p in self.masters.parameters]
 
     def heed_writes(self) -> None:
         """Let master weights follow where somebody else has written to the working ones since."""
         if self._lent:
             return
         for i, (p, version) in enumerate(zip(self.masters.parameters, self._versions, strict=True)):
-            if p._version != version:
+            if _versions(p) != version:
                 self.masters.heed(i)
         self.note_versions()
 
@@ -102,12 +104,30 @@ class TrainedWeights:
     def lent(self) -> Iterator[None]:
         """Let the working weights hold something else inside the block, which is no news."""
         self.heed_writes()
-        self._lent = True
+        before, self._lent = self._lent, True
         try:
             yield
         finally:
-            self._lent = False
+            self._lent = before
             self.note_versions()
+
+    def refuse_lent(self, *, doing: str) -> None:
+        """Refuse what would take averages for the weights that are trained."""
+        if self._lent:
+            raise RecipeError(
+                f"{doing} was called inside averaged(), where the model holds averages of its "
+                "weights; leave the block first"
+            )
+
+    @property
+    def has_scaled_gradients(self) -> bool:
+        """Whether the gradients that are there come from a backward pass of ours."""
+        return self._taken is not None and self._taken.has_scaled_gradients
+
+    @has_scaled_gradients.setter
+    def has_scaled_gradients(self, value: bool) -> None:
+        assert self._taken is not None
+        self._taken.has_scaled_gradients = value
 
     def change(self, before: Plan, chosen: Plan, *, one_pass: bool, seed: int) -> None:
         """Carry out another plan in place of the one in force.
@@ -289,3 +309,8 @@ def _storage(model: nn.Module, plan: Plan) -> tuple[object, ...]:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _versions(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return how often a weight was written to; of a shard its wrapper does not count all."""
+    return parameter._version, shard_of(parameter)._version
