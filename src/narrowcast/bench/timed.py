@@ -18,9 +18,9 @@ from narrowcast.bench.timing import (
     first_step_seconds,
     forget_peak,
     held_bytes,
-    peak_bytes,
     step_seconds,
 )
+from narrowcast.hardware.peak import peak_bytes
 
 WARM_UP_STEPS = 3
 """After the first: a compiler may compile once more at the second, and clocks need a moment."""

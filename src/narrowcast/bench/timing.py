@@ -5,8 +5,6 @@ the host runs ahead as it does in training. A step's time is the time between it
 the device had to wait for the host, that is in it.
 """
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
+from narrowcast.hardware.peak import peak_bytes
 
 Step = Callable[[], object]
 """Does one step; may leave work queued on the device."""
@@ -79,15 +79,6 @@ def forget_peak(device: torch.device) -> None:
     """Begin to look for the peak of memory anew, where the device keeps one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory tensors have taken: of the GPU, or of this process since it began."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Kilobytes, except on a Mac.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def held_bytes(device: torch.device) -> int:

@@ -6,8 +6,6 @@ was not. On a GPU the record of a step comes one step late: its numbers are on t
 next step is being queued, and the device never waits for the host.
 """
 
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,8 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import (
     CheckpointError,
@@ -27,6 +23,7 @@ from narrowcast.errors import (
     NarrowcastError,
     RecipeError,
 )
+from narrowcast.hardware.peak import peak_bytes
 from narrowcast.health.faults import Fault, Faults
 from narrowcast.health.inquiry import Account, Inquiry
 from narrowcast.health.replay import Scene
@@ -281,7 +278,7 @@ class _Course:
                 lost_updates=outcome.lost_updates,
                 tokens=attempt.tokens,
                 seconds=now - self._since,
-                peak_bytes=_peak_bytes(self._device),
+                peak_bytes=peak_bytes(self._device),
             )
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.
             self._since = time.perf_counter() if told.findings else now
@@ -369,12 +366,3 @@ class _Course:
 def _faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
     asked = [Fault(**section.model_dump()) for section in recipe.faults]
     return Faults(prepared.model, asked, seed=recipe.seed) if asked else None
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Return the most memory held at any time so far: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # Kilobytes, except on a Mac.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
