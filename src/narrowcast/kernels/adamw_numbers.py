@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from narrowcast.kernels.adamw_twin import HEADROOM, MULTIPLIERS, SMALLEST_SCALE
+from narrowcast.kernels.instruction import instruction
 from narrowcast.kernels.words import ZERO, last_bytes, plus_zero, signed_bytes
 
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
@@ -26,25 +27,13 @@ def load(at, mask):
 @triton.jit
 def root(x, NATIVE: tl.constexpr):
     """The square root, without the detour that Triton's takes for subnormals: they become zero."""
-    if NATIVE:
-        result = tl.inline_asm_elementwise(
-            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        result = tl.sqrt(x)
-    return result
+    return instruction(x, "sqrt.approx.ftz.f32 $0, $1;") if NATIVE else tl.sqrt(x)
 
 
 @triton.jit
 def inverse(x, NATIVE: tl.constexpr):
     """Return one over x, which of a subnormal number is infinite."""
-    if NATIVE:
-        result = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        result = 1.0 / x
-    return result
+    return instruction(x, "rcp.approx.ftz.f32 $0, $1;") if NATIVE else 1.0 / x
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.gelu_arithmetic import share_and_gauss
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.quantize import _share_and_gauss
 
 _BLOCK = 4096
 
@@ -51,7 +51,7 @@ def _gelu_back(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(x, out, count, BY_BITS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
-    share, _ = _share_and_gauss(value, BY_BITS)
+    share, _ = share_and_gauss(value, BY_BITS)
     tl.store(out + place, (value * share).to(out.dtype.element_ty), mask=place < count)
 
 
@@ -60,7 +60,7 @@ def _backward(grad, x, grad_x, out, count, BY_BITS: tl.constexpr, BLOCK: tl.cons
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     down = tl.load(grad + place, mask=place < count, other=0.0).to(tl.float32)
-    share, gauss = _share_and_gauss(value, BY_BITS)
+    share, gauss = share_and_gauss(value, BY_BITS)
     slope = share + value * gauss * 0.3989422804014327
     tl.store(grad_x + place, (down * slope).to(out.dtype.element_ty), mask=place < count)
     tl.store(out + place, (value * share).to(out.dtype.element_ty), mask=place < count)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.gelu_arithmetic import activated
 from narrowcast.kernels.launch import interpreted
 
 # Rows, columns and warps of a program: the best of six to fourteen, measured on an H200 over
@@ -104,45 +105,6 @@ def largest_magnitude(x: Tensor, *, activation: str = "", beside: Tensor | None 
 
 
 @triton.jit
-def _share_and_gauss(x, BY_BITS: tl.constexpr):
-    """The share of a normal distribution below x, and exp(-x²/2); each to about 1e-7
-
-    By Abramowitz and Stegun 7.1.26 and the GPU's own reciprocal and power: a third of the
-    instructions that libdevice's erf takes. Both arguments are where these need no care.
-    """
-    below = 1.0 + 0.2316418882663604 * tl.abs(x)
-    exponent = x * x * -0.7213475204444817
-    if BY_BITS:
-        t = 1.0 / below
-        gauss = tl.exp2(exponent)
-    else:
-        t = _instruction(below, "rcp.approx.ftz.f32 $0, $1;")
-        gauss = _instruction(exponent, "ex2.approx.ftz.f32 $0, $1;")
-    poly = 0.127414796 + t * (
-        -0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))
-    )
-    tail = poly * t * gauss
-    return tl.where(x < 0, tail, 1.0 - tail), gauss
-
-
-@triton.jit
-def _instruction(x, ASSEMBLY: tl.constexpr):
-    return tl.inline_asm_elementwise(ASSEMBLY, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _activated(x, other, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
-    if ACTIVATION == "gelu":
-        share, gauss = _share_and_gauss(x, BY_BITS)
-        return x * share
-    elif ACTIVATION == "gelu_backward":
-        share, gauss = _share_and_gauss(other, BY_BITS)
-        return x * (share + other * gauss * 0.3989422804014327)
-    else:
-        return x
-
-
-@triton.jit
 def _largest_magnitude(
     x, beside, seen, count, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -151,7 +113,7 @@ def _largest_magnitude(
     other = value
     if ACTIVATION == "gelu_backward":
         other = tl.load(beside + place, mask=place < count, other=0.0).to(tl.float32)
-    value = _activated(value, other, ACTIVATION, BY_BITS)
+    value = activated(value, other, ACTIVATION, BY_BITS)
     tl.atomic_max(seen, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
 
 
@@ -202,7 +164,7 @@ def _scaled(
     other = value
     if ACTIVATION == "gelu_backward":
         other = tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
-    value = _activated(value, other, ACTIVATION, BY_BITS)
+    value = activated(value, other, ACTIVATION, BY_BITS)
     return _castable(value, scale, LARGEST, BY_BITS), tl.abs(value)
 
 
@@ -293,7 +255,7 @@ def _count(
         other = value
         if ACTIVATION == "gelu_backward":
             other = tl.load(beside + at + k * width, mask=here, other=0.0).to(tl.float32)
-        value = _activated(value, other, ACTIVATION, BY_BITS)
+        value = activated(value, other, ACTIVATION, BY_BITS)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         lost += ((bits > high) & (bits < 0x7F800000)).to(tl.int32) << 16
         lost += ((bits > 0) & (bits <= low)).to(tl.int32)
