@@ -394,3 +394,27 @@ def browser_is_there():
     missing = [name for name, found in needed.items() if not found]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
+
+
+@pytest.fixture(scope="session")
+def make_watch():
+    """The script that makes pictures of the live page for the documentation."""
+    script = Path(__file__).parents[2] / "docs" / "images" / "make_watch.py"
+    spec = importlib.util.spec_from_file_location("make_watch", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark what looks at pages; what selenium leaves behind is its own affair."""
+    marks = [
+        pytest.mark.slow,
+        pytest.mark.filterwarnings("default::ResourceWarning"),
+        pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
+    ]
+    for item in items:
+        if "browser_is_there" in getattr(item, "fixturenames", ()):
+            for mark in marks:
+                item.add_marker(mark)

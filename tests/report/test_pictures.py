@@ -6,7 +6,6 @@ writes report-, health- and watch-light.png and -dark.png; without the option no
 """
 
 import base64
-import importlib.util
 import os
 import signal
 import subprocess
@@ -21,15 +20,8 @@ import pytest
 from narrowcast.report.compare_page import write_comparison
 from narrowcast.report.comparison import compare
 
-pytestmark = [
-    pytest.mark.usefixtures("browser_is_there"),
-    pytest.mark.slow,
-    # What selenium leaves behind is its own affair.
-    pytest.mark.filterwarnings("default::ResourceWarning"),
-    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.usefixtures("browser_is_there")
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "images" / "make_watch.py"
 LARGEST_BYTES = 400_000
 """What a page of the documentation can carry twice."""
 WIDTH, PHONE = 1180, 390
@@ -86,16 +78,13 @@ class Sight:
 
 
 @pytest.fixture(scope="module")
-def sight(request, tmp_path_factory):
+def sight(request, tmp_path_factory, make_watch):
     """Train a run, with pictures of its live page shortly before it ends."""
-    spec = importlib.util.spec_from_file_location("make_watch", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     here = tmp_path_factory.mktemp("pictures")
     folder = here / "run"
     words = [sys.executable, "-m", "narrowcast", "train", "health/saturating", "-q", *WORDS]
-    with script.browser() as driver:
-        made = Sight(folder, request.config.getoption("--pictures") or here, driver, script)
+    with make_watch.browser() as driver:
+        made = Sight(folder, request.config.getoption("--pictures") or here, driver, make_watch)
         driver.get("about:blank")
         # Tests ask for Triton's interpreter; a user does not, and it makes readings slow.
         known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

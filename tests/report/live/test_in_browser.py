@@ -1,26 +1,17 @@
 """The live page in a real browser, while another process writes the run."""
 
-import importlib.util
 import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from narrowcast.runs import EvalRecord, FindingRecord, PrecisionRecord, RunFolder, to_line
 
-pytestmark = [
-    pytest.mark.usefixtures("browser_is_there"),
-    pytest.mark.slow,
-    # What selenium leaves behind is its own affair.
-    pytest.mark.filterwarnings("default::ResourceWarning"),
-    pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.usefixtures("browser_is_there")
 
-SCRIPT = Path(__file__).parents[3] / "docs" / "images" / "make_watch.py"
 WRITER = """
 import sys, time
 from narrowcast.runs import RunFolder, EvalRecord, CheckpointRecord, from_line
@@ -34,29 +25,20 @@ with RunFolder.open(sys.argv[1]) as run:
 
 
 @pytest.fixture(scope="module")
-def pictures():
-    """The script that makes the pictures of the documentation."""
-    spec = importlib.util.spec_from_file_location("make_watch", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def driver(pictures):
-    with pictures.browser() as started:
+def driver(make_watch):
+    with make_watch.browser() as started:
         yield started
 
 
 @pytest.fixture
-def opened(pictures, driver):
+def opened(make_watch, driver):
     """Open the live page of a folder, and return a function that waits for something in it."""
     with ExitStack() as stack:
 
         def open_at(folder):
-            driver.get(stack.enter_context(pictures.serving(folder)))
+            driver.get(stack.enter_context(make_watch.serving(folder)))
             driver.get_log("browser")
-            return lambda script: pictures.wait_until(driver, f"return {script}", seconds=30)
+            return lambda script: make_watch.wait_until(driver, f"return {script}", seconds=30)
 
         yield open_at
         driver.get("about:blank")
@@ -126,7 +108,7 @@ def test_a_resumed_run_is_drawn_anew(make_run, step, opened):
 
 
 def test_ten_thousand_steps_open_in_two_seconds_with_every_chart(
-    make_run, course, opened, driver, pictures
+    make_run, course, opened, driver, make_watch
 ):
     folder = make_run(course(10_000, eval_every=500), steps=10_000)
     see = opened(folder)
@@ -168,17 +150,17 @@ def test_a_hostile_run_runs_nothing(make_run, step, opened, driver):
 
 
 def test_a_page_says_that_the_server_has_ended_and_goes_on_when_it_is_back(
-    make_run, step, pictures, driver
+    make_run, step, make_watch, driver
 ):
     folder = make_run([step(1)], steps=9)
-    with pictures.serving(folder) as url:
+    with make_watch.serving(folder) as url:
         driver.get(url)
-        pictures.wait_until(driver, f"return {DRAWN}")
-    pictures.wait_until(driver, "return !document.getElementById('out-of-reach').hidden")
+        make_watch.wait_until(driver, f"return {DRAWN}")
+    make_watch.wait_until(driver, "return !document.getElementById('out-of-reach').hidden")
     assert driver.execute_script(f"return {text_of('progress')}") == "Step 1 of 9"
     port = int(url.rpartition(":")[2].strip("/"))
-    with pictures.serving(folder, port=port):
-        pictures.wait_until(driver, "return document.getElementById('out-of-reach').hidden")
+    with make_watch.serving(folder, port=port):
+        make_watch.wait_until(driver, "return document.getElementById('out-of-reach').hidden")
     driver.get("about:blank")
 
 
@@ -206,13 +188,13 @@ def test_a_page_nobody_sees_gives_its_connection_back(make_run, step, opened, dr
         time.sleep(0.05)
 
 
-def test_pictures_are_light_and_dark(make_run, course, pictures, driver, tmp_path):
+def test_pictures_are_light_and_dark(make_run, course, make_watch, driver, tmp_path):
     folder = make_run(course(300, eval_every=50), steps=400)
     sizes = {}
-    with pictures.serving(folder) as url:
+    with make_watch.serving(folder) as url:
         for scheme in ("light", "dark"):
             target = tmp_path / f"{scheme}.png"
-            pictures.photograph(driver, url, target, scheme=scheme)
+            make_watch.photograph(driver, url, target, scheme=scheme)
             sizes[scheme] = target.stat().st_size
             ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
             channels = [int(n) for n in ground[4:-1].split(",")]
