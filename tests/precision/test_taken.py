@@ -291,3 +291,16 @@ def test_an_optimizer_around_another_one_is_refused_before_anything_is_changed(m
     with pytest.raises(UnsupportedError, match="give prepare\\(\\) the one inside"):
         nc.prepare(model, Around(torch.optim.AdamW(model.parameters())), policy="bf16")
     nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp32")
+
+
+@pytest.mark.parametrize("what", ["step", "state_dict", "full_weights"])
+def test_what_was_released_says_so(mlp, what):
+    run = fresh(mlp)
+    model = run.release()
+    calls = {
+        "step": lambda: run.step(model(X).sum()),
+        "state_dict": run.state_dict,
+        "full_weights": run.full_weights,
+    }
+    with pytest.raises(RecipeError, match="release\\(\\) has undone this"):
+        calls[what]()

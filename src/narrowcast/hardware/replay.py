@@ -1,6 +1,7 @@
 """Work on a GPU as a CUDA graph: what the device takes for it, whatever the host does."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,14 +13,11 @@ WARM_UP = 3
 
 def captured(work: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
     """Run some work, capture it, and return what replays it. It must leave no gradients behind."""
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    with beside(device):
         for _ in range(WARM_UP):
             work()
-    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=capture_stream(device)):
         work()
     return _Replay(graph, work)
 
@@ -34,7 +32,17 @@ class _Replay:
         self.graph.replay()
 
 
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Launch on another stream inside the block, as a capture will; each waits for the other."""
+    stream = capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: every stream that products ran on keeps a workspace of 32 MiB, or two."""
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for all captures of a process: cuBLAS keeps memory for each it has met."""
     return torch.cuda.Stream(device)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.master import in_buckets, local_part
+from narrowcast.precision.master import in_buckets
+from narrowcast.precision.shards import local_part
 
 Full = Callable[[nn.Parameter], Tensor]
 """Returns a weight with every digit that is kept of it."""

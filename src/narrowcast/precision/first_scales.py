@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 
+from narrowcast.kernels.tables import is_capturing
 from narrowcast.precision.fp8_model import Fp8Model
 from narrowcast.precision.ledger import Ledger
 
@@ -41,7 +42,7 @@ class FirstScales:
         """
         if self._fp8 is None or step <= self._checked_at:
             return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             return  # a capture cannot wait
         self._checked_at = step
         before, fp8 = self._known, self._fp8

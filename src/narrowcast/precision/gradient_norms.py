@@ -9,7 +9,7 @@ from torch import Tensor
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.tables import upload
 from narrowcast.precision.guard import norms_of
-from narrowcast.precision.master import as_sharded, local_part, shard_of
+from narrowcast.precision.shards import as_sharded, local_part, shard_of
 
 
 @final

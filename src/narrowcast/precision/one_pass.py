@@ -26,8 +26,9 @@ from narrowcast.kernels.adamw_twin import (
 from narrowcast.kernels.tables import laid_like, lies_like, upload
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.gradient_norms import GradientNorms
-from narrowcast.precision.master import SCALE, MasterWeights, local_part, shard_of
+from narrowcast.precision.master import SCALE, MasterWeights
 from narrowcast.precision.policy import Policy
+from narrowcast.precision.shards import local_part, shard_of
 from narrowcast.precision.update_path import has_step_hooks, why_not_settings
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
@@ -74,8 +75,8 @@ class OnePass:
         """Update the weights in these places, unless `finite` is false; nothing is waited for.
 
         `factor` multiplies their gradients, one for all or one for each. The `average` moves
-        with them, but for that of the `unmoved`. Returns the share of lost updates among all
-        weights if it is to be measured.
+        with them, and with no others. Returns the share of lost updates among all weights if it
+        is to be measured.
         """
         if has_step_hooks(self._optimizer):
             raise RecipeError(
@@ -99,11 +100,6 @@ class OnePass:
         # By this torch's schedules know that they are not called before the optimizer.
         vars(self._optimizer)["_opt_called"] = True
         return lost
-
-    def unmoved(self, present: Sequence[int]) -> list[int]:
-        """Return the places whose average did not move when the weights of `present` did."""
-        moved = set(present)
-        return [i for i in range(len(self._weights)) if i not in moved]
 
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""

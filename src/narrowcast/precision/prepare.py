@@ -164,14 +164,14 @@ class Prepared:
 
         Make the plan with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
-        self._weights.refuse_lent(doing="change()")
+        self._weights.taken.refuse_lent(doing="change()")
         if self._weights.with_gradients():
             raise RecipeError(
                 "change() was called between backward() and step(), and gradients have the formats "
                 "and the scale of the old policy; call it after step()"
             )
         before, applied = self.plan, self.steps_applied
-        self._weights.heed_writes()
+        self._weights.taken.heed_writes()
         self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
         self._begin_scales(step=self._steps_begun, applied_before=applied)
@@ -199,7 +199,7 @@ class Prepared:
                 f"backward() was given a loss {what}; give it one number that depends on the "
                 "model's weights, computed outside torch.no_grad()"
             )
-        self._weights.has_scaled_gradients = True
+        self._weights.taken.has_scaled_gradients = True
         scale = self._carried.scales.of_loss(name)
         scaled = loss if scale is None else loss.float() * scale.value
         if not self._carried.scales.per_loss:
@@ -230,8 +230,8 @@ class Prepared:
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
         if self._carried.scales.value is not None:
-            refuse_unscaled_gradients(ours=self._weights.has_scaled_gradients)
-        self._weights.has_scaled_gradients = False
+            refuse_unscaled_gradients(ours=self._weights.taken.has_scaled_gradients)
+        self._weights.taken.has_scaled_gradients = False
         metered = self.is_metered
         return self.end_step(self.queue_update(present, metered=metered), present, metered=metered)
 
@@ -243,9 +243,9 @@ class Prepared:
             self._buffers.restore()
             raise
         refuse_senseless_rates(self.optimizer)
-        self._weights.refuse_lent(doing="step()")
-        self._weights.refuse_changes()
-        self._weights.heed_writes()
+        self._weights.taken.refuse_lent(doing="step()")
+        self._weights.taken.refuse_changes()
+        self._weights.taken.heed_writes()
         self.settle()
 
     @torch.no_grad()
@@ -292,7 +292,7 @@ class Prepared:
             metered=metered,
         )
         self._steps_begun += 1
-        self._weights.note_versions()
+        self._weights.taken.note_versions()
         outcome = self._ledger.enter(flight, step=self._steps_begun)
         if self._weights.device.type == "cpu":
             self.settle()
@@ -372,31 +372,31 @@ class Prepared:
             return
         with (
             self._carried.fp8.noting_nothing(),
-            self._weights.lent(),
+            self._weights.taken.lent(),
             average.in_place_of_weights(),
         ):
             yield
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name."""
-        self._weights.heed_writes()
+        self._weights.taken.heed_writes()
         return self._weights.full_by_name()
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
-        self._weights.refuse_lent(doing="release()")
+        self._weights.taken.refuse_lent(doing="release()")
         self.settle()
-        self._weights.heed_writes()
+        self._weights.taken.heed_writes()
         self._weights.widen()
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
-        self._weights.refuse_lent(doing="state_dict()")
+        self._weights.taken.refuse_lent(doing="state_dict()")
         self.settle()
         # Or a run that goes on would, and one that resumes not.
         self._first_scales.take_back(step=self._steps_begun)
-        self._weights.heed_writes()
+        self._weights.taken.heed_writes()
         average = self._weights.average
         return {
             "policy": str(self.plan.policy),
@@ -416,7 +416,7 @@ class Prepared:
         refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
         self._weights.masters.load_state_dict(state["master"])
-        self._weights.note_versions()
+        self._weights.taken.note_versions()
         self._weights.load_optimizer(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

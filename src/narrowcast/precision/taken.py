@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.precision.master import MasterWeights
+from narrowcast.precision.shards import shard_of
 
 
 @final
@@ -47,9 +49,13 @@ class Taken:
     """A model and its optimizer as they were taken over, until `give_back`."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        weights: Sequence[nn.Parameter],
+        masters: MasterWeights,
     ) -> None:
-        self._optimizer, self._weights = optimizer, list(weights)
+        self._optimizer, self._weights, self._masters = optimizer, list(weights), masters
         self._groups = _groups(optimizer)
         self._kept = [(p.dtype, p.device, p.stride()) for p in self._weights]
         self._homes = _homes(model, set(self._weights))
@@ -59,6 +65,8 @@ class Taken:
         """Whether a backward pass of ours has made gradients since they were last cleared."""
         self._zero_grad = _ZeroGrad(self, self._weights, optimizer)
         vars(optimizer)["zero_grad"] = self._zero_grad
+        self._lent = False
+        self.note_versions()
 
     def refuse_changes(self) -> None:
         """Refuse to go on with other weights, other groups or other dtypes than were taken."""
@@ -82,6 +90,39 @@ class Taken:
                     "how weights are kept is the policy's to say, and the optimizer's state would "
                     "not follow; call model.to(…) before prepare()"
                 )
+
+    def note_versions(self) -> None:
+        """Know the weights as they are now for our own writing."""
+        self._versions = [_versions(p) for p in self._masters.parameters]
+
+    def heed_writes(self) -> None:
+        """Let master weights follow where somebody else has written to the working ones since."""
+        if self._lent:
+            return
+        before = zip(self._masters.parameters, self._versions, strict=True)
+        for i, (p, version) in enumerate(before):
+            if _versions(p) != version:
+                self._masters.heed(i)
+        self.note_versions()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the working weights hold something else inside the block, which is no news."""
+        self.heed_writes()
+        before, self._lent = self._lent, True
+        try:
+            yield
+        finally:
+            self._lent = before
+            self.note_versions()
+
+    def refuse_lent(self, *, doing: str) -> None:
+        """Refuse what would take averages for the weights that are trained."""
+        if self._lent:
+            raise RecipeError(
+                f"{doing} was called inside averaged(), where the model holds averages of its "
+                "weights; leave the block first"
+            )
 
     def give_back(self) -> None:
         """Let the optimizer be stepped by hand again."""
@@ -121,6 +162,11 @@ class _ZeroGrad:
             self.theirs(set_to_none)
         elif optimizer is not None:
             type(optimizer).zero_grad(optimizer, set_to_none)
+
+
+def _versions(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return how often a weight was written to; of a shard its wrapper does not count all."""
+    return parameter._version, shard_of(parameter)._version
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -7,8 +7,8 @@ from torch.optim import optimizer as torch_optimizer
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.kernels import launch
 from narrowcast.kernels.tables import is_dense
-from narrowcast.precision.master import local_part
 from narrowcast.precision.policy import Policy
+from narrowcast.precision.shards import local_part
 from narrowcast.precision.taken import OwnStepOnly
 
 

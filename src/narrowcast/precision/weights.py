@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.numerics import BF16
 from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.guard import norms_of
-from narrowcast.precision.master import (
-    MasterWeights,
-    as_sharded,
-    multiply,
-    recast,
-    replace_values,
-    shard_of,
-)
+from narrowcast.precision.master import MasterWeights, multiply, recast
 from narrowcast.precision.meter import LostUpdates
 from narrowcast.precision.modules import restore
 from narrowcast.precision.one_pass import OnePass
@@ -31,6 +24,7 @@ from narrowcast.precision.rewrite import (
     set_grad_dtype,
     weight_formats,
 )
+from narrowcast.precision.shards import as_sharded, replace_values
 from narrowcast.precision.taken import Taken
 
 
@@ -52,8 +46,6 @@ class TrainedWeights:
         self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
         self._taken: Taken | None = None
-        self._versions: list[tuple[int, int]] = []
-        self._lent = False
 
     def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
         """Carry out a plan on the model, and let the optimizer hold the master weights.
@@ -79,55 +71,14 @@ class TrainedWeights:
         self.one_pass = None
         if one_pass:
             self.one_pass = OnePass(self._optimizer, self.all, self.masters, policy=chosen.policy)
-        self._taken = Taken(self._model, self._optimizer, self.all)
-        self.note_versions()
-
-    def refuse_changes(self) -> None:
-        """Refuse to go on where model or optimizer were changed behind our back."""
-        if self._taken is not None:
-            self._taken.refuse_changes()
-
-    def note_versions(self) -> None:
-        """Know the weights as they are now for our own writing."""
-        self._versions = [_versions(p) for p in self.masters.parameters]
-
-    def heed_writes(self) -> None:
-        """Let master weights follow where somebody else has written to the working ones since."""
-        if self._lent:
-            return
-        for i, (p, version) in enumerate(zip(self.masters.parameters, self._versions, strict=True)):
-            if _versions(p) != version:
-                self.masters.heed(i)
-        self.note_versions()
-
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Let the working weights hold something else inside the block, which is no news."""
-        self.heed_writes()
-        before, self._lent = self._lent, True
-        try:
-            yield
-        finally:
-            self._lent = before
-            self.note_versions()
-
-    def refuse_lent(self, *, doing: str) -> None:
-        """Refuse what would take averages for the weights that are trained."""
-        if self._lent:
-            raise RecipeError(
-                f"{doing} was called inside averaged(), where the model holds averages of its "
-                "weights; leave the block first"
-            )
+        self._taken = Taken(self._model, self._optimizer, self.all, self.masters)
 
     @property
-    def has_scaled_gradients(self) -> bool:
-        """Whether the gradients that are there come from a backward pass of ours."""
-        return self._taken is not None and self._taken.has_scaled_gradients
-
-    @has_scaled_gradients.setter
-    def has_scaled_gradients(self, value: bool) -> None:
-        assert self._taken is not None
-        self._taken.has_scaled_gradients = value
+    def taken(self) -> Taken:
+        """What notices changes behind our back; there is none once all was given back."""
+        if self._taken is None:
+            raise RecipeError("release() has undone this prepare(); call prepare() again")
+        return self._taken
 
     def change(self, before: Plan, chosen: Plan, *, one_pass: bool, seed: int) -> None:
         """Carry out another plan in place of the one in force.
@@ -231,8 +182,8 @@ class TrainedWeights:
             factors = self._factors(present, factor)
             lost = self._update_by_torch(factors, finite=finite, metered=metered)
         if self.average is not None:
-            everywhere = range(len(self.all))
-            left = everywhere if self.one_pass is None else self.one_pass.unmoved(present)
+            moved = set() if self.one_pass is None else set(present)
+            left = [i for i in range(len(self.all)) if i not in moved]
             self.average.update(left, self.full, finite=finite)
         return lost
 
@@ -259,8 +210,7 @@ class TrainedWeights:
         told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
         if finite is not None:
             vars(self._optimizer).update(told)
-        assert self._taken is not None
-        with torch.enable_grad(), self._optimizer_products(), self._taken.own_step.let_pass():
+        with torch.enable_grad(), self._optimizer_products(), self.taken.own_step.let_pass():
             self.masters.step(self._optimizer, factors)
         if finite is not None:
             for name in told:
@@ -309,8 +259,3 @@ def _storage(model: nn.Module, plan: Plan) -> tuple[object, ...]:
 
 def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _versions(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how often a weight was written to; of a shard its wrapper does not count all."""
-    return parameter._version, shard_of(parameter)._version

@@ -6,7 +6,6 @@ the host nothing, whatever the number of kernels: it is how small models keep a 
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import UnsupportedError
+from narrowcast.hardware.replay import beside, capture_stream
 from narrowcast.health.faults import StepFaults
 from narrowcast.health.replay import eagerly
 from narrowcast.precision.outcome import Outcome
@@ -127,12 +127,8 @@ class Stepper:
         self, batches: Sequence[Batch], between: Between | None
     ) -> tuple[Outcome, Tensor]:
         """Launch on another stream than the default one, as a capture will."""
-        stream = _beside(torch.cuda.current_device())
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            outcome, loss = self._launch(batches, between)
-        torch.cuda.current_stream().wait_stream(stream)
-        return outcome, loss
+        with beside(_current_device()):
+            return self._launch(batches, between)
 
 
 @dataclass(frozen=True)
@@ -157,8 +153,8 @@ class _Graphs:
         torch.cuda.empty_cache()  # what the steps before held, the graphs hold in their own pool
         pool = torch.cuda.graph_pool_handle()
         self._passes = torch.cuda.CUDAGraph()
-        beside = _beside(torch.cuda.current_device())
-        with torch.cuda.graph(self._passes, pool=pool, stream=beside):
+        stream = capture_stream(_current_device())
+        with torch.cuda.graph(self._passes, pool=pool, stream=stream):
             self._loss = stepper.passes(self._inputs)
         self._present = prepared.captured.present()
         gradients = prepared.captured.gradients()
@@ -166,7 +162,7 @@ class _Graphs:
         for metered in (False, True):
             prepared.captured.set_gradients(gradients)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=beside):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 packed = prepared.queue_update(self._present, metered=metered)
             self._updates[metered] = _Update(graph, packed)
         self._gradients = gradients  # their memory is written and read by the graphs
@@ -196,10 +192,8 @@ class _Graphs:
         return outcome, self._loss
 
 
-@functools.cache
-def _beside(device: int) -> torch.cuda.Stream:
-    """Return the stream for all captures of a process: cuBLAS keeps memory for each it has met."""
-    return torch.cuda.Stream(device)
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _shapes(batches: Sequence[Batch]) -> list[list[Any]]:
