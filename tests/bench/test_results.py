@@ -35,6 +35,16 @@ def test_rates_come_from_the_median():
     assert rows["early"].peak_bytes == 3
 
 
+def test_what_the_host_took_is_a_median_of_its_own_where_it_was_measured():
+    apart = turn(0.5, 0.5)
+    apart["cases"]["step"]["host_seconds"] = [0.1, 0.3, 0.2]
+    base = Result(contender=BASELINE, rounds=[(0, apart)])
+    together = Result(contender=Contender(name="together", kind="torch"), rounds=[(0, turn(1.0))])
+    rows = timed_figures([base, together], BASELINE)["rows"]
+    assert [row["host_ms"] for row in rows] == [200.0, None]
+    assert [row["median_ms"] for row in rows] == [500.0, 1000.0]
+
+
 def test_who_has_no_figures_has_a_reason_and_no_row():
     told = who_took_part(contest())
     assert told["failures"] == [{"name": "absent", "why": "not installed", "log": []}]

@@ -5,7 +5,13 @@ import torch
 
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.timed import TRIED_STEPS, WARM_UP_STEPS, TimedSubject
-from narrowcast.bench.timing import SETTLING_STEPS, Case, Trial, step_seconds
+from narrowcast.bench.timing import (
+    SETTLING_STEPS,
+    Case,
+    Trial,
+    queued_seconds,
+    step_seconds,
+)
 
 CPU = torch.device("cpu")
 
@@ -14,6 +20,47 @@ def test_each_step_has_a_time_and_none_is_shorter_than_what_it_did():
     seconds = step_seconds(lambda: time.sleep(0.01), 3, device=CPU)
     assert len(seconds) == 3
     assert min(seconds) >= 0.01
+
+
+@pytest.mark.gpu
+def test_a_slow_host_is_told_apart_from_what_the_device_takes():
+    """The host needs 20 ms to ask for a kernel that fills 4 MB, which takes microseconds."""
+    filled = torch.empty(2**20, device="cuda")
+
+    def step():
+        time.sleep(0.02)
+        filled.zero_()
+
+    on_device, on_host = queued_seconds(step, 3, device=filled.device)
+    assert len(on_device) == len(on_host) == 3
+    assert min(on_host) >= 0.02
+    assert max(on_device) < 0.005
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_has_the_waiting_in_both_figures():
+    filled = torch.empty(2**20, device="cuda")
+
+    def step():
+        filled.zero_()
+        torch.cuda.synchronize()
+        time.sleep(0.02)
+        filled.zero_()
+
+    on_device, on_host = queued_seconds(step, 3, device=filled.device)
+    assert min(on_host) >= 0.02
+    assert min(on_device) >= 0.02
+
+
+def test_where_the_host_computes_too_there_is_one_figure():
+    case = Case(open=lambda: lambda: None, part_of_step=True)
+    subject = TimedSubject(
+        lambda: Trial(cases={"a": case}), device=CPU, contender=Contender(name="x", kind="y")
+    )
+    subject.ready()
+    measured = subject.measure({"steps": 4}, print)["cases"]["a"]
+    assert len(measured["seconds"]) == 4
+    assert measured["host_seconds"] == []
 
 
 def test_warm_up_and_settling_are_not_timed():

@@ -32,6 +32,8 @@ class Row:
     peak_bytes: int
     rates: Mapping[str, float]
     """Amounts a second, by what is counted."""
+    host_seconds: float | None = None
+    """What the host takes to ask for a step, where it was measured apart: a median."""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -43,6 +45,7 @@ class Row:
             "median_ms": 1000 * spread.median,
             "quartiles_ms": [1000 * spread.low, 1000 * spread.high],
             "timed_steps": spread.count,
+            "host_ms": None if self.host_seconds is None else 1000 * self.host_seconds,
             "against": self.against,
             "speed": self.speed,
             "peak_bytes": self.peak_bytes,

@@ -1,6 +1,7 @@
 """From what workers told to rows of a table and plain data."""
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from narrowcast.bench.contenders import Contender
@@ -51,6 +52,7 @@ def _row(result: Result, case: str, *, reference: Result | None) -> Row:
     theirs = _seconds(reference, case, groups=groups) if reference else []
     own = spread(mine)
     first = result.setup.get("first_step_seconds", {})
+    on_host = _seconds(result, case, which="host_seconds")
     last = result.rounds[-1][1]
     work = last["cases"][case]["work"]
     facts = {name: result.setup[name] for name in SETUP_FACTS if name in result.setup}
@@ -62,6 +64,7 @@ def _row(result: Result, case: str, *, reference: Result | None) -> Row:
         speed=speed(mine, theirs),
         peak_bytes=max(turn["cases"][case]["peak_bytes"] for _, turn in result.rounds),
         rates={what: amount / own.median for what, amount in work.items()},
+        host_seconds=median(on_host) if on_host else None,
         facts={
             **facts,
             "first_step_seconds": first.get(case),
@@ -71,10 +74,12 @@ def _row(result: Result, case: str, *, reference: Result | None) -> Row:
     )
 
 
-def _seconds(result: Result, case: str, *, groups: set[int] | None = None) -> list[float]:
+def _seconds(
+    result: Result, case: str, *, groups: set[int] | None = None, which: str = "seconds"
+) -> list[float]:
     return [
         seconds
         for group, turn in result.rounds
         if groups is None or group in groups
-        for seconds in turn["cases"].get(case, {}).get("seconds", [])
+        for seconds in turn["cases"].get(case, {}).get(which, [])
     ]

@@ -18,6 +18,7 @@ from narrowcast.bench.timing import (
     first_step_seconds,
     forget_peak,
     held_bytes,
+    queued_seconds,
     step_seconds,
 )
 from narrowcast.hardware.peak import peak_bytes
@@ -77,9 +78,14 @@ class TimedSubject:
             _repeat(step, count)
         if not self._trial.is_captured():
             forget_peak(self._device)
-        seconds = step_seconds(step, count, device=self._device)
+        on_host: list[float] = []
+        if case.part_of_step and self._device.type == "cuda":
+            seconds, on_host = queued_seconds(step, count, device=self._device)
+        else:
+            seconds = step_seconds(step, count, device=self._device)
         return {
             "seconds": seconds,
+            "host_seconds": on_host,
             "peak_bytes": peak_bytes(self._device),
             "work": dict(case.work),
         }

@@ -2,9 +2,12 @@
 
 On a GPU an event is recorded between two steps and nothing is waited for until a round is over, so
 the host runs ahead as it does in training. A step's time is the time between its two events: if
-the device had to wait for the host, that is in it.
+the device had to wait for the host, that is in it. What is only a part of a step has no backward
+pass before it that keeps the device busy: it is queued behind a pause instead, and what the device
+and what the host take are two figures.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +36,8 @@ class Case:
     least_seconds: float = 0.0
     """How long a turn is at least: clocks that fell while others had theirs rise again first, for
     as long, and then so many steps are timed."""
+    part_of_step: bool = False
+    """On a GPU, time device and host apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,19 @@ def step_seconds(step: Step, count: int, *, device: torch.device) -> list[float]
         step()
         seconds.append(time.perf_counter() - begin)
     return seconds
+
+
+def queued_seconds(
+    step: Step, count: int, *, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Return what each of `count` steps takes on a GPU with the host ahead of it, and on the host.
+
+    The host's part is until it can go on: a step that waits for the device has the device's in it.
+    """
+    on_host = [_asking_seconds(step, device) for _ in range(count)]
+    pause = round(2 * max(on_host) * _pause_cycles_a_second(device.index))
+    on_device = [_behind_pause(step, pause, device) for _ in range(count)]
+    return on_device, on_host
 
 
 def first_step_seconds(step: Step, *, device: torch.device) -> float:
@@ -98,3 +116,30 @@ def _by_events(step: Step, count: int, device: torch.device) -> list[float]:
         event.record()
     torch.cuda.synchronize(device)
     return [begin.elapsed_time(end) / 1000 for begin, end in pairwise(events)]
+
+
+def _asking_seconds(step: Step, device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def _behind_pause(step: Step, cycles: int, device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(cycles)
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize(device)
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000
+
+
+@functools.cache
+def _pause_cycles_a_second(index: int | None) -> float:
+    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    cycles = 20_000_000
+    _behind_pause(lambda: torch.cuda._sleep(cycles), cycles, device)  # lets clocks rise
+    return cycles / _behind_pause(lambda: torch.cuda._sleep(cycles), cycles, device)

@@ -37,13 +37,17 @@ def print_figures(console: Console, title: str, figures: Figures) -> None:
     rates = list(dict.fromkeys(what for row in rows for what in row.rates))
     several = len({row.case for row in rows}) > 1
     ceiling = next((row.rates["bytes"] for row in rows if row.name == COPY), None)
+    apart = any(row.host_seconds is not None for row in rows)
     columns = ["contender", *(["case"] if several else []), "ms", "quartiles", "speed"]
+    columns += ["host ms"] if apart else []
     columns += [RATES[rate][0] for rate in rates] + (["of copy", "B/param"] if ceiling else [])
     table = new_table([*columns, "peak", "first step"])
     # Shape by shape where there are several, so that rivals stand side by side.
     order = {case: place for place, case in enumerate(dict.fromkeys(row.case for row in rows))}
     for row in sorted(rows, key=lambda row: order[row.case]):
         cells = [row.name, *([row.case] if several else []), *_times(row)]
+        if apart:
+            cells.append("" if row.host_seconds is None else f"{1000 * row.host_seconds:.2f}")
         cells += [RATES[rate][1](row.rates[rate]) if rate in row.rates else "" for rate in rates]
         if ceiling:
             each = row.facts.get("bytes_a_parameter", 0.0)

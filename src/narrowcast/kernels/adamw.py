@@ -95,7 +95,7 @@ class AdamKernel:
         self._yes = torch.ones((), dtype=torch.uint8, device=device)
         self._addresses.write([address for w in weights for address in _addresses(w)])
         self._states_aligned = [is_aligned(*w.tensors) for w in weights]
-        self._found: list[tuple[int, torch.dtype | None]] = []
+        self._found: tuple[list[int], list[torch.dtype | None]] = [], []
         self._makes: list[_Make] = []
         self._launches: list[_Launch] = []
         self._captured: list[list[_Launch]] = []
@@ -124,15 +124,14 @@ class AdamKernel:
         memory as their weights do. Returns lost over due updates if they are to be counted.
         """
         # 0 says that there is none; torch's empty tensors are at 0 too, and their steps count.
-        found: list[tuple[int, torch.dtype | None]] = [
-            (0, None) if g is None else (g.data_ptr() or 1, g.dtype) for g in gradients
-        ]
+        addresses = [0 if g is None else g.data_ptr() or 1 for g in gradients]
+        found = addresses, [None if g is None else g.dtype for g in gradients]
         if found != self._found:
             makes = [self._make(i, g) for i, g in enumerate(gradients)]
             if makes != self._makes:
                 self._makes, self._launches = makes, self._cut(makes)
             self._found = found
-        self._gradients.write([address for address, _ in found])
+        self._gradients.write(addresses)
         self._prepare(factor, finite)
         if is_capturing(self._device):
             self._captured.append(self._launches)

@@ -7,6 +7,7 @@ in fp32, so a gradient whose square overflows fp32 has an infinite norm, as one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.tables import (
+    ALIGNMENT,
     HostTable,
     chunk_table,
-    is_aligned,
     is_capturing,
     is_dense,
     upload,
@@ -30,6 +31,7 @@ JOIN_WIDTH = 1024
 """Chunks of one tensor that are summed at a time."""
 SETS = 8
 """Sets of gradients whose tables are kept: weights may have gradients in every other step only."""
+_DTYPE = attrgetter("dtype")
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -48,9 +50,13 @@ class NormKernel:
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, in a new tensor on the device."""
-        # The order of elements is of no account, gaps between them are.
-        dense = [g if g.is_contiguous() or is_dense(g) else g.contiguous() for g in gradients]
-        makes = tuple((g.numel(), g.dtype, is_aligned(g)) for g in dense)
+        dense = gradients
+        if not all(map(Tensor.is_contiguous, gradients)):
+            # The order of elements is of no account, gaps between them are.
+            dense = [g if is_dense(g) else g.contiguous() for g in gradients]
+        addresses, sizes = list(map(Tensor.data_ptr, dense)), list(map(Tensor.numel, dense))
+        aligned = [not (a | n) % ALIGNMENT for a, n in zip(addresses, sizes, strict=True)]
+        makes = tuple(zip(sizes, map(_DTYPE, dense), aligned, strict=True))
         if makes not in self._known:
             if len(self._known) == SETS:
                 del self._known[next(iter(self._known))]
@@ -58,7 +64,7 @@ class NormKernel:
         tables = self._known[makes]
         if is_capturing(self._device):
             self._captured.append(tables)
-        tables.addresses.write([g.data_ptr() for g in dense])
+        tables.addresses.write(addresses)
         for chunks, first, options in tables.launches:
             _sum_squares[(len(chunks),)](
                 chunks, tables.addresses.tensor, tables.partial, first, **options

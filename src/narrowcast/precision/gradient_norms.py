@@ -9,7 +9,7 @@ from torch import Tensor
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.tables import upload
 from narrowcast.precision.guard import norms_of
-from narrowcast.precision.shards import as_sharded, local_part, shard_of
+from narrowcast.precision.shards import as_sharded, local_part, shards_of
 
 
 @final
@@ -28,7 +28,7 @@ class GradientNorms:
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, shards on other devices included."""
-        norms = self._take([shard_of(g) for g in gradients])
+        norms = self._take(shards_of(gradients))
         if self._mesh is None:
             return norms
         for dim in range(self._mesh.ndim):

@@ -6,6 +6,7 @@ have their scales beside them. On a GPU it is a Triton kernel; elsewhere its twi
 An average of the weights is moved in the same pass.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from narrowcast.precision.ema import WeightAverage
 from narrowcast.precision.gradient_norms import GradientNorms
 from narrowcast.precision.master import SCALE, MasterWeights
 from narrowcast.precision.policy import Policy
-from narrowcast.precision.shards import local_part, shard_of
+from narrowcast.precision.shards import local_part, shards_of
 from narrowcast.precision.update_path import has_step_hooks, why_not_settings
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
@@ -55,6 +56,8 @@ class OnePass:
         places = {p: i for i, p in enumerate(masters.parameters)}
         self._places = [places.get(p) for p in self._weights]
         self._bound: list[_Bound] = []
+        self._bound_places: set[int] = set()
+        self._strides: list[tuple[int, ...]] = []
         self._seen: list[int] = []
         self._adam: AdamTwin | Any = None
         self._average: WeightAverage | None = None
@@ -86,15 +89,12 @@ class OnePass:
         if average is not self._average:
             self._average, self._bound = average, []
         self._refresh(present)
-        gradients: list[Tensor | None] = []
-        for bound in self._bound:
-            gradient = self._weights[bound.place].grad
-            gradients.append(
-                None if gradient is None else laid_like(shard_of(gradient), bound.weight.weight)
-            )
         self.write_hyper()
         lost: Tensor | None = self._adam.step(
-            gradients, factor=self._of_bound(present, factor), finite=finite, metered=metered
+            self._gradients(present),
+            factor=self._of_bound(present, factor),
+            finite=finite,
+            metered=metered,
         )
         self.has_written(present)
         # By this torch's schedules know that they are not called before the optimizer.
@@ -103,7 +103,7 @@ class OnePass:
 
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""
-        torch.autograd.graph.increment_version([shard_of(self._weights[i]) for i in present])
+        torch.autograd.graph.increment_version(shards_of(self._weights[i] for i in present))
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
@@ -141,21 +141,24 @@ class OnePass:
 
     def _refresh(self, present: Sequence[int]) -> None:
         """Bind again if a weight is new here, or any tensor is not the one it was."""
-        known = {bound.place for bound in self._bound}
-        wanted = sorted(known.union(present))
-        if not self._bound:
+        if self._bound:
+            is_known = self._bound_places.issuperset(present)
+            if is_known and self._seen == self._tensors():
+                return
+            wanted = sorted(self._bound_places.union(present))
+        else:
             states = self._optimizer.state
             begun = [i for i in range(len(self._weights)) if STEP in states.get(self._key(i), {})]
             wanted = sorted({*begun, *present})
-        elif len(wanted) == len(known) and self._seen == self._tensors():
-            return
         groups = {
             key: number
             for number, group in enumerate(self._optimizer.param_groups)
             for key in group["params"]
         }
         self._bound = [self._bind(i, groups[self._key(i)]) for i in wanted]
+        self._bound_places = set(wanted)
         weights = [bound.weight for bound in self._bound]
+        self._strides = [w.weight.stride() for w in weights]
         share = 0.0 if self._average is None else self._average.share
         if self._kernel:
             from narrowcast.kernels.adamw import AdamKernel
@@ -171,9 +174,21 @@ class OnePass:
 
         Those that are bound are alive, so no other has the number of one of them.
         """
-        states = self._optimizer.state.values()
-        found = [id(value) for state in states for value in state.values()]
-        return found + [shard_of(p).data_ptr() for p in self._weights]
+        states = map(dict.values, self._optimizer.state.values())
+        kept = map(id, itertools.chain.from_iterable(states))
+        return [*kept, *map(Tensor.data_ptr, shards_of(self._weights))]
+
+    def _gradients(self, present: Sequence[int]) -> Sequence[Tensor | None]:
+        """Return the gradient of each bound weight, which lies in memory as the weight does."""
+        found = [self._weights[bound.place].grad for bound in self._bound]
+        there = shards_of(g for g in found if g is not None)
+        if len(present) == len(found) and list(map(Tensor.stride, there)) == self._strides:
+            return there
+        shards = iter(there)
+        return [
+            None if g is None else laid_like(next(shards), bound.weight.weight)
+            for g, bound in zip(found, self._bound, strict=True)
+        ]
 
     def _key(self, i: int) -> nn.Parameter:
         """The parameter under which the optimizer knows weight `i`."""

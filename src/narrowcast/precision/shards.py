@@ -1,9 +1,13 @@
 """Weights that are sharded over devices (DTensors), and the part of them that lies on this one."""
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Types of tensors that are never sharded: most models have no other."""
 
 
 def as_sharded(tensor: Tensor) -> Any:
@@ -17,16 +21,15 @@ def as_sharded(tensor: Tensor) -> Any:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what of a tensor lies on this device: all of it, unless it is sharded."""
-    return shard_of(tensor).detach()
+    return _shard_of(tensor).detach()
 
 
-def shard_of(tensor: Tensor) -> Tensor:
-    """Return the same with its part in autograd, which is faster: for each weight in each step."""
-    if type(tensor) is Tensor or type(tensor) is nn.Parameter:
-        return tensor
-    sharded = as_sharded(tensor)
-    local: Tensor = tensor if sharded is None else sharded.to_local()
-    return local
+def shards_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the same of many, with their part in autograd: every weight, several times a step."""
+    found = list(tensors)
+    if PLAIN.issuperset(map(type, found)):
+        return found
+    return [_shard_of(tensor) for tensor in found]
 
 
 def replace_values(parameter: nn.Parameter, values: Tensor) -> None:
@@ -52,3 +55,11 @@ def placed_like(local: Tensor, other: Tensor) -> Tensor:
         stride=other.stride(),
     )
     return whole
+
+
+def _shard_of(tensor: Tensor) -> Tensor:
+    if type(tensor) in PLAIN:
+        return tensor
+    sharded = as_sharded(tensor)
+    local: Tensor = tensor if sharded is None else sharded.to_local()
+    return local

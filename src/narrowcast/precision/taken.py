@@ -8,14 +8,18 @@ look costs a step about a microsecond of the host for each weight.
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import attrgetter, is_
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.precision.master import MasterWeights
-from narrowcast.precision.shards import shard_of
+from narrowcast.precision.shards import shards_of
+
+# Mapped over all weights in every step: a loop in Python would take several times as long.
+_VERSION, _DTYPE, _DEVICE = attrgetter("_version"), attrgetter("dtype"), attrgetter("device")
 
 
 @final
@@ -57,8 +61,8 @@ class Taken:
     ) -> None:
         self._optimizer, self._weights, self._masters = optimizer, list(weights), masters
         self._groups = _groups(optimizer)
-        self._kept = [(p.dtype, p.device, p.stride()) for p in self._weights]
-        self._homes = _homes(model, set(self._weights))
+        self._kept = _kept(self._weights)
+        self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
         self._hook = optimizer.register_step_pre_hook(self.own_step)
         self.has_scaled_gradients = False
@@ -75,33 +79,35 @@ class Taken:
                 "the optimizer's parameters changed after prepare(), and those added would be "
                 "neither unscaled nor guarded; release(), change them, and prepare() again"
             )
-        for held, key, value, name in self._homes:
-            if held.get(key) is not value:
-                raise RecipeError(
-                    f"{name} of the model was replaced after prepare(): the new one has no policy, "
-                    "and the optimizer does not hold it; release(), replace it, give the optimizer "
-                    "its weights, and prepare() again"
-                )
-        for p, kept in zip(self._weights, self._kept, strict=True):
-            if (p.dtype, p.device, p.stride()) != kept:
-                raise RecipeError(
-                    f"a weight is {p.dtype} on {p.device} with strides {tuple(p.stride())}, and "
-                    f"was {kept[0]} on {kept[1]} with strides {tuple(kept[2])} after prepare(): "
-                    "how weights are kept is the policy's to say, and the optimizer's state would "
-                    "not follow; call model.to(…) before prepare()"
-                )
+        if name := self._homes.first_changed():
+            raise RecipeError(
+                f"{name} of the model was replaced after prepare(): the new one has no policy, and "
+                "the optimizer does not hold it; release(), replace it, give the optimizer its "
+                "weights, and prepare() again"
+            )
+        kept = _kept(self._weights)
+        if kept != self._kept:
+            was, now = next((a, b) for a, b in zip(self._kept, kept, strict=True) if a != b)
+            raise RecipeError(
+                f"a weight is {now[0]} on {now[1]} with strides {now[2]}, and was {was[0]} on "
+                f"{was[1]} with strides {was[2]} after prepare(): how weights are kept is the "
+                "policy's to say, and the optimizer's state would not follow; call model.to(…) "
+                "before prepare()"
+            )
 
     def note_versions(self) -> None:
         """Know the weights as they are now for our own writing."""
-        self._versions = [_versions(p) for p in self._masters.parameters]
+        self._versions = _versions(self._masters.parameters)
 
     def heed_writes(self) -> None:
         """Let master weights follow where somebody else has written to the working ones since."""
         if self._lent:
             return
-        before = zip(self._masters.parameters, self._versions, strict=True)
-        for i, (p, version) in enumerate(before):
-            if _versions(p) != version:
+        versions = _versions(self._masters.parameters)
+        if versions == self._versions:
+            return
+        for i, (before, now) in enumerate(zip(self._versions, versions, strict=True)):
+            if before != now:
                 self._masters.heed(i)
         self.note_versions()
 
@@ -164,26 +170,49 @@ class _ZeroGrad:
             type(optimizer).zero_grad(optimizer, set_to_none)
 
 
-def _versions(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how often a weight was written to; of a shard its wrapper does not count all."""
-    return parameter._version, shard_of(parameter)._version
+@final
+class _Homes:
+    """Where in a model the trained weights are, and the modules on the way to them."""
+
+    def __init__(self, model: nn.Module, trained: set[nn.Parameter]) -> None:
+        self._holders: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._held: list[object] = []
+        self._names: list[str] = []
+        for path, module in model.named_modules():
+            before = f"{path}." if path else ""
+            for key, child in module._modules.items():
+                if child is not None and any(p in trained for p in child.parameters()):
+                    self._add(module._modules, key, child, before + key)
+            for key, p in module._parameters.items():
+                if p in trained:
+                    self._add(module._parameters, key, p, before + key)
+
+    def first_changed(self) -> str:
+        """Return the name of one that is not where it was; nothing where all are."""
+        same = map(is_, map(dict.get, self._holders, self._keys), self._held)
+        return next((name for name, kept in zip(self._names, same, strict=True) if not kept), "")
+
+    def _add(self, holder: dict[str, Any], key: str, held: object, name: str) -> None:
+        self._holders.append(holder)
+        self._keys.append(key)
+        self._held.append(held)
+        self._names.append(name)
+
+
+def _versions(weights: Sequence[Tensor]) -> Sequence[object]:
+    """Return how often weights were written to; of a shard its wrapper does not count all."""
+    shards = shards_of(weights)
+    if all(map(is_, shards, weights)):
+        return list(map(_VERSION, weights))
+    return list(zip(map(_VERSION, weights), map(_VERSION, shards), strict=True))
+
+
+def _kept(weights: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, tuple[int, ...]]]:
+    return list(
+        zip(map(_DTYPE, weights), map(_DEVICE, weights), map(Tensor.stride, weights), strict=True)
+    )
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _homes(
-    model: nn.Module, trained: set[nn.Parameter]
-) -> list[tuple[dict[str, Any], str, object, str]]:
-    """Return where in the model the trained weights are, and the modules on the way to them."""
-    homes: list[tuple[dict[str, Any], str, object, str]] = []
-    for path, module in model.named_modules():
-        before = f"{path}." if path else ""
-        for key, child in module._modules.items():
-            if child is not None and any(p in trained for p in child.parameters()):
-                homes.append((module._modules, key, child, before + key))
-        for key, p in module._parameters.items():
-            if p in trained:
-                homes.append((module._parameters, key, p, before + key))
-    return homes
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]

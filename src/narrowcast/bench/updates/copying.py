@@ -13,5 +13,5 @@ def build(weights: Weights) -> Trial:
     source = torch.ones(weights.count, device=weights.device)
     target = torch.empty_like(source)
     work = {"bytes": float(BYTES_A_PARAMETER * weights.count)}
-    case = Case(open=lambda: lambda: target.copy_(source), work=work)
+    case = Case(open=lambda: lambda: target.copy_(source), work=work, part_of_step=True)
     return Trial(cases={"step": case}, about={"bytes_a_parameter": BYTES_A_PARAMETER})

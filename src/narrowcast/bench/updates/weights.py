@@ -86,6 +86,6 @@ def trial_of(weights: Weights, update: Step, *, bytes_a_parameter: float, **abou
 
     work = {"bytes": bytes_a_parameter * weights.count}
     return Trial(
-        cases={"step": Case(open=lambda: step, work=work)},
+        cases={"step": Case(open=lambda: step, work=work, part_of_step=True)},
         about={"parameters": weights.count, "bytes_a_parameter": bytes_a_parameter, **about},
     )
