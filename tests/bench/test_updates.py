@@ -38,8 +38,8 @@ def test_an_update_moves_every_weight(name, tiny):
         ("bf16, params=bf16, master=split", 26 + 2),
         # Two moments of a byte, and a scale for 256 of each.
         ("bf16, params=bf16, master=split, moments=int8", 26 + 2 - 16 + 2 * 2 * (1 + 4 / 256)),
-        # An fp32 master: the working copy is only written.
-        ("fp16, params=fp16, master=fp32", 2 * 2 + 2 * 12 + 2),
+        # An fp32 master: the working copy is read too, to see whether somebody has written to it.
+        ("fp16, params=fp16, master=fp32", 2 * 2 + 2 * 12 + 2 * 2),
     ],
 )
 def test_bytes_of_one_pass_are_counted_by_format(policy, each):

@@ -19,8 +19,8 @@ from narrowcast.kernels.adamw_twin import (
     random_bits,
     randomly,
 )
+from narrowcast.numerics.parts import join, split
 from narrowcast.precision.ema import WeightAverage
-from narrowcast.precision.master import join, split
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = (0, 1, 17, 256, 512, 777)
@@ -149,6 +149,32 @@ def test_one_step_of_the_kernel_is_one_of_its_twin(dtype, master, moments, gradi
         # As far apart as their shares of the weights are, and three roundings.
         gap = (a.average - b.average).abs()
         assert (gap <= SHARE * allowed + 3 * 2.0**-24 * b.average.abs()).all()
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize(("dtype", "master"), list(dict.fromkeys(make[:2] for make in MAKES)))
+def test_a_weight_that_somebody_has_written_to_counts_without_what_is_beside_it(
+    dtype, master, moments
+):
+    """Zeros, of both signs, and numbers far away; half of the weights stay what they were."""
+    torch.manual_seed(0)
+    first, second = (weights_of(dtype, master, moments) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        values = torch.tensor([0.0, -0.0, 3.0, -100.0], dtype=dtype, device=DEVICE)
+        chosen = torch.randint(4, a.weight.shape, device=DEVICE)
+        mask = torch.rand(a.weight.shape, device=DEVICE) < 0.5
+        for w in (a, b):
+            w.weight.copy_(torch.where(mask, values[chosen], w.weight))
+    then = [w.weight.float() for w in first]
+    still = [torch.zeros(n, dtype=dtype, device=DEVICE) for n in SIZES]
+    for each in (kernel_of(first), twin_of(second)):
+        each.write_hyper([dataclasses.replace(ADAMW, weight_decay=0.0)] * 2)
+        each.step(still, factor=None, finite=None, metered=False)
+    for a, b, written in zip(first, second, then, strict=True):
+        assert all(map(torch.equal, tensors_of(a), tensors_of(b)))
+        # Low bits are less than half a spacing of any number, but they may round it up or down.
+        assert torch.allclose(full_of(a), written, rtol=2.0**-7 if master == "split" else 2.0**-8)
+        assert (full_of(a)[written == 0] == 0).all()
 
 
 @pytest.mark.parametrize(("dtype", "master", "moments"), MAKES)

@@ -90,3 +90,26 @@ def test_halves_of_a_float_are_its_nearest_bf16_and_what_is_missing():
     assert np.abs(low.astype(np.int64)).max() <= 2**15  # no other bf16 is nearer
     *_, back = launched(_joined, high, low, np.zeros(COUNT, np.float32))
     assert np.array_equal(back.view(np.uint32), given.astype(np.float32).view(np.uint32))
+
+
+def test_a_zero_counts_alone_whatever_is_beside_it_and_leaves_its_neighbour_alone():
+    generator = np.random.default_rng(4)
+    high = generator.choice([0, -(2**15), 1, 0x3F80, -0x4080, 0x7F7F, -1], COUNT).astype(np.int16)
+    low = generator.integers(-(2**15), 2**15, COUNT).astype(np.int16)
+    *_, found = launched(_joined, high, low, np.zeros(COUNT, np.float32))
+    zero = (high & 0x7FFF) == 0
+    expected = (high.astype(np.int64) << 16) + np.where(zero, 0, low)
+    assert np.array_equal(found.view(np.int32), expected.astype(np.int32))
+    assert zero.sum() > COUNT / 5
+
+
+def test_the_nan_that_a_gpu_computes_does_not_round_to_a_zero():
+    given = np.resize(np.array([0x7FFFFFFF, 0x3F800000, 0x7FFF8000, 0xFFC00000], np.uint32), COUNT)
+    empty = np.zeros(COUNT, np.int16)
+    _, high, low = launched(_halves, given.view(np.float32), empty, empty)
+    *_, back = launched(_joined, high, low, np.zeros(COUNT, np.float32))
+    ones = given == 0x3F800000
+    assert np.array_equal(np.isnan(back), ~ones)
+    assert (back[ones] == 1.0).all()
+    weight = (high.astype(np.int64) << 16).astype(np.int32).view(np.float32)
+    assert np.array_equal(np.isnan(weight), ~ones)

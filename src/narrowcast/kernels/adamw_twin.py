@@ -4,6 +4,9 @@ One pass per tensor and operation, so many bytes; the same arithmetic in the sam
 random bits, the same values stored. Fused multiply-adds of a GPU aside, kernel and twin agree bit
 for bit.
 
+Where a weight is not what is kept beside it, somebody has written to it since, and it is the weight
+that counts.
+
 Moments of 8 bits come in blocks of 256 elements with one fp32 scale each. The first is
 sign · (code / 127)² · scale, the second (code / 255)⁴ · scale: Adam needs the small ones too. Both
 are rounded up or down by chance, so that what is read back is right on average.
@@ -15,6 +18,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from narrowcast.numerics.parts import (
+    fitting_compensation,
+    fitting_master,
+    join,
+    nearest,
+    split,
+)
 
 BLOCK = 256
 """Elements of 8-bit moments that share a scale."""
@@ -205,12 +216,11 @@ def _full(w: Weight) -> Tensor:
     beside = _flat(w.beside)
     match w.master:
         case "fp32":
-            return beside.clone()
+            return fitting_master(stored, beside)
         case "split":
-            high = stored.view(torch.int16).to(torch.int32) << 16
-            return (high + beside.to(torch.int32)).view(torch.float32)
+            return join(stored, beside)
         case _:
-            return stored.float() + beside.float()
+            return stored.float() + fitting_compensation(stored, beside).float()
 
 
 def _keep_weight(w: Weight, old: Tensor, new: Tensor, random: Tensor) -> Tensor:
@@ -220,22 +230,21 @@ def _keep_weight(w: Weight, old: Tensor, new: Tensor, random: Tensor) -> Tensor:
     match w.master:
         case "fp32":
             beside.copy_(new)
-            stored.copy_(_nearest(new, dtype))
+            stored.copy_(nearest(new, dtype))
             return new == old
         case "split":
-            bits = new.view(torch.int32)
-            high = (bits + 0x8000) >> 16
-            stored.view(torch.int16).copy_(high)
-            beside.copy_(bits - (high << 16))
+            high, low = split(new)
+            stored.copy_(high)
+            beside.copy_(low)
             return new == old
         case "kahan":
-            kept = _nearest(new, dtype)
-            still = _nearest(new - kept.float(), dtype)
-            same = (kept == stored) & (still == beside)
+            kept = nearest(new, dtype)
+            still = nearest(new - kept.float(), dtype)
+            same = (kept == stored) & (still == fitting_compensation(stored, beside))
             beside.copy_(still)
         case _:
             stochastic = w.master == "stochastic"
-            kept = randomly(new, random, dtype) if stochastic else _nearest(new, dtype)
+            kept = randomly(new, random, dtype) if stochastic else nearest(new, dtype)
             same = kept == stored
     stored.copy_(kept)
     return same
@@ -283,11 +292,6 @@ def randomly(x: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
     up = (random.float() + 0.5) * (1 / 65536) < steps - steps.floor()
     subnormal = (steps.floor() + up) * 2.0**-24
     return torch.where(x.abs() < 2.0**-14, subnormal, normal).to(dtype)
-
-
-def _nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = LARGEST[torch.float16]
-    return (x.clamp(-limit, limit) if dtype == torch.float16 else x).to(dtype)
 
 
 def _floor(x: Tensor, *, least: int) -> Tensor:

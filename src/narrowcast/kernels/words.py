@@ -94,12 +94,18 @@ def signed_bytes(word, like, NATIVE: tl.constexpr):
 
 @triton.jit
 def joined(high, low, NATIVE: tl.constexpr):
-    """Return the float whose bits are a high half and, added to it, a low one with a sign."""
+    """Return the float whose bits are a high half and, added to it, a low one with a sign.
+
+    A high half that is a zero counts alone, as in `numerics.parts`.
+    """
     if NATIVE:
         result = tl.inline_asm_elementwise(
             """
-            { .reg .b32 low;
-            xor.b32 low, $3, 0x80008000;
+            { .reg .b32 some, low;
+            and.b32 some, $2, 0x7FFF7FFF;
+            add.u32 some, some, 0x7FFF7FFF;
+            prmt.b32 some, some, 0, 0xBB99;
+            lop3.b32 low, $3, some, 0x80008000, 0x6A;
             prmt.b32 $0, low, $2, 0x5410;
             prmt.b32 $1, low, $2, 0x7632;
             sub.s32 $0, $0, 0x8000;
@@ -112,22 +118,29 @@ def joined(high, low, NATIVE: tl.constexpr):
             pack=2,
         )
     else:
+        low = tl.where((high & 0x7FFF) == 0, 0, low)
         result = (high.to(tl.int32) << 16) + low.to(tl.int32)
     return result.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def halves(x, NATIVE: tl.constexpr):
-    """Return the high half of a float's bits, rounded to nearest, and the low one with a sign."""
+    """Return the high half of a float's bits, rounded to nearest, and the low one with a sign.
+
+    A NaN stays one, as in `numerics.parts`: its high half must not round to a zero. The one that
+    a GPU computes has all bits but the sign.
+    """
     bits = x.to(tl.int32, bitcast=True)
     if NATIVE:
         high, low = tl.inline_asm_elementwise(
             """
-            { .reg .b32 first, second;
-            add.s32 first, $2, 0x8000;
-            add.s32 second, $3, 0x8000;
-            prmt.b32 $0, first, second, 0x7632;
-            prmt.b32 $1, $2, $3, 0x5410; }
+            { .reg .b32 first, second, rounded, other;
+            min.s32 first, $2, 0x7FFF7FFF;
+            min.s32 second, $3, 0x7FFF7FFF;
+            add.s32 rounded, first, 0x8000;
+            add.s32 other, second, 0x8000;
+            prmt.b32 $0, rounded, other, 0x7632;
+            prmt.b32 $1, first, second, 0x5410; }
             """,
             "=&r,=&r,r,r",  # written before all is read
             [bits],
@@ -136,6 +149,7 @@ def halves(x, NATIVE: tl.constexpr):
             pack=2,
         )
     else:
+        bits = tl.where(x == x, bits, 0x7FC00000)
         rounded = (bits + 0x8000) >> 16
         high = rounded.to(tl.int16)
         low = (bits - (rounded << 16)).to(tl.int16)

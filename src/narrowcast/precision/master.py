@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError
-from narrowcast.numerics import BF16, FP16, FP32, Format, round_stochastic, round_to
+from narrowcast.numerics import BF16, FP16, FP32, Format, round_stochastic
+from narrowcast.numerics.parts import (
+    fitting_compensation,
+    fitting_master,
+    join,
+    nearest,
+    split,
+)
 from narrowcast.precision.policy import Master
 from narrowcast.precision.shards import local_part, placed_like
 
@@ -27,23 +34,6 @@ SCALE = "_scale"
 """What the key of a moment is followed by in that of its scales, where it has 8 bits."""
 BUCKET = 2**25
 """Weights whose fp32 copies and gradients exist at one time: 256 MiB of them."""
-
-
-def split(full: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bf16 nearest to each fp32 value, and the 16 signed bits that restore it."""
-    bits = full.view(torch.int32)
-    high = (bits + 0x8000) >> 16
-    low = bits - (high << 16)
-    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
-
-
-def join(weight: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 values that `split` took apart; they lie in memory as the weight does.
-
-    torch's fused optimizers walk through weight, gradient and moments by address.
-    """
-    high = weight.view(torch.int16).to(torch.int32) << 16
-    return (high + low.to(torch.int32)).view(torch.float32)
 
 
 def multiply(factors: Mapping[nn.Parameter, Tensor]) -> None:
@@ -109,19 +99,24 @@ class MasterWeights:
         recast(optimizer, self.shells)
 
     def full(self, i: int) -> Tensor:
-        """Return weight `i` in fp32, with all the digits that are kept of it."""
-        parameter = self.parameters[i].detach()
+        """Return weight `i` in fp32, with all the digits that are kept of it.
+
+        Whoever loads weights, or clamps them, writes to the working ones and knows of no others:
+        where what is kept beside one belongs to another number, the working one is right.
+        """
+        # torch cannot look at the bits of a sharded tensor, but at those of its shards.
+        weight, beside = local_part(self.parameters[i]), self.beside(i)
+        if beside is None:
+            return self.parameters[i].detach().float()
+        kept = local_part(beside)
         match self.kind:
             case "fp32":
-                return self.shells[i].detach()
+                full = fitting_master(weight, kept)
             case "split":
-                # torch cannot look at the bits of a sharded tensor, but at those of its shards.
-                joined = join(local_part(parameter), local_part(self._beside[i]))
-                return placed_like(joined, parameter)
-            case "kahan":
-                return parameter.float() + self._beside[i].float()
+                full = join(weight, kept)
             case _:
-                return parameter.float()
+                full = weight.float() + fitting_compensation(weight, kept).float()
+        return placed_like(full, self.parameters[i].detach())
 
     def stored(self, i: int) -> tuple[Tensor, ...]:
         """Return the tensors that together hold weight `i`."""
@@ -135,26 +130,6 @@ class MasterWeights:
         if self.kind == "fp32":
             return self.shells[i].detach()
         return self._beside[i] if self._beside else None
-
-    def heed(self, i: int) -> None:
-        """Take working weight `i` for right where what is kept beside it belongs to another.
-
-        Whoever loads weights, or clamps them, writes to the working ones and knows of no others.
-        """
-        weight = local_part(self.parameters[i])
-        match self.kind:
-            case "fp32":
-                kept = local_part(self.shells[i])
-                agrees = _nearest(kept, self._target).to(weight.dtype) == weight
-                kept.copy_(torch.where(agrees, kept, weight.float()))
-            case "split":  # low bits fit every weight but zero, where they may make a NaN
-                kept = local_part(self._beside[i])
-                kept.masked_fill_(join(weight, kept).isnan() & ~weight.isnan(), 0)
-            case "kahan":
-                kept = local_part(self._beside[i])
-                # A little less of it, so that half a spacing does not round to the neighbour.
-                nearly = weight.float() + kept.float() * (1 - 2.0**-8)
-                kept.masked_fill_(_nearest(nearly, self._target).to(weight.dtype) != weight, 0)
 
     def widens(self, parameter: nn.Parameter) -> bool:
         """Say whether the optimizer sees an fp32 weight and gradient in place of this one's."""
@@ -197,7 +172,9 @@ class MasterWeights:
         factors: Mapping[nn.Parameter, Tensor],
     ) -> None:
         for i in indices:
-            if self.kind != "fp32":
+            if self.kind == "fp32":
+                local_part(self.shells[i]).copy_(local_part(self.full(i)))
+            else:
                 self.shells[i].data = self.full(i)
             gradient = self.parameters[i].grad
             assert gradient is not None
@@ -256,7 +233,9 @@ class MasterWeights:
                 self._beside.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
         if self.kind == "stochastic":
             # A first value is given, not an update: the nearest one is the right one.
-            local_part(self.parameters[i]).copy_(_nearest(local_part(full), self._target))
+            local_part(self.parameters[i]).copy_(
+                nearest(local_part(full), self.parameters[i].dtype)
+            )
         else:
             self._store(i, full)
 
@@ -270,7 +249,7 @@ class MasterWeights:
                 weight.copy_(high)
                 beside.copy_(low)
             case "kahan":
-                weight.copy_(_nearest(full, self._target))
+                weight.copy_(nearest(full, weight.dtype))
                 beside.copy_(full - weight.float())
             case "stochastic":
                 assert self._generator is not None
@@ -279,12 +258,7 @@ class MasterWeights:
                 )
                 weight.copy_(rounded)
             case _:
-                weight.copy_(_nearest(full, self._target))
-
-
-def _nearest(full: Tensor, target: Format) -> Tensor:
-    """Round to the working format. fp16 saturates: a weight of 70,000 must not become infinite."""
-    return round_to(full, FP16, saturate=True) if target is FP16 else full
+                weight.copy_(nearest(full, weight.dtype))
 
 
 def _storage_format(parameters: Sequence[nn.Parameter]) -> Format:

@@ -171,7 +171,6 @@ class Prepared:
                 "and the scale of the old policy; call it after step()"
             )
         before, applied = self.plan, self.steps_applied
-        self._weights.taken.heed_writes()
         self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
         self._begin_scales(step=self._steps_begun, applied_before=applied)
@@ -245,7 +244,6 @@ class Prepared:
         refuse_senseless_rates(self.optimizer)
         self._weights.taken.refuse_lent(doing="step()")
         self._weights.taken.refuse_changes()
-        self._weights.taken.heed_writes()
         self.settle()
 
     @torch.no_grad()
@@ -292,7 +290,6 @@ class Prepared:
             metered=metered,
         )
         self._steps_begun += 1
-        self._weights.taken.note_versions()
         outcome = self._ledger.enter(flight, step=self._steps_begun)
         if self._weights.device.type == "cpu":
             self.settle()
@@ -379,14 +376,13 @@ class Prepared:
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name."""
-        self._weights.taken.heed_writes()
+        self._weights.taken.refuse_lent(doing="full_weights()")
         return self._weights.full_by_name()
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
         self._weights.taken.refuse_lent(doing="release()")
         self.settle()
-        self._weights.taken.heed_writes()
         self._weights.widen()
         return self.model
 
@@ -396,7 +392,6 @@ class Prepared:
         self.settle()
         # Or a run that goes on would, and one that resumes not.
         self._first_scales.take_back(step=self._steps_begun)
-        self._weights.taken.heed_writes()
         average = self._weights.average
         return {
             "policy": str(self.plan.policy),
@@ -416,7 +411,6 @@ class Prepared:
         refuse_foreign_state(state, mine=self.state_dict())
         self.model.load_state_dict(state["weights"])
         self._weights.masters.load_state_dict(state["master"])
-        self._weights.taken.note_versions()
         self._weights.load_optimizer(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

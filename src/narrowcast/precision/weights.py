@@ -71,7 +71,7 @@ class TrainedWeights:
         self.one_pass = None
         if one_pass:
             self.one_pass = OnePass(self._optimizer, self.all, self.masters, policy=chosen.policy)
-        self._taken = Taken(self._model, self._optimizer, self.all, self.masters)
+        self._taken = Taken(self._model, self._optimizer, self.all)
 
     @property
     def taken(self) -> Taken:

@@ -35,6 +35,4 @@ def pass_bytes(choices: Plan) -> float:
     kept = choices.bytes
     parameters = sum(module.parameters for module in choices.modules)
     moments = 2 * parameters * MOMENT_BYTES[choices.policy.moments_format]
-    # A separate fp32 master is what is read; the working copy is then only written.
-    times = 1 if choices.policy.master == "fp32" else 2
-    return 2 * kept["grads"] + times * kept["params"] + 2 * (kept["master"] + moments)
+    return 2 * (kept["grads"] + kept["params"] + kept["master"] + moments)
