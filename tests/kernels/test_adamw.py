@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw import AdamKernel, Tiling
 from narrowcast.kernels.adamw_twin import (
     AdamTwin,
@@ -149,6 +150,36 @@ def test_one_step_of_the_kernel_is_one_of_its_twin(dtype, master, moments, gradi
         # As far apart as their shares of the weights are, and three roundings.
         gap = (a.average - b.average).abs()
         assert (gap <= SHARE * allowed + 3 * 2.0**-24 * b.average.abs()).all()
+
+
+def test_a_group_s_weight_decay_may_become_coupled_between_steps():
+    """It is compiled in: twice without it, then with it in one group of two."""
+    first, second = (weights_of(torch.float32, "none", "fp32") for _ in range(2))
+    kernel, twin = kernel_of(first), twin_of(second)
+    generator = torch.Generator().manual_seed(1)
+    for groups in ([ADAMW, ADAMW], [ADAMW, ADAMW], [ADAMW, ADAM]):
+        given = gradients_of(generator, torch.float32)
+        for each in (kernel, twin):
+            each.write_hyper(groups)
+            each.step(given, factor=None, finite=None, metered=False)
+        for a, b in zip(first, second, strict=True):
+            assert torch.allclose(a.weight, b.weight, rtol=2.0**-21, atol=2.0**-21 * 1e-2)
+            assert torch.allclose(a.first, b.first, rtol=2.0**-20, atol=2.0**-24)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="captures a CUDA graph")
+def test_weight_decay_that_a_captured_step_does_not_have_is_refused():
+    weights = weights_of(torch.float32, "none", "fp32")
+    kernel, given = kernel_of(weights), gradients_of(torch.Generator(), torch.float32)
+    kernel.write_hyper([ADAMW, ADAMW])
+    kernel.step(given, factor=None, finite=None, metered=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.step(given, factor=None, finite=None, metered=False)
+    kernel.write_hyper([dataclasses.replace(ADAMW, lr=0.0), ADAMW])
+    graph.replay()
+    with pytest.raises(UnsupportedError, match="coupled or decoupled after a CUDA graph"):
+        kernel.write_hyper([ADAMW, ADAM])
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])

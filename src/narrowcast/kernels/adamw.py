@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw_programs import begin, update
 from narrowcast.kernels.adamw_twin import Hyper, Weight
 from narrowcast.kernels.launch import interpreted
@@ -99,12 +100,21 @@ class AdamKernel:
         self._makes: list[_Make] = []
         self._launches: list[_Launch] = []
         self._captured: list[list[_Launch]] = []
+        self._coupled = True
 
     def write_hyper(self, groups: Sequence[Hyper]) -> None:
         """Let the next step use these; nothing is copied where they are what they were.
 
-        Not in a CUDA graph: it would write the same learning rate whenever it is replayed.
+        Not in a CUDA graph: it would write the same learning rate whenever it is replayed. Which
+        kind of weight decay a group has is compiled in.
         """
+        coupled = not all(group.decoupled for group in groups)
+        if self._captured and coupled != self._coupled:
+            raise UnsupportedError(
+                "a group's weight decay was coupled or decoupled after a CUDA graph was captured, "
+                "which has the other kind in it; set decoupled_weight_decay before prepare()"
+            )
+        self._coupled = coupled
         self._hyper.write([number for group in groups for number in group.row()], replayed=False)
         for i, group in enumerate(groups):
             if isinstance(group.lr, Tensor):
@@ -144,6 +154,7 @@ class AdamKernel:
                 self._seeds,
                 self._counters,
                 **launch.options,
+                COUPLED=self._coupled,
                 METER=metered,
             )
         return self._lost_share() if metered else None

@@ -101,10 +101,9 @@ def joined(high, low, NATIVE: tl.constexpr):
     if NATIVE:
         result = tl.inline_asm_elementwise(
             """
-            { .reg .b32 some, low;
-            and.b32 some, $2, 0x7FFF7FFF;
-            add.u32 some, some, 0x7FFF7FFF;
-            prmt.b32 some, some, 0, 0xBB99;
+            { .reg .b32 zero, some, low;
+            mov.b32 zero, 0;
+            set.neu.u32.bf16x2 some, $2, zero;
             lop3.b32 low, $3, some, 0x80008000, 0x6A;
             prmt.b32 $0, low, $2, 0x5410;
             prmt.b32 $1, low, $2, 0x7632;
