@@ -59,3 +59,38 @@ def test_a_machine_without_triton_imports_narrowcast_and_quantises_plainly():
         capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert ended.stdout.split("\n")[:2] == ["Triton is not installed", "384.0"], ended.stderr
+
+
+# Instructions written by hand may be those of one generation only.
+COMPILED = """
+import sys, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from narrowcast.kernels.adamw_programs import update
+
+pointers = {"chunks": "*i32", "addresses": "*i64", "gradients": "*i64", "coefficients": "*fp32",
+            "seeds": "*i32", "counters": "*i64"}
+constants = dict(
+    STORED=tl.bfloat16, GRADIENT=tl.bfloat16, MASTER=sys.argv[1], MOMENTS=sys.argv[2],
+    AVERAGED=False, COUPLED=False, METER=True, ALIGNED=True, FULL=True, CHUNK=256, NATIVE=True,
+)
+signature = pointers | dict.fromkeys(constants, "constexpr")
+places = {(update.arg_names.index(name),): value for name, value in constants.items()}
+for capability in (80, 90):
+    source = ASTSource(fn=update, signature=signature, constexprs=places)
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options={"num_warps": 1})
+    print(capability, len(made.asm["cubin"]) > 0)
+"""
+
+
+@pytest.mark.parametrize(("master", "moments"), [("split", "int8"), ("fp32", "fp32")])
+def test_the_optimizer_is_compiled_for_ampere_and_for_hopper(master, moments, tmp_path):
+    """By the compiler that comes with Triton, which needs no GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-c", COMPILED, master, moments],
+        capture_output=True, text=True, check=False,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert ended.stdout.split("\n")[:2] == ["80 True", "90 True"], ended.stderr

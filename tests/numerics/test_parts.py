@@ -110,8 +110,10 @@ def test_what_is_written_to_a_weight_is_what_the_parts_make_of_it(dtype, bits, w
     as_master = fitting_master(new, full)
     assert torch.equal(nearest(as_master, dtype), new)
     as_sum = new.float() + fitting_compensation(new, error).float()
-    # The exact sum may be a tie, which rounds to an even neighbour.
-    half = (torch.nextafter(new, new * 2 + 1).float() - new.float()).abs() / 2
+    # The exact sum may be a tie, which rounds to an even neighbour. Away from zero, where spacings
+    # are the wider ones.
+    size = new.abs()
+    half = (torch.nextafter(size, torch.full_like(size, torch.inf)).float() - size.float()) / 2
     assert ((as_sum - new.float()).abs() <= half).all()
 
 

@@ -154,6 +154,16 @@ def test_gradients_too_small_for_fp16_reach_its_master_unscaled():
     assert (run.full_weights()["weight"] == -(2.0**-30)).all()
 
 
+@pytest.mark.parametrize("kind", ["fp32", "kahan"])
+def test_a_weight_beyond_fp16_stays_finite_in_all_its_digits(kind):
+    values = torch.tensor([7e4, -2e5, 1e30])
+    parameter = nn.Parameter(values.clamp(-65504, 65504).half())
+    kept = MasterWeights([parameter], [values], kind)
+    assert parameter.isfinite().all()
+    assert kept.full(0).isfinite().all()
+    assert kept.full(0)[0] == 7e4
+
+
 def test_a_checkpoint_of_another_kind_is_refused():
     values = torch.ones(3)
     _, kept = masters(values, "split")

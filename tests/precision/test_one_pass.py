@@ -337,6 +337,7 @@ import torch, torch.distributed as dist, torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 import narrowcast as nc
 
 warnings.simplefilter("ignore")
@@ -366,6 +367,15 @@ def trained(shard):
             (p.to_local() if shard else p).fill_(0.5)
     for value in run.full_weights().values():
         assert ((value.full_tensor() if shard else value) - 0.5).abs().max() <= 2**-9, "loaded"
+    if shard:  # torch takes a gradient that is whole on each device; it has the same strides
+        first = next(model.parameters())
+        first.grad = distribute_tensor(torch.ones(32, 16, dtype=first.dtype), first.device_mesh)
+        try:
+            run.queue_update([0], metered=False)
+        except nc.errors.UnsupportedError as error:
+            assert "shard both alike" in str(error), error
+        else:
+            raise AssertionError("took the rows of another device")
     return norms, kept
 
 (sharded_norms, sharded), (norms, whole) = trained(True), trained(False)

@@ -68,6 +68,22 @@ def test_weights_pruned_through_data_stay_pruned_in_every_digit(mlp, master, one
         assert full.isfinite().all(), name
 
 
+@pytest.mark.parametrize("master", ["fp32", "split", "kahan"])
+def test_a_checkpoint_holds_no_digits_of_weights_that_were_written_over(mlp, master):
+    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}")
+    train(run)
+    for p in run.model.parameters():
+        p.data.zero_()
+    state = run.state_dict()
+    assert all((kept == 0).all() for kept in state["master"]["beside"])
+    other = fresh(mlp, policy=f"fp32, params=bf16, master={master}")
+    other.load_state_dict(state)
+    for each in (run, other):
+        train(each)
+    mine, theirs = run.full_weights(), other.full_weights()
+    assert all(torch.equal(theirs[name], full) for name, full in mine.items())
+
+
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("master", MASTERS)
 def test_what_is_written_through_data_trains_as_what_torch_counts(mlp, master, one_pass):

@@ -6,6 +6,7 @@
 | split master, bf16 moments | 2 | 2 + 2 | 2 + 2 | 4 + 4 | 18 |
 | split master, int8 moments | 2 | 2 + 2 | 2 + 2 | 2 + 2 (+ 1/16 of scales) | 14 |
 | fp32 weights, fp32 moments | 4 | 4 + 4 | – | 8 + 8 | 28 |
+| fp32 master, fp32 moments | 2 | 2 + 2 | 4 + 4 | 8 + 8 | 30 |
 
 An average of the weights, in fp32, adds 4 + 4: the weight that it moves towards is at hand.
 

@@ -55,6 +55,7 @@ class NormKernel:
             # The order of elements is of no account, gaps between them are.
             dense = [g if is_dense(g) else g.contiguous() for g in gradients]
         addresses, sizes = list(map(Tensor.data_ptr, dense)), list(map(Tensor.numel, dense))
+        # As `is_aligned`, of addresses and sizes that are at hand.
         aligned = [not (a | n) % ALIGNMENT for a, n in zip(addresses, sizes, strict=True)]
         makes = tuple(zip(sizes, map(_DTYPE, dense), aligned, strict=True))
         if makes not in self._known:

@@ -96,14 +96,15 @@ def signed_bytes(word, like, NATIVE: tl.constexpr):
 def joined(high, low, NATIVE: tl.constexpr):
     """Return the float whose bits are a high half and, added to it, a low one with a sign.
 
-    A high half that is a zero counts alone, as in `numerics.parts`.
+    A high half that is a zero counts alone, as in `numerics.parts`. A zero has the same bits in
+    fp16, which GPUs before Hopper compare too.
     """
     if NATIVE:
         result = tl.inline_asm_elementwise(
             """
             { .reg .b32 zero, some, low;
             mov.b32 zero, 0;
-            set.neu.u32.bf16x2 some, $2, zero;
+            set.neu.u32.f16x2 some, $2, zero;
             lop3.b32 low, $3, some, 0x80008000, 0x6A;
             prmt.b32 $0, low, $2, 0x5410;
             prmt.b32 $1, low, $2, 0x7632;

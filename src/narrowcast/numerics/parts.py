@@ -8,13 +8,15 @@ is the nearest to the number that they make.
 import torch
 from torch import Tensor
 
-_LARGEST_FP16 = 65504.0
+from narrowcast.numerics.formats import FP16
+
 _NAN = 0x7FC00000
+"""The bits of a NaN whose low half is zero."""
 
 
 def nearest(full: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a weight's format. fp16 saturates: a weight of 70,000 must not become infinite."""
-    limit = _LARGEST_FP16
+    limit = FP16.largest
     return (full.clamp(-limit, limit) if dtype == torch.float16 else full).to(dtype)
 
 
@@ -33,7 +35,7 @@ def join(weight: Tensor, low: Tensor) -> Tensor:
     """Return the fp32 values that `split` took apart; they lie in memory as the weight does.
 
     torch's fused optimizers walk through weight, gradient and moments by address. Low bits fit
-    every weight but zero, beside which they would make a NaN as often as a number.
+    every finite weight but zero, beside which they would make a NaN as often as a number.
     """
     high = weight.view(torch.int16).to(torch.int32) << 16
     both, alone = (high + low.to(torch.int32)).view(torch.float32), high.view(torch.float32)
@@ -42,7 +44,7 @@ def join(weight: Tensor, low: Tensor) -> Tensor:
 
 def fitting_master(weight: Tensor, master: Tensor) -> Tensor:
     """Return an fp32 master weight, or the weight itself where it is not the nearest to it."""
-    return torch.where(nearest(master, weight.dtype) == weight, master, weight.float())
+    return torch.where(nearest(master, weight.dtype) == weight, master, weight)
 
 
 def fitting_compensation(weight: Tensor, error: Tensor) -> Tensor:

@@ -131,6 +131,24 @@ class MasterWeights:
             return self.shells[i].detach()
         return self._beside[i] if self._beside else None
 
+    def fit(self, i: int) -> None:
+        """Give up what is kept beside weight `i` where it belongs to another number."""
+        weight, beside = local_part(self.parameters[i]), self.beside(i)
+        if beside is None:
+            return
+        kept = local_part(beside)
+        match self.kind:
+            case "fp32":
+                rounded = nearest(kept, weight.dtype)
+                bits = rounded.view(torch.int16), weight.view(torch.int16)
+                if weight.device.type == "cpu" and torch.equal(*bits):
+                    return  # a GPU would have to be waited for, but is faster at writing
+                torch.where(rounded == weight, kept, weight, out=kept)
+            case "split":
+                kept.masked_fill_(weight == 0, 0)
+            case _:
+                kept.copy_(fitting_compensation(weight, kept))
+
     def widens(self, parameter: nn.Parameter) -> bool:
         """Say whether the optimizer sees an fp32 weight and gradient in place of this one's."""
         return self.kind != "none" and parameter in self._index
@@ -173,7 +191,7 @@ class MasterWeights:
     ) -> None:
         for i in indices:
             if self.kind == "fp32":
-                local_part(self.shells[i]).copy_(local_part(self.full(i)))
+                self.fit(i)
             else:
                 self.shells[i].data = self.full(i)
             gradient = self.parameters[i].grad
@@ -196,11 +214,13 @@ class MasterWeights:
 
     def converted(self, kind: Master) -> "MasterWeights":
         """Return master weights of another kind that hold the same values, as far as they can."""
-        full = [self.full(i).clone() for i in range(len(self.parameters))]
+        full = [self.full(i) for i in range(len(self.parameters))]
         return MasterWeights(self.parameters, full, kind)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept beside the working weights."""
+        """Return what is kept beside the working weights, and belongs to them."""
+        for i in range(len(self.parameters)):
+            self.fit(i)
         state: dict[str, Any] = {"kind": self.kind, "beside": self._beside}
         if self.kind == "fp32":
             state["beside"] = [shell.detach() for shell in self.shells]
@@ -233,9 +253,8 @@ class MasterWeights:
                 self._beside.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
         if self.kind == "stochastic":
             # A first value is given, not an update: the nearest one is the right one.
-            local_part(self.parameters[i]).copy_(
-                nearest(local_part(full), self.parameters[i].dtype)
-            )
+            weight = local_part(self.parameters[i])
+            weight.copy_(nearest(local_part(full), weight.dtype))
         else:
             self._store(i, full)
 
@@ -250,7 +269,7 @@ class MasterWeights:
                 beside.copy_(low)
             case "kahan":
                 weight.copy_(nearest(full, weight.dtype))
-                beside.copy_(full - weight.float())
+                beside.copy_(nearest(full - weight.float(), weight.dtype))
             case "stochastic":
                 assert self._generator is not None
                 rounded = round_stochastic(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.kernels.adamw_twin import (
     BLOCK,
     AdamTwin,
@@ -57,7 +57,7 @@ class OnePass:
         self._places = [places.get(p) for p in self._weights]
         self._bound: list[_Bound] = []
         self._bound_places: set[int] = set()
-        self._strides: list[tuple[int, ...]] = []
+        self._layouts: list[_Layout] = []
         self._seen: list[int] = []
         self._adam: AdamTwin | Any = None
         self._average: WeightAverage | None = None
@@ -158,7 +158,7 @@ class OnePass:
         self._bound = [self._bind(i, groups[self._key(i)]) for i in wanted]
         self._bound_places = set(wanted)
         weights = [bound.weight for bound in self._bound]
-        self._strides = [w.weight.stride() for w in weights]
+        self._layouts = _layouts([w.weight for w in weights])
         share = 0.0 if self._average is None else self._average.share
         if self._kernel:
             from narrowcast.kernels.adamw import AdamKernel
@@ -182,11 +182,11 @@ class OnePass:
         """Return the gradient of each bound weight, which lies in memory as the weight does."""
         found = [self._weights[bound.place].grad for bound in self._bound]
         there = shards_of(g for g in found if g is not None)
-        if len(present) == len(found) and list(map(Tensor.stride, there)) == self._strides:
+        if len(present) == len(found) and _layouts(there) == self._layouts:
             return there
         shards = iter(there)
         return [
-            None if g is None else laid_like(next(shards), bound.weight.weight)
+            None if g is None else _laid_like(next(shards), bound.weight.weight)
             for g, bound in zip(found, self._bound, strict=True)
         ]
 
@@ -256,6 +256,23 @@ class OnePass:
         place = {i: n for n, i in enumerate(present)}
         chosen = torch.tensor([place.get(bound.place, 0) for bound in self._bound])
         return factor[upload(chosen, factor.device)]
+
+
+def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
+    if gradient.shape != weight.shape:
+        raise UnsupportedError(
+            f"a gradient has the shape {tuple(gradient.shape)} on this device, where its weight "
+            f"has {tuple(weight.shape)}; shard both alike"
+        )
+    return laid_like(gradient, weight)
+
+
+_Layout = tuple[torch.Size, tuple[int, ...]]
+
+
+def _layouts(tensors: Sequence[Tensor]) -> list[_Layout]:
+    """Return the shape and strides of each. Of all weights in every step, so without a loop."""
+    return list(zip(map(Tensor.size, tensors), map(Tensor.stride, tensors), strict=True))
 
 
 @dataclass(frozen=True)

@@ -375,7 +375,10 @@ class Prepared:
             yield
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return the model's state with every digit that is kept: master values, by name."""
+        """Return the model's state with every digit that is kept: master values, by name.
+
+        Refused inside `averaged()`, where the model holds other weights.
+        """
         self._weights.taken.refuse_lent(doing="full_weights()")
         return self._weights.full_by_name()
 

@@ -93,7 +93,7 @@ class Taken:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Let the working weights hold something else inside the block, which is no news."""
+        """Let the working weights hold something else inside the block, which nobody is to read."""
         before, self._lent = self._lent, True
         try:
             yield

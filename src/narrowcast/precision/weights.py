@@ -111,7 +111,7 @@ class TrainedWeights:
             self._taken = None
         if self.one_pass is not None and not keep_codes:
             self.one_pass.release()
-        full = [self.full(p).clone() for p in self._narrowed]
+        full = [self.full(p) for p in self._narrowed]
         restore(self._model)
         originals = dict(zip(self.masters.shells, self.masters.parameters, strict=True))
         for parameter, value in zip(self._narrowed, full, strict=True):
