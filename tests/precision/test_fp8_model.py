@@ -227,8 +227,30 @@ def test_two_layouts_of_a_byte_each_are_counted_and_a_model_without_fp8_has_none
     assert Fp8Model(run.model).bytes() == {"fp8": 2 * (32 * 48 + 48 * 16)}
     plain = Fp8Model(nn.Linear(4, 4))
     plain.refresh()
-    plain.advance(torch.tensor(True))
+    plain.advance(torch.tensor(True), loss_growth=None)
     assert (plain.bytes(), plain.state_dict()) == ({}, None)
+
+
+def test_gradients_do_not_saturate_when_the_loss_scale_grows_or_backs_off():
+    """A power of two more or less changes no digit: every step has the same norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    run = nc.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        policy="fp8-delayed, output=fp16",
+        loss_scale=nc.LossScale(initial=2.0**10, growth_interval=1),
+    )
+    x, norms, scales = torch.randn(64, 32), [], []
+    for step in range(8):
+        with run.compute():
+            loss = model(x).float().square().mean()
+        outcome = run.step(loss * (torch.inf if step == 4 else 1.0))
+        if outcome.applied:
+            norms.append(outcome.grad_norm)
+            scales.append(outcome.loss_scale)
+    assert scales == [2.0**n for n in (10, 11, 12, 13, 13, 14, 15)]
+    assert set(norms) == {norms[0]}
 
 
 def test_scales_of_a_first_step_that_was_skipped_are_taken_back():

@@ -59,12 +59,18 @@ class AmaxHistories:
         """Return one module's part."""
         return AmaxHistory(self, module)
 
-    def advance(self, finite: Tensor) -> None:
-        """Take in what a step has seen, if it was applied, and set the scales of the next."""
+    def advance(self, finite: Tensor, *, loss_growth: Tensor | None = None) -> None:
+        """Take in what a step has seen, if it was applied, and set the scales of the next.
+
+        Where the loss is multiplied by so much more from then on, so are all gradients of the past:
+        else those of the next step would saturate whenever a loss scale doubles.
+        """
         amax = self.notes[..., 0].contiguous().view(torch.float32)
         amax = torch.where(finite & amax.isfinite(), amax, 0.0)
         moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
         self.amax.copy_(torch.where(finite, moved, self.amax))
+        if loss_growth is not None:
+            self.amax[:, ROLES.index("grad_output")] *= loss_growth
         self.counts += self.notes[..., 1:] * finite
         torch.maximum(self.peak, amax, out=self.peak)
         self.notes.zero_()

@@ -28,10 +28,10 @@ class Fp8Model:
             for layer in self._layers:
                 layer.nc_refresh()
 
-    def advance(self, finite: Tensor) -> None:
+    def advance(self, finite: Tensor, *, loss_growth: Tensor | None) -> None:
         """Take into the histories what a step has seen, if it was applied."""
         if self._histories is not None:
-            self._histories.advance(finite)
+            self._histories.advance(finite, loss_growth=loss_growth)
 
     @property
     def has_histories(self) -> bool:

@@ -268,7 +268,8 @@ class Prepared:
                 metered=metered,
             )
         at_floor = self._carried.scales.update(checked, present)
-        self._carried.fp8.advance(checked.finite)
+        growth = self._carried.scales.growth_since(scale)
+        self._carried.fp8.advance(checked.finite, loss_growth=growth)
         self._buffers.after_step(checked.finite)
         self._weights.forget_gradients()
         return pack(

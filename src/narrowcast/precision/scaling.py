@@ -62,6 +62,13 @@ class Scales:
         """The scale of the first loss."""
         return next(iter(self._losses.values())).value if self._losses else None
 
+    def growth_since(self, value: Tensor) -> Tensor | None:
+        """Return how many times larger all gradients are than under that scale of the loss.
+
+        None where losses have no scale, or have their own.
+        """
+        return None if self.value is None or self.per_loss else self.value / value
+
     @property
     def settings(self) -> LossScale | None:
         """How the scale of the first loss begins and moves."""
