@@ -35,11 +35,6 @@ _DTYPE = attrgetter("dtype")
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def norms_in_torch(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the fp32 norm of each gradient: the kernels' twin."""
-    return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
-
-
 class NormKernel:
     """Takes the norms of gradients, and remembers the tables of the last few sets of them."""
 

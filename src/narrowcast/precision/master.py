@@ -212,11 +212,6 @@ class MasterWeights:
         kept = [*self._beside, *(self.shells if self.kind == "fp32" else [])]
         return sum(t.numel() * t.element_size() for t in kept)
 
-    def converted(self, kind: Master) -> "MasterWeights":
-        """Return master weights of another kind that hold the same values, as far as they can."""
-        full = [self.full(i) for i in range(len(self.parameters))]
-        return MasterWeights(self.parameters, full, kind)
-
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept beside the working weights, and belongs to them."""
         for i in range(len(self.parameters)):
