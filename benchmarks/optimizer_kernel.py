@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.bench.timing import queued_seconds
 from narrowcast.kernels.adamw import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
 from narrowcast.precision.guard import check_gradients, clip_factor
@@ -52,16 +53,8 @@ def gpt(width: int, layers: int) -> nn.Module:
 
 def device_ms(action: Callable[[], Any]) -> tuple[float, float]:
     """Return the milliseconds an action takes on the device, and those the host takes to ask."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(40_000_000)  # about 20 ms: everything is queued before the clock starts
-    begin.record()
-    started = time.perf_counter()
-    action()
-    host = (time.perf_counter() - started) * 1e3
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end), host
+    (device,), (host,) = queued_seconds(action, 1, device=DEVICE)
+    return 1e3 * device, 1e3 * host
 
 
 def medians(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float]]:

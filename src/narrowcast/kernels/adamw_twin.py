@@ -21,10 +21,9 @@ from torch import Tensor
 
 from narrowcast.numerics.parts import (
     fitting_compensation,
-    fitting_master,
-    join,
     nearest,
     split,
+    whole,
 )
 
 BLOCK = 256
@@ -210,17 +209,8 @@ def _update(w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, pla
 
 
 def _full(w: Weight) -> Tensor:
-    stored = _flat(w.weight)
-    if w.beside is None:
-        return stored.float()
-    beside = _flat(w.beside)
-    match w.master:
-        case "fp32":
-            return fitting_master(stored, beside)
-        case "split":
-            return join(stored, beside)
-        case _:
-            return stored.float() + fitting_compensation(stored, beside).float()
+    beside = None if w.beside is None else _flat(w.beside)
+    return whole(_flat(w.weight), beside, kind=w.master)
 
 
 def _keep_weight(w: Weight, old: Tensor, new: Tensor, random: Tensor) -> Tensor:

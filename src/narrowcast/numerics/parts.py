@@ -14,6 +14,19 @@ _NAN = 0x7FC00000
 """The bits of a NaN whose low half is zero."""
 
 
+def whole(weight: Tensor, beside: Tensor | None, *, kind: str) -> Tensor:
+    """Return the fp32 number that a weight and what a kind of master keeps beside it make."""
+    if beside is None:
+        return weight.float()
+    match kind:
+        case "fp32":
+            return fitting_master(weight, beside)
+        case "split":
+            return join(weight, beside)
+        case _:
+            return weight.float() + fitting_compensation(weight, beside).float()
+
+
 def nearest(full: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a weight's format. fp16 saturates: a weight of 70,000 must not become infinite."""
     limit = FP16.largest
@@ -42,9 +55,9 @@ def join(weight: Tensor, low: Tensor) -> Tensor:
     return torch.where(weight == 0, alone, both)
 
 
-def fitting_master(weight: Tensor, master: Tensor) -> Tensor:
+def fitting_master(weight: Tensor, master: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return an fp32 master weight, or the weight itself where it is not the nearest to it."""
-    return torch.where(nearest(master, weight.dtype) == weight, master, weight)
+    return torch.where(nearest(master, weight.dtype) == weight, master, weight, out=out)
 
 
 def fitting_compensation(weight: Tensor, error: Tensor) -> Tensor:

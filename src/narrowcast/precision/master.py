@@ -19,19 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError
-from narrowcast.numerics import BF16, FP16, FP32, Format, round_stochastic
+from narrowcast.numerics import BF16, FP16, round_stochastic
 from narrowcast.numerics.parts import (
     fitting_compensation,
     fitting_master,
-    join,
     nearest,
     split,
+    whole,
 )
 from narrowcast.precision.policy import Master
 from narrowcast.precision.shards import local_part, placed_like
 
 SCALE = "_scale"
 """What the key of a moment is followed by in that of its scales, where it has 8 bits."""
+_FORMATS = {each.dtype: each for each in (BF16, FP16)}
 BUCKET = 2**25
 """Weights whose fp32 copies and gradients exist at one time: 256 MiB of them."""
 
@@ -74,7 +75,6 @@ class MasterWeights:
         self.kind = kind
         self.parameters = list(parameters)
         self._index = set(self.parameters)
-        self._target = _storage_format(self.parameters)
         self._beside: list[Tensor] = []
         self._generator: torch.Generator | None = None
         if kind == "stochastic" and self.parameters:
@@ -105,17 +105,9 @@ class MasterWeights:
         where what is kept beside one belongs to another number, the working one is right.
         """
         # torch cannot look at the bits of a sharded tensor, but at those of its shards.
-        weight, beside = local_part(self.parameters[i]), self.beside(i)
-        if beside is None:
-            return self.parameters[i].detach().float()
-        kept = local_part(beside)
-        match self.kind:
-            case "fp32":
-                full = fitting_master(weight, kept)
-            case "split":
-                full = join(weight, kept)
-            case _:
-                full = weight.float() + fitting_compensation(weight, kept).float()
+        beside = self.beside(i)
+        kept = None if beside is None else local_part(beside)
+        full = whole(local_part(self.parameters[i]), kept, kind=self.kind)
         return placed_like(full, self.parameters[i].detach())
 
     def stored(self, i: int) -> tuple[Tensor, ...]:
@@ -139,11 +131,11 @@ class MasterWeights:
         kept = local_part(beside)
         match self.kind:
             case "fp32":
-                rounded = nearest(kept, weight.dtype)
-                bits = rounded.view(torch.int16), weight.view(torch.int16)
-                if weight.device.type == "cpu" and torch.equal(*bits):
-                    return  # a GPU would have to be waited for, but is faster at writing
-                torch.where(rounded == weight, kept, weight, out=kept)
+                # A look is faster than writing; a GPU would have to be waited for.
+                if weight.device.type != "cpu" or not _same_bits(
+                    nearest(kept, weight.dtype), weight
+                ):
+                    fitting_master(weight, kept, out=kept)
             case "split":
                 kept.masked_fill_(weight == 0, 0)
             case _:
@@ -267,17 +259,15 @@ class MasterWeights:
                 beside.copy_(nearest(full - weight.float(), weight.dtype))
             case "stochastic":
                 assert self._generator is not None
-                rounded = round_stochastic(
-                    full, self._target, generator=self._generator, saturate=True
-                )
+                target = _FORMATS[weight.dtype]
+                rounded = round_stochastic(full, target, generator=self._generator, saturate=True)
                 weight.copy_(rounded)
             case _:
                 weight.copy_(nearest(full, weight.dtype))
 
 
-def _storage_format(parameters: Sequence[nn.Parameter]) -> Format:
-    dtype = parameters[0].dtype if parameters else FP32.dtype
-    return next(known for known in (BF16, FP16, FP32) if known.dtype == dtype)
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 def recast(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
