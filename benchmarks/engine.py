@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 import narrowcast as nc
 from narrowcast.numerics import E4M3, FP16, cast, cast_counts, round_to
-from narrowcast.precision.guard import check_gradients
-from narrowcast.precision.loss_scale import LossScale, RunningScale
+from narrowcast.precision.gradients.check import check_gradients
+from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
 from narrowcast.runs import describe_environment
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.workloads import build_task, load_recipe

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import DataSection, FaultSection, Recipe, Section
 from narrowcast.hardware import probe
-from narrowcast.health.faults import Fault, Faults
-from narrowcast.health.places import ROLES
-from narrowcast.precision.plan import plan
-from narrowcast.precision.prepare import Prepared
+from narrowcast.health.diagnose.places import ROLES
+from narrowcast.health.faults.faults import Fault, Faults
+from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import FindingRecord, Record, StepRecord, describe_environment
 from narrowcast.training.data import Order
 from narrowcast.training.setup import prepare_recipe

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.bench.timing import queued_seconds
+from narrowcast.bench.measure.timing import queued_seconds
 from narrowcast.kernels.adamw import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
-from narrowcast.precision.guard import check_gradients, clip_factor
+from narrowcast.precision.gradients.check import check_gradients, clip_factor
 from narrowcast.runs import describe_environment
 
 DEVICE = torch.device("cuda")

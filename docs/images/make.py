@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from narrowcast.report.compare_page import write_comparison
-from narrowcast.report.comparison import compare
+from narrowcast.report.compare.comparison import compare
+from narrowcast.report.compare.page import write_comparison
 
 HERE = Path(__file__).parent
 WIDTH = 1180

@@ -8,36 +8,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowcast.hardware import Hardware, probe
-    from narrowcast.health.explain import explain
-    from narrowcast.health.verdict import Verdict
-    from narrowcast.health.watching import watch
-    from narrowcast.precision.linear_loss import linear_cross_entropy
-    from narrowcast.precision.loss_scale import LossScale
-    from narrowcast.precision.outcome import Outcome
-    from narrowcast.precision.plan import Plan, plan
-    from narrowcast.precision.policy import Policy
-    from narrowcast.precision.prepare import Prepared, prepare
-    from narrowcast.precision.presets import PRESETS
-    from narrowcast.precision.presets import policy_from as policy
+    from narrowcast.health.diagnose.explain import explain
+    from narrowcast.health.diagnose.verdict import Verdict
+    from narrowcast.health.watch import watch
+    from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
+    from narrowcast.precision.gradients.loss_scale import LossScale
+    from narrowcast.precision.plan.plan import Plan, plan
+    from narrowcast.precision.plan.policy import Policy
+    from narrowcast.precision.plan.presets import PRESETS
+    from narrowcast.precision.plan.presets import policy_from as policy
+    from narrowcast.precision.step.outcome import Outcome
+    from narrowcast.precision.step.prepare import Prepared, prepare
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Hardware": ("narrowcast.hardware", "Hardware"),
-    "LossScale": ("narrowcast.precision.loss_scale", "LossScale"),
-    "Outcome": ("narrowcast.precision.outcome", "Outcome"),
-    "PRESETS": ("narrowcast.precision.presets", "PRESETS"),
-    "Plan": ("narrowcast.precision.plan", "Plan"),
-    "Policy": ("narrowcast.precision.policy", "Policy"),
-    "Prepared": ("narrowcast.precision.prepare", "Prepared"),
-    "Verdict": ("narrowcast.health.verdict", "Verdict"),
-    "explain": ("narrowcast.health.explain", "explain"),
-    "linear_cross_entropy": ("narrowcast.precision.linear_loss", "linear_cross_entropy"),
-    "plan": ("narrowcast.precision.plan", "plan"),
-    "policy": ("narrowcast.precision.presets", "policy_from"),
-    "prepare": ("narrowcast.precision.prepare", "prepare"),
+    "LossScale": ("narrowcast.precision.gradients.loss_scale", "LossScale"),
+    "Outcome": ("narrowcast.precision.step.outcome", "Outcome"),
+    "PRESETS": ("narrowcast.precision.plan.presets", "PRESETS"),
+    "Plan": ("narrowcast.precision.plan.plan", "Plan"),
+    "Policy": ("narrowcast.precision.plan.policy", "Policy"),
+    "Prepared": ("narrowcast.precision.step.prepare", "Prepared"),
+    "Verdict": ("narrowcast.health.diagnose.verdict", "Verdict"),
+    "explain": ("narrowcast.health.diagnose.explain", "explain"),
+    "linear_cross_entropy": (
+        "narrowcast.precision.fused.linear_cross_entropy",
+        "linear_cross_entropy",
+    ),
+    "plan": ("narrowcast.precision.plan.plan", "plan"),
+    "policy": ("narrowcast.precision.plan.presets", "policy_from"),
+    "prepare": ("narrowcast.precision.step.prepare", "prepare"),
     "probe": ("narrowcast.hardware", "probe"),
-    "watch": ("narrowcast.health.watching", "watch"),
+    "watch": ("narrowcast.health.watch", "watch"),
 }
 
 __all__ = [

@@ -4,8 +4,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from narrowcast.bench import memory
-from narrowcast.bench.timing import SETTLING_STEPS
+from narrowcast.bench.measure import memory
+from narrowcast.bench.measure.timing import SETTLING_STEPS
 from narrowcast.bench.worker import SUBJECTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")

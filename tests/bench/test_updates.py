@@ -6,7 +6,7 @@ from narrowcast.bench.updates import copying, ours, torch_native
 from narrowcast.bench.updates.ours import pass_bytes
 from narrowcast.bench.updates.weights import draw
 from narrowcast.hardware import probe
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 from narrowcast.workloads import load_recipe
 
 BUILDS = {

@@ -5,7 +5,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from narrowcast.cli.checkup import print_device
+from narrowcast.cli.view.doctor_view import print_device
 from narrowcast.hardware import Hardware, Speeds, keep_speeds
 from narrowcast.hardware.speeds import known_speeds
 from narrowcast.numerics import FORMATS

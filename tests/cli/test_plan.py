@@ -7,10 +7,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from narrowcast.cli.assemble import planned
 from narrowcast.cli.entry import exit_code_of
-from narrowcast.cli.layer_table import print_plan
+from narrowcast.cli.view.layer_table import print_plan
 from narrowcast.hardware import probe
+from narrowcast.runner.assemble import planned
 from narrowcast.workloads import build_task, load_recipe
 
 

@@ -10,9 +10,9 @@ import narrowcast
 from narrowcast import errors, numerics
 from narrowcast.hardware import Hardware
 from narrowcast.numerics import FORMATS, BlockFormat, Format
-from narrowcast.precision.plan import plan
-from narrowcast.precision.policy import Policy
-from narrowcast.precision.presets import PRESETS
+from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.workloads import load_recipe
 
 NO_DEFAULT = ("workload", "steps", "batch_size", "name", "description")

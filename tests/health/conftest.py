@@ -5,7 +5,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.hardware import Hardware
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 
 # Every CPU can emulate every format; a probe would try in a child process what this one can do.
 EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)

@@ -21,7 +21,7 @@ from narrowcast.kernels.adamw_twin import (
     randomly,
 )
 from narrowcast.numerics.parts import join, split
-from narrowcast.precision.ema import WeightAverage
+from narrowcast.precision.weights.ema import WeightAverage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = (0, 1, 17, 256, 512, 777)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.health.sampling import SAMPLE, sample, spacing
+from narrowcast.health.statistics.sampling import SAMPLE, sample, spacing
 from narrowcast.kernels.samples import SampleKernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

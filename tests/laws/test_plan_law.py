@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from narrowcast.hardware import Hardware, Support, probe
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 
 POLICIES = (
     "fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp8-tensor", "fp8-row", "fp8-delayed",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.precision.loss_scale import LossScale, RunningScale
+from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
 
 POWERS = st.integers(-20, 60)
 

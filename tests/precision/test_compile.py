@@ -9,8 +9,8 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.numerics import BF16, FP16, TF32
-from narrowcast.precision.plan import plan
-from narrowcast.precision.regions import EmulatedProducts
+from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.products.regions import EmulatedProducts
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
 pytestmark = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from narrowcast.numerics import cast_loss, plain_format, round_to, snr_db
-from narrowcast.report.story import Story, by_kind
+from narrowcast.report.run_data import Story, by_kind
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,

@@ -9,9 +9,9 @@ from importlib.resources import files
 import pytest
 
 from narrowcast.report import write_report
-from narrowcast.report.compare_page import write_comparison
-from narrowcast.report.comparison import compare
-from narrowcast.report.heat import heat_map
+from narrowcast.report.charts.heat import heat_map
+from narrowcast.report.compare.comparison import compare
+from narrowcast.report.compare.page import write_comparison
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from narrowcast.report.compare_page import write_comparison
-from narrowcast.report.comparison import compare
+from narrowcast.report.compare.comparison import compare
+from narrowcast.report.compare.page import write_comparison
 
 pytestmark = pytest.mark.usefixtures("browser_is_there")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from conftest import EMULATING, SineTask, sine_recipe
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 from narrowcast.runs import RunFolder
-from narrowcast.training.resume import latest_state, rewind_to
+from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from narrowcast.hardware import Hardware
 from narrowcast.runs import FindingRecord, HealthRecord, PrecisionRecord, StepRecord, same_course
-from narrowcast.training.checkpoint import load_checkpoint
-from narrowcast.training.identity import first_difference
+from narrowcast.training.checkpoints.checkpoint import load_checkpoint
+from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train

@@ -10,7 +10,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.hardware import Hardware
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 from narrowcast.training.compiling import compiled, repeated_blocks
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.settings import LmModel

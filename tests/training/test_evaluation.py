@@ -1,8 +1,8 @@
 import torch
 
+from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.checkpoints.randomness import capture_randomness
 from narrowcast.training.evaluation import evaluate
-from narrowcast.training.identity import first_difference
-from narrowcast.training.randomness import capture_randomness
 from narrowcast.training.trainer import train
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from narrowcast.runs import FindingRecord, HealthRecord, same_course
-from narrowcast.training.checkpoint import load_checkpoint
+from narrowcast.training.checkpoints.checkpoint import load_checkpoint
 from narrowcast.training.trainer import train
 
 

@@ -9,8 +9,8 @@ import pytest
 from narrowcast.config.phases import ConditionSection
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.runs import EvalRecord, PrecisionRecord, StepRecord, same_course
-from narrowcast.training.checkpoint import load_checkpoint
-from narrowcast.training.identity import first_difference
+from narrowcast.training.checkpoints.checkpoint import load_checkpoint
+from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.phase_plans import phases_json, plan_phases
 from narrowcast.training.precision_schedule import PrecisionSchedule, Progress
 from narrowcast.training.setup import prepare_recipe

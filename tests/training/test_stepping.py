@@ -11,7 +11,7 @@ from torch import nn
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, probe
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 from narrowcast.training.schedules import lr_factor
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import WARM_UP, Stepper

@@ -19,9 +19,9 @@ from narrowcast.runs import (
     StepRecord,
     same_course,
 )
-from narrowcast.training.checkpoint import checkpoints, latest, load_checkpoint
+from narrowcast.training.checkpoints.checkpoint import checkpoints, latest, load_checkpoint
+from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.data import Order
-from narrowcast.training.identity import first_difference
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.schedules import lr_factor
 from narrowcast.training.trainer import train

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from narrowcast.bench.contenders import Contender, chosen, ours, policies_from, unlike
 from narrowcast.bench.coordinator import Result
-from narrowcast.bench.results import timed_figures
+from narrowcast.bench.measure.results import timed_figures
 from narrowcast.config.sections import Recipe
 
 ByDevice: TypeAlias = Callable[[str], str]

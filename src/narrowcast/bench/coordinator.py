@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, final
 
 from narrowcast.bench.contenders import Contender
-from narrowcast.bench.memory import CONTEXT_BYTES
+from narrowcast.bench.measure.memory import CONTEXT_BYTES
 from narrowcast.bench.process import Inbox, Worker
 
 Tell = Callable[[str], None]

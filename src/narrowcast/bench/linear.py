@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import narrowcast
 from narrowcast.bench.contenders import Contender
+from narrowcast.bench.measure.timing import Step, forget_peak
 from narrowcast.bench.peers.float8 import convert
-from narrowcast.bench.timing import Step, forget_peak
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.hardware.replay import captured
-from narrowcast.precision.plan import Plan, plan
+from narrowcast.precision.plan.plan import Plan, plan
 
 LARGEST_E4M3 = 448.0
 SAMPLE_SEED = 0

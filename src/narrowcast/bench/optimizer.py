@@ -6,10 +6,10 @@ from typing import Any
 
 from narrowcast.bench.catalogue import Bench, by_device
 from narrowcast.bench.contenders import COPY, Contender
-from narrowcast.bench.memory import CONTEXT_BYTES
+from narrowcast.bench.measure.memory import CONTEXT_BYTES
+from narrowcast.bench.measure.timed import TimedSubject
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.model import device_of, shapes_of
-from narrowcast.bench.timed import TimedSubject
-from narrowcast.bench.timing import Trial
 from narrowcast.bench.updates.weights import draw
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError

@@ -13,10 +13,10 @@ import torch._dynamo.config
 from narrowcast.bench.catalogue import Bench, by_device
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.linear import Shape, layer_builder, layer_plan
-from narrowcast.bench.memory import CONTEXT_BYTES
+from narrowcast.bench.measure.memory import CONTEXT_BYTES
+from narrowcast.bench.measure.timed import TimedSubject
+from narrowcast.bench.measure.timing import Case, Step, Trial
 from narrowcast.bench.model import device_of
-from narrowcast.bench.timed import TimedSubject
-from narrowcast.bench.timing import Case, Step, Trial
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.workloads import load_recipe

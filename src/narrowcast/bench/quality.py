@@ -15,12 +15,12 @@ import torch
 
 from narrowcast.bench.catalogue import Bench, by_device
 from narrowcast.bench.contenders import Contender
-from narrowcast.bench.learning import quality_figures
-from narrowcast.bench.timing import held_bytes
+from narrowcast.bench.measure.learning import quality_figures
+from narrowcast.bench.measure.timing import held_bytes
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train

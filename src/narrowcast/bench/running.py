@@ -15,8 +15,8 @@ import torch
 from narrowcast.bench.catalogue import Bench
 from narrowcast.bench.contenders import Contender, baseline_of
 from narrowcast.bench.coordinator import INTERRUPTED, Contest, Result, Tell, hold
-from narrowcast.bench.memory import usable_bytes
-from narrowcast.bench.results import who_took_part
+from narrowcast.bench.measure.memory import usable_bytes
+from narrowcast.bench.measure.results import who_took_part
 from narrowcast.bench.worker import SUBJECTS
 from narrowcast.hardware import probe
 from narrowcast.runs import describe_environment

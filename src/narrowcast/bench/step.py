@@ -8,10 +8,10 @@ import torch
 
 from narrowcast.bench.catalogue import Bench, by_device
 from narrowcast.bench.contenders import Contender
-from narrowcast.bench.memory import training_bytes
+from narrowcast.bench.measure.memory import training_bytes
+from narrowcast.bench.measure.timed import TimedSubject
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.model import device_of, set_up
-from narrowcast.bench.timed import TimedSubject
-from narrowcast.bench.timing import Trial
 from narrowcast.workloads import load_recipe
 
 BUILDERS: Mapping[str, str] = {

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from narrowcast.cli.words import overrides_argument, quiet_option
+from narrowcast.cli.options import overrides_argument, quiet_option
 from narrowcast.errors import Interrupted
 
 STDOUT = "-"
@@ -176,7 +176,7 @@ def _measure(name: str, given: dict[str, Any], **settings: Any) -> None:
     trains = name == "quality"  # all of it in one turn, and any number at once
 
     from narrowcast.bench.running import Asked, run
-    from narrowcast.cli.bench_table import console_for, print_figures, print_quality
+    from narrowcast.cli.view.bench_table import console_for, print_figures, print_quality
     from narrowcast.runs.strict_json import dumps
 
     console = console_for(quiet=given["quiet"], to_stderr=json_file == STDOUT)

@@ -2,7 +2,7 @@
 
 import click
 
-from narrowcast.cli.words import json_option
+from narrowcast.cli.options import json_option
 
 
 @click.command()
@@ -27,18 +27,18 @@ def compare(
 
     Runs that share everything but the seed are taken together, with an interval over their seeds.
     """
-    from narrowcast.report.comparison import compare as compare_runs
+    from narrowcast.report.compare.comparison import compare as compare_runs
     from narrowcast.runs import strict_json
 
     comparison = compare_runs(folders, metric=metric, target=target)
     if as_json:
         click.echo(strict_json.dumps(comparison.to_json(), indent=2))
     else:
-        from narrowcast.cli.compare_table import print_comparison
-        from narrowcast.cli.screen import screen
+        from narrowcast.cli.view.compare_table import print_comparison
+        from narrowcast.cli.view.screen import screen
 
         print_comparison(screen(), comparison)
     if page is not None:
-        from narrowcast.report.compare_page import write_comparison
+        from narrowcast.report.compare.page import write_comparison
 
         click.echo(str(write_comparison(comparison, page)), err=as_json)

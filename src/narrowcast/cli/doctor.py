@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from narrowcast.cli.words import json_option
+from narrowcast.cli.options import json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,12 +19,12 @@ def doctor(as_json: bool, measure: bool) -> None:
     """Show what this machine runs natively, and what to use."""
     import json
 
-    from narrowcast.cli.screen import screen, working
+    from narrowcast.cli.view.screen import screen, working
 
     console = screen()
     with working(console, "trying this machine"):
         from narrowcast.hardware import probe
-        from narrowcast.precision.presets import recommended
+        from narrowcast.precision.plan.presets import recommended
         from narrowcast.runs import describe_environment
 
         if measure:
@@ -41,7 +41,11 @@ def doctor(as_json: bool, measure: bool) -> None:
         }
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    from narrowcast.cli.checkup import print_device, print_environment, print_recommendation
+    from narrowcast.cli.view.doctor_view import (
+        print_device,
+        print_environment,
+        print_recommendation,
+    )
 
     print_environment(console, environment)
     for device in devices:
@@ -53,9 +57,9 @@ def _measure(console: "Console") -> None:
     """Time linear layers on the best device, and keep the table in this user's cache."""
     import torch
 
-    from narrowcast.cli.screen import say
+    from narrowcast.cli.view.screen import say
     from narrowcast.hardware import keep_speeds, probe
-    from narrowcast.precision.speed_trial import measure_speeds
+    from narrowcast.precision.fp8.measure import measure_speeds
 
     device = torch.device(probe().device)
     speeds = measure_speeds(device, tell=lambda what: say(console, "measuring", what))

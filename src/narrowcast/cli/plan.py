@@ -2,7 +2,7 @@
 
 import click
 
-from narrowcast.cli.words import json_option, overrides_argument, recipe_argument
+from narrowcast.cli.options import json_option, overrides_argument, recipe_argument
 
 
 @click.command()
@@ -22,16 +22,16 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
     import json
 
-    from narrowcast.cli.screen import screen, working
+    from narrowcast.cli.view.screen import screen, working
 
     console = screen()
     with working(console, "planning"):
-        from narrowcast.cli.assemble import planned
         from narrowcast.hardware import probe
+        from narrowcast.runner.assemble import planned
 
         plans = planned(loaded.recipe, probe(loaded.recipe.device))
-    from narrowcast.cli.layer_table import print_plan
-    from narrowcast.cli.phases import phases_json, print_phases, titles
+    from narrowcast.cli.view.layer_table import print_plan
+    from narrowcast.cli.view.phases import phases_json, print_phases, titles
 
     if as_json:
         described = {**plans[0].to_json(), **phases_json(loaded.recipe, plans)}

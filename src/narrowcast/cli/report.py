@@ -2,7 +2,7 @@
 
 import click
 
-from narrowcast.cli.words import run_argument
+from narrowcast.cli.options import run_argument
 
 
 @click.command()

@@ -2,7 +2,7 @@
 
 import click
 
-from narrowcast.cli.words import overrides_argument, quiet_option, run_argument
+from narrowcast.cli.options import overrides_argument, quiet_option, run_argument
 
 
 @click.command()
@@ -15,22 +15,22 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
     It goes on from its last checkpoint; without one it begins again, in the same folder.
     KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers, data.prefetch and trackers.
     """
-    from narrowcast.cli.changes import continued, notices
-    from narrowcast.cli.screen import say, screen, working
+    from narrowcast.cli.view.screen import say, screen, working
+    from narrowcast.runner.changes import continued, notices
     from narrowcast.runs import RunFolder
 
     console = screen(quiet=quiet)
     with RunFolder.open(folder) as run:
         before, loaded = continued(run, overrides)
         with working(console, "loading the run"):
-            from narrowcast.cli.assemble import assemble
-            from narrowcast.cli.conduct import conduct
-            from narrowcast.cli.finished import finished_at
-            from narrowcast.cli.summary import already_done, introduce
+            from narrowcast.cli.run_loop import conduct
+            from narrowcast.cli.view.summary import already_done, introduce
             from narrowcast.report.trackers import require_trackers
+            from narrowcast.runner.assemble import assemble
+            from narrowcast.runner.finished import finished_at
             from narrowcast.runs import describe_environment
+            from narrowcast.training.checkpoints.resume import latest_state, rewind_to
             from narrowcast.training.phase_plans import phases_json
-            from narrowcast.training.resume import latest_state, rewind_to
             from narrowcast.training.trainer import train as begin
 
             if finished_at(run, loaded.recipe.steps):

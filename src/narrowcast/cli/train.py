@@ -2,7 +2,7 @@
 
 import click
 
-from narrowcast.cli.words import overrides_argument, quiet_option, recipe_argument
+from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argument
 
 
 @click.command()
@@ -17,18 +17,18 @@ from narrowcast.cli.words import overrides_argument, quiet_option, recipe_argume
 @quiet_option
 def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
     """Train RECIPE, show how it goes, and write a report."""
-    from narrowcast.cli.place import place_for
-    from narrowcast.cli.screen import screen, working
+    from narrowcast.cli.view.screen import screen, working
+    from narrowcast.runner.out_dir import place_for
     from narrowcast.workloads import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     place = place_for(loaded.recipe.name, out)
     console = screen(quiet=quiet)
     with working(console, "building the model"):
-        from narrowcast.cli.assemble import assemble
-        from narrowcast.cli.conduct import conduct
-        from narrowcast.cli.summary import introduce
+        from narrowcast.cli.run_loop import conduct
+        from narrowcast.cli.view.summary import introduce
         from narrowcast.report.trackers import require_trackers
+        from narrowcast.runner.assemble import assemble
         from narrowcast.runs import RunFolder, describe_environment
         from narrowcast.training.phase_plans import phases_json
         from narrowcast.training.trainer import train as begin

@@ -2,7 +2,7 @@
 
 import click
 
-from narrowcast.cli.words import overrides_argument, quiet_option, recipe_argument
+from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argument
 
 NOT_EQUAL = 1
 """The exit code of a check that ran and found a difference, as of diff and cmp."""
@@ -33,14 +33,14 @@ def verify_resume(
     import tempfile
     from pathlib import Path
 
-    from narrowcast.cli.screen import screen, working
+    from narrowcast.cli.view.screen import screen, working
     from narrowcast.workloads import load_recipe
 
     loaded = load_recipe(recipe, overrides)
     console = screen(quiet=quiet)
     folder = Path(out or tempfile.mkdtemp(prefix="narrowcast-"))
     with working(console, "training twice"):
-        from narrowcast.training.verify import verify_resume as verify
+        from narrowcast.training.checkpoints.verify import verify_resume as verify
 
         check = verify(loaded.recipe, [recipe, *overrides], folder=folder, seed=seed)
     where = f"step {check.resumed_from}" if check.resumed_from else "the beginning"

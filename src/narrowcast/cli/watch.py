@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from narrowcast.cli.words import run_argument
+from narrowcast.cli.options import run_argument
 from narrowcast.errors import RecipeError
 
 if TYPE_CHECKING:

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.report import tables
-from narrowcast.report.charts import Chart, loss_chart, scale_chart, small_charts
-from narrowcast.report.heat import HeatMap, heat_map
+from narrowcast.report.charts.heat import HeatMap, heat_map
+from narrowcast.report.charts.run_charts import Chart, loss_chart, scale_chart, small_charts
+from narrowcast.report.charts.spread import spread_charts, spread_note
 from narrowcast.report.in_force import in_force
 from narrowcast.report.layers import format_shares, layers
 from narrowcast.report.rendering import render, write_page
+from narrowcast.report.run_data import Story, read_story
 from narrowcast.report.sentences import sentences
 from narrowcast.report.speed import speed_table
-from narrowcast.report.spread import spread_charts, spread_note
-from narrowcast.report.story import Story, read_story
 from narrowcast.report.summary import ending, facts, headline
 
 FILE = "report.html"

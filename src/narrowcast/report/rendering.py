@@ -9,8 +9,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from narrowcast.errors import CheckpointError
-from narrowcast.report import inline
-from narrowcast.report.charts import Chart
+from narrowcast.report.charts import inline
+from narrowcast.report.charts.run_charts import Chart
 from narrowcast.report.layers import bare_reason, width
 from narrowcast.report.phrases import count, large, share, size
 from narrowcast.runs.writing import explain_write_error, replace_file

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from narrowcast.report.in_force import WHOLE, in_force
 from narrowcast.report.phrases import capital, count, share
-from narrowcast.report.story import Story
+from narrowcast.report.run_data import Story
 from narrowcast.report.summary import Tone
 from narrowcast.report.tables import Finding, findings
 from narrowcast.runs.records import PrecisionRecord

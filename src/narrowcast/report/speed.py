@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from narrowcast.report.phrases import count, duration, large, share
-from narrowcast.report.story import Story
+from narrowcast.report.run_data import Story
 
 
 def speed_table(story: Story) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from narrowcast.report.layers import format_shares
 from narrowcast.report.phrases import count, duration, large, scale, share, size, value
-from narrowcast.report.story import Story
+from narrowcast.report.run_data import Story
 from narrowcast.runs.records import StepRecord
 
 Tone = Literal["good", "fair", "bad"]

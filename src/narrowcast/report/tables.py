@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowcast.report.phrases import count, share, size, value
-from narrowcast.report.story import Story
-from narrowcast.report.written import written
+from narrowcast.report.run_data import Story
+from narrowcast.report.settings_text import written
 from narrowcast.runs.records import FindingRecord
 
 MOST_ROWS = 200

@@ -10,11 +10,11 @@ from typing import Any, final
 
 from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Limits
-from narrowcast.health.rules import GRADIENTS
-from narrowcast.precision.kinds import products_of
-from narrowcast.precision.plan import Plan, plan
-from narrowcast.precision.policy import Policy
-from narrowcast.precision.prepare import Prepared
+from narrowcast.health.findings.rules import GRADIENTS
+from narrowcast.precision.plan.module_kinds import products_of
+from narrowcast.precision.plan.plan import Plan, plan
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import PrecisionRecord
 from narrowcast.training.optimizers import moments_of
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from narrowcast.precision.prepare import Prepared
+from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import FindingRecord
-from narrowcast.training.randomness import randomness_kept
+from narrowcast.training.checkpoints.randomness import randomness_kept
 from narrowcast.training.task import Task
 
 

@@ -4,7 +4,7 @@ from typing import final
 
 from torch import Tensor
 
-from narrowcast.precision.arriving import Arriving
+from narrowcast.hardware.async_copy import Arriving
 
 
 @final

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-from narrowcast.health.findings import Findings
-from narrowcast.health.probes import Probes
-from narrowcast.health.reading import Reading
-from narrowcast.precision.policy import Policy
-from narrowcast.precision.prepare import Prepared
+from narrowcast.health.findings.findings import Findings
+from narrowcast.health.statistics.probes import Probes
+from narrowcast.health.statistics.reading import Reading
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import HealthRecord, Record, StepRecord
 
 EXPONENTS_EVERY = 10

@@ -9,8 +9,8 @@ from narrowcast.config.phases import ConditionSection, PhaseSection, Until, last
 from narrowcast.config.sections import PrecisionSection, Recipe
 from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
-from narrowcast.precision.change import formats_text
-from narrowcast.precision.plan import Plan, plan
+from narrowcast.precision.plan.diff import formats_text
+from narrowcast.precision.plan.plan import Plan, plan
 from narrowcast.training.optimizers import moments_of
 
 _Item = TypeVar("_Item")

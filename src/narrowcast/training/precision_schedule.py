@@ -13,8 +13,8 @@ from typing import Any, final
 from narrowcast.config.phases import LOSSES, ConditionSection, PhaseSection, Until, last_step
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError
-from narrowcast.precision.plan import Plan
-from narrowcast.precision.prepare import Prepared
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import PrecisionRecord, StepRecord
 from narrowcast.training.phase_plans import each_phase, end_text, phases_of, plan_phases, text_of
 from narrowcast.training.setup import loss_scale_of

@@ -4,9 +4,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.sections import LossScaleSection, Recipe
-from narrowcast.precision.loss_scale import LossScale
-from narrowcast.precision.plan import Plan
-from narrowcast.precision.prepare import Prepared, prepare
+from narrowcast.precision.gradients.loss_scale import LossScale
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.step.prepare import Prepared, prepare
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.schedules import lr_factor
 

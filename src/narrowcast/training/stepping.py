@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.replay import beside, capture_stream
-from narrowcast.health.faults import StepFaults
-from narrowcast.health.replay import eagerly
-from narrowcast.precision.outcome import Outcome
-from narrowcast.precision.prepare import Prepared
+from narrowcast.health.diagnose.replay import eagerly
+from narrowcast.health.faults.faults import StepFaults
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.prepare import Prepared
 from narrowcast.training.compiling import compiled
 from narrowcast.training.task import Batch, Task
 

@@ -24,27 +24,27 @@ from narrowcast.errors import (
     RecipeError,
 )
 from narrowcast.hardware.peak import peak_bytes
-from narrowcast.health.faults import Fault, Faults
-from narrowcast.health.inquiry import Account, Inquiry
-from narrowcast.health.replay import Scene
-from narrowcast.precision.outcome import Outcome
-from narrowcast.precision.prepare import Prepared
+from narrowcast.health.diagnose.investigator import Account, Inquiry
+from narrowcast.health.diagnose.replay import Scene
+from narrowcast.health.faults.faults import Fault, Faults
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.checkpoint import save_checkpoint
-from narrowcast.training.data import BatchStream
-from narrowcast.training.determinism import deterministic_kernels
-from narrowcast.training.evaluation import evaluate, not_finite
-from narrowcast.training.export import export_weights
-from narrowcast.training.host_number import HostNumber
-from narrowcast.training.observing import Observer
-from narrowcast.training.precision_schedule import PrecisionSchedule
-from narrowcast.training.randomness import (
+from narrowcast.training.checkpoints.checkpoint import save_checkpoint
+from narrowcast.training.checkpoints.export import export_weights
+from narrowcast.training.checkpoints.randomness import (
     capture_randomness,
     restore_randomness,
     seed_everything,
 )
-from narrowcast.training.resume import require_same_model, shapes
+from narrowcast.training.checkpoints.resume import require_same_model, shapes
+from narrowcast.training.data import BatchStream
+from narrowcast.training.determinism import deterministic_kernels
+from narrowcast.training.evaluation import evaluate, not_finite
+from narrowcast.training.host_number import HostNumber
+from narrowcast.training.observing import Observer
+from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.signals import Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
 from narrowcast.training.task import Task

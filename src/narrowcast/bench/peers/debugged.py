@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.model import ModelWithLoss, Workbench
 from narrowcast.bench.peers.stepping import clip, optimizer_for, trial_of
-from narrowcast.bench.timing import Trial
 
 
 def build(bench: Workbench, *, watch: Literal["nothing", "anomaly", "transformers"]) -> Trial:

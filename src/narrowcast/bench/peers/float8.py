@@ -6,10 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.model import ModelWithLoss, Workbench
 from narrowcast.bench.peers.plain import loss_function
 from narrowcast.bench.peers.stepping import clip, narrow_weights, optimizer_for, trial_of
-from narrowcast.bench.timing import Trial
 from narrowcast.errors import UnsupportedError
 
 MULTIPLE = 16

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.model import ModelWithLoss, Workbench
 from narrowcast.bench.peers.stepping import optimizer_for, trial_of
-from narrowcast.bench.timing import Trial
 
 
 def build(bench: Workbench, *, precision: Literal["bf16", "fp32"], compiled: bool) -> Trial:

@@ -4,10 +4,10 @@ from itertools import islice
 
 from torch import Tensor
 
+from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.model import Workbench
-from narrowcast.bench.timing import Case, Trial
 from narrowcast.hardware import probe
-from narrowcast.precision.plan import plan
+from narrowcast.precision.plan.plan import plan
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import Stepper
 

@@ -7,9 +7,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.model import ModelWithLoss, Workbench
 from narrowcast.bench.peers.stepping import clip, narrow_weights, optimizer_for, trial_of
-from narrowcast.bench.timing import Trial
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

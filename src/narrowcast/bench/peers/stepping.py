@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.model import Workbench
-from narrowcast.bench.timing import Case, Trial
 from narrowcast.training.optimizers import build_optimizer
 
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import cycle
 
+from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.model import Workbench
 from narrowcast.bench.peers.stepping import optimizer_for
-from narrowcast.bench.timing import Case, Trial
-from narrowcast.precision.prepare import prepare
+from narrowcast.precision.step.prepare import prepare
 from narrowcast.runs import StepRecord
 from narrowcast.training.task import Batch
 from narrowcast.training.trainer import train

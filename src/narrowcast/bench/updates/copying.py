@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowcast.bench.timing import Case, Trial
+from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.updates.weights import Weights
 
 BYTES_A_PARAMETER = 2 * 4

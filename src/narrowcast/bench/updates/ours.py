@@ -1,9 +1,9 @@
 """This library's step over gradients that are there already."""
 
 import narrowcast
-from narrowcast.bench.timing import Trial
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.updates.weights import Weights, trial_of
-from narrowcast.precision.plan import Plan
+from narrowcast.precision.plan.plan import Plan
 from narrowcast.training.optimizers import build_optimizer
 
 MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1 + 4 / 256}

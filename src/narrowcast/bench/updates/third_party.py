@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.bench.timing import Trial
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.updates.weights import Weights, trial_of
 
 GRADIENT_AND_WEIGHT = 2 + 2 + 2 * 2

@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowcast.bench.timing import Trial
+from narrowcast.bench.measure.timing import Trial
 from narrowcast.bench.updates.weights import Weights, trial_of
 
 PASS_BYTES = 4 + 4 + 2 * (4 + 4 + 4) + 2

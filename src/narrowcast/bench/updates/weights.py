@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.bench.measure.timing import Case, Step, Trial
 from narrowcast.bench.model import device_of, draw_weights, shapes_of
-from narrowcast.bench.timing import Case, Step, Trial
 from narrowcast.config.sections import Recipe
 from narrowcast.workloads.lm.model import GPT
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol, final
 
 from narrowcast.report.live.curve import Curve
-from narrowcast.report.live.happenings import Changes, Feed, Skips, shortened
+from narrowcast.report.live.events import Changes, Feed, Skips, shortened
 from narrowcast.report.live.status import Course
 from narrowcast.report.phrases import count, value
 from narrowcast.runs.records import (

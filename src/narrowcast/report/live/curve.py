@@ -1,14 +1,14 @@
 """A curve that grows for days and stays small: its steps fall into a bounded number of buckets.
 
 When there are too many, each two neighbours become one. A bucket keeps what a reader would look
-for, as `narrowcast.report.series` does: its least value, its greatest, and that there was a gap.
+for, as `report/charts/series.py` does: its least value, its greatest, and that there was a gap.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any, final
 
-from narrowcast.report.drawing import rounded
+from narrowcast.report.charts.drawing import rounded
 
 Row = list[float | None]
 """The mean of a bucket, then step and value of each point kept, in order; None is a gap."""

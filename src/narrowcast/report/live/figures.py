@@ -5,8 +5,8 @@ The page fills in what the server sends, so that a growing run costs its new ste
 
 from typing import Any
 
-from narrowcast.report import drawing
-from narrowcast.report.series import Series
+from narrowcast.report.charts import drawing
+from narrowcast.report.charts.series import Series
 
 _NOTHING = Series(steps=(), values=())
 _SPAN = (0, 1)

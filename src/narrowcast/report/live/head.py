@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from narrowcast.report.live.account import Account
-from narrowcast.report.live.happenings import shortened
+from narrowcast.report.live.events import shortened
 from narrowcast.report.phrases import (
     count,
     duration,

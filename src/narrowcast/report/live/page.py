@@ -14,7 +14,7 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from narrowcast.report import inline
+from narrowcast.report.charts import inline
 from narrowcast.report.live.figures import SMALL, figures
 
 

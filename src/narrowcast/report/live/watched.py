@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, final
 
-from narrowcast.report import drawing
-from narrowcast.report.charts import frame_top
+from narrowcast.report.charts import drawing
+from narrowcast.report.charts.run_charts import frame_top
 from narrowcast.report.live.account import Account, Growing
 from narrowcast.report.live.head import head, setting, whole
 from narrowcast.report.live.status import status

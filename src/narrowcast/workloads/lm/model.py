@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
-from narrowcast.precision.linear_loss import linear_cross_entropy
+from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
 from narrowcast.workloads.lm.rotary import rotary_table, rotate
 from narrowcast.workloads.lm.settings import LmModel
 

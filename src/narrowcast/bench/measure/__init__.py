@@ -1,0 +1,1 @@
+"""How long, how much memory, how good: from steps to figures."""

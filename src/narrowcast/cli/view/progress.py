@@ -1,0 +1,169 @@
+"""What a run shows while it goes on: a bar on a terminal, a line now and then anywhere else."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self, final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from narrowcast.cli.view.screen import is_live
+from narrowcast.report.phrases import count, duration, large, scale, value
+from narrowcast.runs import EvalRecord, FindingRecord, PrecisionRecord, Record, StepRecord
+from narrowcast.runs.tally import Tally
+
+LINE_SECONDS = 2.0
+"""Between two plain lines, and between two lines of one kind of trouble."""
+LINE_SHARE = 0.01
+"""A long run prints more rarely: after this share of its time so far, so that a log stays short."""
+TOLD_AT_ONCE = 3
+"""Lines of one kind of trouble that are printed however quickly they come."""
+
+
+@final
+class RunDisplay:
+    """Shows the records of one run; a context, because a bar has to be put away."""
+
+    def __init__(self, console: Console, tally: Tally, *, scaled: bool) -> None:
+        """Begin at `tally`; `scaled` says that there is a loss scale to show."""
+        self.tally = tally
+        self.metrics: dict[str, float] = {}
+        """What the last evaluation found."""
+        self._console, self._scaled = console, scaled
+        self._meter: _Meter = _Bar(console, tally) if is_live(console) else _Lines(console)
+        self._skips, self._findings = _Sparingly(), _Sparingly()
+
+    def show(self, record: Record) -> None:
+        """Show what happened."""
+        match record:
+            case StepRecord():
+                self.tally = self.tally.after(record)
+                if not record.applied:
+                    why = f"step {record.step} skipped: {record.why}"
+                    self._skips.tell(lambda more: self.warn(why + more))
+                self._meter.update(self.tally, numbers(self.tally, scaled=self._scaled))
+            case EvalRecord():
+                self.metrics = record.metrics
+                self._print(Text(f"step {record.step} evaluated: {measures(record.metrics)}"))
+            case FindingRecord():
+                where = f"{record.module}: " if record.module else ""
+                rest = f"; {record.remedy}" if record.remedy else ""
+                found = f"step {record.step}: {where}{record.what}: {record.why}{rest}"
+                self._findings.tell(lambda more: self.warn(found + more))
+            case PrecisionRecord():
+                what = "policy" if record.module == "*" else record.module
+                change = f"{what} {record.before} → {record.after}: {record.reason}"
+                self._print(Text(f"step {record.step}: {change}"))
+            case _:
+                pass  # a checkpoint or a sample of statistics is no news
+
+    def warn(self, text: str) -> None:
+        """Show something that its owner should know of and that does not stop the run."""
+        self._print(Text(text, style="yellow"))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text)
+
+    def __enter__(self) -> Self:
+        self._meter.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._meter.close()
+
+
+def numbers(tally: Tally, *, scaled: bool) -> str:
+    """Write the numbers of a run in one line."""
+    parts = [f"loss {value(tally.loss)}"]
+    if scaled:
+        parts.append(f"scale {scale(tally.scale)}")
+    if tally.skipped:
+        parts.append(f"{count(tally.skipped)} skipped")
+    parts.append(f"{large(tally.tokens_per_second)} tokens/s")
+    if tally.step < tally.steps:
+        parts.append(f"{duration(tally.seconds_left)} left")
+    return "  ".join(parts)
+
+
+def measures(metrics: dict[str, float]) -> str:
+    """Write what an evaluation found, the headline first."""
+    return ", ".join(f"{name.replace('_', ' ')} {value(x)}" for name, x in metrics.items())
+
+
+class _Meter(Protocol):
+    """Something that shows how far a run is."""
+
+    def open(self) -> None: ...
+    def update(self, tally: Tally, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Bar:
+    """One line at the bottom of a terminal that is drawn again and again."""
+
+    def __init__(self, console: Console, tally: Tally) -> None:
+        self._bar = Progress(
+            BarColumn(bar_width=24, complete_style="cyan"),
+            TextColumn("{task.completed}/{task.total}", style="bold"),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=console,
+            refresh_per_second=5,
+        )
+        self._task = self._bar.add_task("", total=tally.steps, completed=tally.step, text="")
+
+    def open(self) -> None:
+        self._bar.start()
+        # A second Ctrl-C ends the process at once, and nobody would bring the cursor back.
+        self._bar.console.show_cursor(True)
+
+    def update(self, tally: Tally, text: str) -> None:
+        self._bar.update(self._task, completed=tally.step, text=text)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class _Lines:
+    """A line at the first step, at the last one, and now and then between them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = self._last = time.monotonic()
+
+    def open(self) -> None:
+        self._began = time.monotonic()
+        self._last = 0.0
+
+    def update(self, tally: Tally, text: str) -> None:
+        now = time.monotonic()
+        due = self._last + max(LINE_SECONDS, LINE_SHARE * (now - self._began))
+        if now >= due or tally.step == tally.steps:
+            self._last = now
+            self._console.print(f"step {tally.step}/{tally.steps}  {text}")
+
+    def close(self) -> None:
+        return
+
+
+class _Sparingly:
+    """Passes on the first few of many like lines, then one now and then with a count."""
+
+    def __init__(self) -> None:
+        self._told = self._untold = 0
+        self._last = 0.0
+
+    def tell(self, line: Callable[[str], None]) -> None:
+        """Call `line` with what to add to it, or count it for the next time."""
+        now = time.monotonic()
+        if self._told >= TOLD_AT_ONCE and now < self._last + LINE_SECONDS:
+            self._untold += 1
+            return
+        line(f" (and {self._untold} more before it)" if self._untold else "")
+        self._told, self._untold, self._last = self._told + 1, 0, now

@@ -1,0 +1,70 @@
+"""What a run is, said before it begins, and what came of it, said at its end."""
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from narrowcast.cli.view.phases import course_text
+from narrowcast.cli.view.progress import measures
+from narrowcast.cli.view.screen import say, say_command
+from narrowcast.config import Recipe
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.report.layers import bare_reason
+from narrowcast.report.phrases import count, duration, large
+from narrowcast.runs.tally import Tally
+from narrowcast.training.phase_plans import phases_of
+
+
+def introduce(console: Console, recipe: Recipe, *, choices: Plan, folder: str) -> None:
+    """Say what is about to be trained, how, on what, and where it is kept."""
+    parameters = sum(module.parameters for module in choices.modules)
+    title = Text(recipe.name or recipe.workload, style="bold")
+    console.print(title.append(f"  {recipe.description}", style="not bold"))
+    batch = f"{recipe.accumulate} × " if recipe.accumulate > 1 else ""
+    course = f"{count(recipe.steps, 'step')} of {batch}{count(recipe.batch_size, 'sample')}"
+    say(console, "model", f"{large(parameters)} parameters, {course}")
+    say(console, "formats", formats(recipe, choices))
+    say(console, "device", f"{choices.hardware.name} ({choices.hardware.device})")
+    say_command(console, "folder", folder)
+
+
+def formats(recipe: Recipe, choices: Plan) -> str:
+    """Say which policy a run has, and how much of it is native or emulated, and why."""
+    name, text = phases_of(recipe.precision)[0].policy, str(choices.policy)
+    written = text if name == text else f"{name} ({text})"
+    ways = Counter(module.how for module in choices.modules)
+    parts = [f"{n} {'module' if n == 1 else 'modules'} {how}" for how, n in ways.items()]
+    emulated = next((m for m in choices.modules if m.how == "emulated"), None)
+    why = f": {bare_reason(emulated.to_json())}" if emulated else ""
+    return f"{written}; {', '.join(parts)}{why}{course_text(recipe)}"
+
+
+def conclude(
+    console: Console, folder: Path, *, page: Path, tally: Tally, metrics: dict[str, float]
+) -> None:
+    """Say what came of a run, where it is, and what to type next."""
+    text = f"  {count(tally.step, 'step')} in {duration(tally.seconds)}"
+    if tally.seconds:
+        text += f", {large(tally.tokens / tally.seconds)} tokens/s"
+    text += f", {count(tally.skipped)} skipped"
+    console.print(Text.assemble(("done", "bold green"), text))
+    if metrics:
+        say(console, "evaluated", Text(measures(metrics), style="bold"))
+    say_command(console, "report", str(page))
+    say_command(console, "weights", str(folder / "model.safetensors"))
+    _suggest_more(console, folder, steps=tally.steps)
+
+
+def already_done(console: Console, folder: Path, *, steps: int) -> None:
+    """Say that a run has nothing left to do, and how to give it more."""
+    console.print(f"the run in {folder} has finished its {count(steps, 'step')}")
+    say_command(console, "report", str(folder / "report.html"))
+    _suggest_more(console, folder, steps=steps)
+
+
+def _suggest_more(console: Console, folder: Path, *, steps: int) -> None:
+    more = f"narrowcast resume {shlex.quote(str(folder))} steps={2 * steps}"
+    say_command(console, "go on", more)

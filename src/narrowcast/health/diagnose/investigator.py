@@ -1,0 +1,220 @@
+"""The inquiry into bad steps of a run: which are replayed, and what is told of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import DivergedError
+from narrowcast.health.diagnose.replay import Scene, replay
+from narrowcast.health.diagnose.verdict import Verdict
+from narrowcast.health.faults.faults import Faults, StepFaults
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.step_log import AT_FLOOR
+from narrowcast.runs import FindingRecord
+
+AGAIN = 50
+"""Bad steps of a row between two that are replayed: what is wrong with one is wrong with most."""
+FREE, SHARE = 4, 0.01
+"""Replays of a run: these, and this share of its steps. A replay takes about two steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What is told of a step."""
+
+    why: str
+    """For its record; empty where it was applied."""
+    findings: Sequence[FindingRecord] = ()
+    explained: bool = False
+    """A verdict, on this step or on an earlier one of its row, says where it went wrong."""
+    rehearsed: bool = False
+    """The step had faults that the recipe asks for."""
+    outgrown: tuple[str, str] | None = None
+    """The module and role that overflowed a format, where a wider one would have held it."""
+
+
+@final
+class Inquiry:
+    """Looks into the bad steps of a run."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        loss_of: Callable[[Any], Tensor],
+        *,
+        verdicts: bool,
+        faults: Faults | None = None,
+    ) -> None:
+        self._prepared, self._loss_of = prepared, loss_of
+        self._verdicts, self._faults = verdicts, faults
+        self._replays = self._row = 0
+        self._named = ""
+        self._explained = False
+        self._outgrown: tuple[str, str] | None = None
+
+    def before(self, batches: Sequence[Any]) -> Scene | None:
+        """Return what has to be kept of a step until its outcome is known."""
+        return Scene.before(self._prepared, batches) if self._verdicts else None
+
+    def faults_at(self, step: int) -> StepFaults | None:
+        """Return the faults of a step; None where it has none."""
+        return None if self._faults is None else self._faults.at(step)
+
+    def account(
+        self,
+        step: int,
+        outcome: Outcome,
+        *,
+        loss: float,
+        scene: Scene | None,
+        moved: Callable[[], bool],
+        known: Sequence[FindingRecord] = (),
+    ) -> Account:
+        """Tell of a step whose outcome is known; `moved`: whether the weights have, since then.
+
+        `known` is what the ledger has found in it; with a verdict that is one finding.
+        """
+        rehearsed = self.faults_at(step)
+        told = [] if rehearsed is None else _announced(step, rehearsed)
+        if outcome.applied and math.isfinite(loss):
+            self._named = ""
+            self.begin_row()
+            return Account(why="", findings=[*told, *known], rehearsed=rehearsed is not None)
+        # A rehearsal is no part of a row: what it shows is not what is wrong with other steps.
+        self._row += rehearsed is None
+        # A rehearsal is there to be looked into.
+        due = rehearsed is not None or self._is_due(step)
+        why, verdict, later = outcome.why, None, ""
+        if scene is not None and due:
+            later = ", with the weights of a later step," if moved() else ""
+            verdict, why = self._look_into(outcome, scene, rehearsed, later=later)
+        if verdict is None:
+            told += known
+        else:
+            self._named = f"In step {step} {verdict.told}: {verdict.advice(loss_scale=1.0)}"
+            finding = _finding(step, verdict, outcome, later=later)
+            told += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
+        if rehearsed is not None:
+            return Account(why=why, findings=told, explained=verdict is not None, rehearsed=True)
+        if verdict is not None:
+            # What is wrong with the model is so in the next step too; another batch may be fine.
+            self._explained = verdict.origin == "model"
+            outgrown = verdict.outgrew_format
+            self._outgrown = (verdict.module, verdict.role) if outgrown else None
+        explained = verdict is not None or self._explained
+        return Account(why=why, findings=told, explained=explained, outgrown=self._outgrown)
+
+    def begin_row(self) -> None:
+        """Take the next bad step for the first of a row: formats have changed, or one was good."""
+        self._row, self._explained, self._outgrown = 0, False, None
+
+    def named(self, error: DivergedError) -> DivergedError:
+        """Return the error with what was found in the steps that led to it, if anything was.
+
+        The norms of gradients, all that the step itself has, name the module nearest the loss.
+        """
+        return DivergedError(error.fact, self._named) if self._named else error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides which steps are looked into, and what was found in this row."""
+        return {
+            "replays": self._replays,
+            "row": self._row,
+            "named": self._named,
+            "explained": self._explained,
+            "outgrown": self._outgrown and list(self._outgrown),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a saved run stood."""
+        self._replays, self._row = state["replays"], state["row"]
+        self._named, self._explained = state.get("named", ""), state.get("explained", False)
+        outgrown = state.get("outgrown")
+        self._outgrown = None if outgrown is None else (outgrown[0], outgrown[1])
+
+    def _look_into(
+        self, outcome: Outcome, scene: Scene, rehearsed: StepFaults | None, *, later: str
+    ) -> tuple[Verdict | None, str]:
+        """Replay a step; return the verdict, if there is one, and the reason for its record."""
+        self._replays += 1
+        try:
+            around = None if rehearsed is None else rehearsed.during
+            verdict = replay(self._prepared, scene, self._loss_of, around=around)
+        except torch.OutOfMemoryError:
+            # Eager passes hold more than those of a compiled, or captured, step.
+            torch.cuda.empty_cache()
+            return None, _with(outcome.why, "no memory was left for a replay")
+        if verdict is None:
+            return None, _with(outcome.why, f"a replay{later} did not show it")
+        scale = _scale_change(outcome)
+        why = f"not finite: {verdict.where}{scale and '; loss ' + scale}"
+        return verdict, "" if outcome.applied else why
+
+    def _is_due(self, step: int) -> bool:
+        return self._row % AGAIN == 1 and self._replays + 1 <= FREE + SHARE * step
+
+
+def _finding(step: int, verdict: Verdict, outcome: Outcome, *, later: str) -> FindingRecord:
+    scale = _scale_change(outcome)
+    skipped = f"the step is skipped{scale and '; ' + scale}"
+    return FindingRecord(
+        step=step,
+        since=step,
+        module=verdict.module,
+        role=verdict.role,
+        what=verdict.what,
+        why=verdict.told + (f"; so seen in a replay{later.rstrip(',')}" if later else ""),
+        action="" if outcome.applied else skipped,
+        advice=verdict.advice(loss_scale=outcome.loss_scale),
+    )
+
+
+def _joined(
+    finding: FindingRecord, ledgers: FindingRecord, verdict: Verdict, outcome: Outcome
+) -> FindingRecord:
+    """Tell once of an overflow to which no scale gives way: how it began, and what follows."""
+    at_floor = ledgers.what == AT_FLOOR
+    floor = f"; the scale is {outcome.loss_scale:g} and may not go lower" if at_floor else ""
+    return replace(
+        finding,
+        since=ledgers.since,
+        what=AT_FLOOR if at_floor and verdict.what == "overflow" else verdict.what,
+        why=finding.why + floor,
+        action=ledgers.action,
+        advice=verdict.advice(loss_scale=1.0),  # where it gives way no more
+    )
+
+
+def _announced(step: int, faults: StepFaults) -> list[FindingRecord]:
+    return [
+        FindingRecord(
+            step=step,
+            since=step,
+            module=name,
+            role=fault.role,
+            what="fault injected",
+            why=f"a rehearsal: the recipe's faults ask for {fault}",
+            action="the step runs in eager mode; a run with faults has no CUDA graphs",
+            advice="leave out faults in a recipe for a run that counts",
+        )
+        for fault, name in faults.faults
+    ]
+
+
+def _scale_change(outcome: Outcome) -> str:
+    if outcome.next_scale == outcome.loss_scale:
+        return ""
+    return f"scale {outcome.loss_scale:g} → {outcome.next_scale:g}"
+
+
+def _with(why: str, more: str) -> str:
+    """Add to a reason that ends, as any does, with what became of the scale."""
+    if not why:
+        return why  # an applied step has none
+    names, scale, change = why.partition("; loss scale ")
+    return f"{names}; {more}{scale}{change}"

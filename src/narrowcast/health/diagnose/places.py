@@ -1,0 +1,73 @@
+"""Places where numbers are looked at: a module and a role, and the largest number it may hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from narrowcast.precision.plan.module_kinds import products_of
+from narrowcast.precision.plan.module_plan import ModulePlan
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.roles import Role
+
+SQUARE_ROOT = 2.0**64 * (1 - 2.0**-24)
+"""The largest number whose square fp32 holds. Beyond it a gradient counts as not finite, because
+Adam would square it; an activation of that size has lost all neighbours in any sum."""
+LARGEST_TO_FP16 = 65519.0
+"""From 65520 up, rounding to fp16 gives infinity."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A role of a module; the whole model is named by nothing."""
+
+    module: str
+    role: Role
+    format: str = ""
+    """In force there; nothing where no product is made."""
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude that is no reason to worry."""
+        # What a product returns is in its format already, and infinite if it does not fit.
+        cast_here = self.role in ("input", "weight", "grad_output")
+        return LARGEST_TO_FP16 if cast_here and self.format == "fp16" else SQUARE_ROOT
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it is a gradient."""
+        return self.role in ("grad_output", "grad_weight")
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        match self.role:
+            case "batch":
+                return "the batch"
+            case "loss":
+                return "the loss"
+            case _:
+                return f"{self.module or 'the model'} {self.role}"
+
+
+class Formats:
+    """The format in force at every place of a planned model."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plans: Mapping[str, ModulePlan] = {each.name: each for each in plan.modules}
+
+    def place(self, module: str, role: Role) -> Place:
+        """Return a place, with its format."""
+        return Place(module, role, self._format(module, role))
+
+    def _format(self, module: str, role: Role) -> str:
+        chosen = self._plans.get(module)
+        if chosen is None:
+            return ""
+        policy = chosen.policy
+        if not products_of(chosen.kind):
+            return policy.params if chosen.kind == "embedding" else policy.reduce
+        match role:
+            case "input" | "weight":
+                return policy.forward
+            case "grad_weight":
+                return policy.grad_weight
+            case _:
+                return policy.output_format

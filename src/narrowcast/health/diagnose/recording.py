@@ -1,0 +1,128 @@
+"""A recording of passes: the largest magnitude at every place, in the order of execution.
+
+Hooks look at what goes into and comes out of every module, at the gradients of the latter and at
+those of the weights. Each look is one reduction whose result stays on the device; the host reads
+all of them at once.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.health.diagnose.places import Formats, Place
+from narrowcast.precision.nested import tensors_in
+from narrowcast.precision.plan.roles import Role
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen at a place."""
+
+    place: Place
+    amax: float
+    """The largest magnitude; NaN where any number was NaN."""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something was not finite, or so large that it soon will not be."""
+        return not self.amax <= self.place.limit
+
+
+class Recorder:
+    """Records the passes of a model between `watching()` and its end."""
+
+    def __init__(self, model: nn.Module, formats: Formats) -> None:
+        self._model, self._formats = model, formats
+        self._seen: list[tuple[Place, Tensor]] = []
+        self._in_forward = False
+        self._versions: dict[int, int] = {}
+        self._handles: list[Any] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hold this over forward and backward passes; hooks there already come before these."""
+        named: set[nn.Parameter] = set()
+        for name, module in self._model.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._see_inputs, name), with_kwargs=True),
+                module.register_forward_hook(partial(self._see_outputs, name)),
+            ]
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad and parameter not in named:
+                    named.add(parameter)  # a weight that two modules share is the first one's
+                    place = self._formats.place(name, "grad_weight")
+                    self._handles.append(parameter.register_hook(partial(self._see, place)))
+        try:
+            yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Hold this over a forward pass: one that activation checkpointing makes later is known."""
+        self._see_weights()
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Look at the loss."""
+        self._see(Place("", "loss"), loss)
+
+    def read(self) -> list[Seen]:
+        """Return what was seen since this was last asked. Waits for the device."""
+        seen, self._seen = self._seen, []
+        if not seen:
+            return []
+        numbers = torch.stack([number for _, number in seen]).tolist()
+        return [Seen(place, amax) for (place, _), amax in zip(seen, numbers, strict=True)]
+
+    def _see_weights(self) -> None:
+        """Look at the weights that have changed since they were last looked at."""
+        for name, module in self._model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if self._versions.get(id(parameter)) != parameter._version:
+                    self._versions[id(parameter)] = parameter._version
+                    self._see(self._formats.place(name, "weight"), parameter)
+
+    def _see_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_forward:
+            for tensor in tensors_in((args, kwargs)):
+                self._see_forward(name, "input", tensor)
+
+    def _see_outputs(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        place = self._formats.place(name, "grad_output")
+        for tensor in tensors_in(output):
+            if self._in_forward:
+                self._see_forward(name, "output", tensor)
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(partial(self._see, place)))
+
+    def _see_forward(self, name: str, role: Role, tensor: Tensor) -> None:
+        place = self._formats.place(name, role)
+        # What no gradient flows through may be a mask, which holds infinities of its own, below;
+        # and a module that makes no product may be what masks, or the softmax after it.
+        mask = torch.is_grad_enabled() and not tensor.requires_grad
+        self._see(place, tensor, from_above=mask or not place.format)
+
+    def _see(self, place: Place, tensor: Tensor, *, from_above: bool = False) -> None:
+        values = tensor.detach()
+        if values.is_sparse:
+            values = values._values()
+        if values.numel() == 0 or not values.is_floating_point():
+            return
+        if values.dtype.itemsize == 1:
+            values = values.float()  # torch finds no maximum in 8 bits
+        # Regions would look at every call.
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            low, high = torch.aminmax(values)
+            self._seen.append((place, (high if from_above else torch.maximum(-low, high)).float()))

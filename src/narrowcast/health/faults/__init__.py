@@ -1,0 +1,1 @@
+"""Faults put into a run on purpose."""

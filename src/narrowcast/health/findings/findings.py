@@ -1,0 +1,149 @@
+"""The troubles of a run: told when they begin, and again if they come back after a calm.
+
+Made from records alone, so a finished run can be asked as well as one that is running.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from narrowcast.health.findings.rules import (
+    CALM,
+    LOST,
+    REMEMBERED,
+    RULES,
+    Seen,
+    Trouble,
+    first_nonfinite,
+    percent,
+    spike,
+)
+from narrowcast.health.findings.scale_rules import floor, low
+from narrowcast.precision.gradients.loss_scale import LossScale
+from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
+
+
+@final
+@dataclass
+class Findings:
+    """Troubles of a run so far; goes into a checkpoint as plain data."""
+
+    _amax: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _active: dict[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
+    """Since when, and for how many looks it has been calm."""
+    _implied: list[tuple[str, str, str]] = field(default_factory=list)
+    """What the latest look has shown that another finding tells of."""
+
+    @property
+    def present(self) -> list[tuple[str, str, str]]:
+        """What the latest look has shown to be wrong: kind, module, role."""
+        return [key for key, (_, calm) in self._active.items() if calm == 0] + self._implied
+
+    def look(
+        self, record: HealthRecord, *, scaling: LossScale | None = None, loss_scale: float = 1.0
+    ) -> list[FindingRecord]:
+        """Take in the statistics of a step; return the troubles that begin with it.
+
+        `scaling` are the settings of the loss scale, if there is one, and it was `loss_scale`.
+        """
+        seen = {(s.module, s.role): s for s in self._tensors(record)}
+        found = [t for s in seen.values() for rule in RULES for t in rule(s)]
+        found += first_nonfinite([*seen.values()])
+        too_low = [] if scaling is None else [*low([*seen.values()], loss_scale, scaling)]
+        fp16 = {key for key, s in seen.items() if s.format == "fp16"}
+        # One finding for the scale, rather than one for every tensor that it is too low for.
+        implied = [t for t in found if too_low and t.kind == "vanishing" and t[1:3] in fp16]
+        self._implied = [t[:3] for t in implied]
+        for key, tensor in seen.items():
+            self._amax.setdefault(key, deque(maxlen=REMEMBERED)).append(tensor.amax)
+        asked = {rule.__name__ for rule in RULES} | {"nonfinite", low.__name__}
+        told = [t for t in found if t not in implied] + too_low
+        return self._told(told, step=record.step, asked=asked)
+
+    def step(self, record: StepRecord, *, scaling: LossScale | None = None) -> list[FindingRecord]:
+        """Take in a step; return the troubles that begin with it."""
+        at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling)]
+        fresh = self._told(at_floor, step=record.step, asked={floor.__name__})
+        # Of an overflow at the floor the ledger tells, and of the floor with it.
+        return (fresh if record.applied else []) + self._of_losses(record)
+
+    def _of_losses(self, record: StepRecord) -> list[FindingRecord]:
+        found = []
+        told = spike(record.loss, self._losses)
+        if told:
+            advice = "look at the data of this step, lower optimizer.lr, or clip_norm=1"
+            found.append(Trouble("spike", "", "loss", "loss spike", told, advice))
+        if record.applied and math.isfinite(record.loss):
+            self._losses.append(record.loss)
+        asked = {"spike"}
+        if record.lost_updates is not None:
+            asked.add("lost")
+            if record.lost_updates > LOST:
+                why = f"{percent(record.lost_updates)} of the updates round to nothing"
+                advice = "try master=split (or kahan, stochastic) in the policy"
+                found.append(Trouble("lost", "", "update", "lost updates", why, advice))
+        return self._told(found, step=record.step, asked=asked)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "amax": [[*key, list(values)] for key, values in self._amax.items()],
+            "losses": list(self._losses),
+            "active": [[*key, *value] for key, value in self._active.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._amax = {(m, r): deque(v, maxlen=REMEMBERED) for m, r, v in state["amax"]}
+        self._losses = deque(state["losses"], maxlen=REMEMBERED)
+        self._active = {(m, r, w): (since, calm) for m, r, w, since, calm in state["active"]}
+
+    def _tensors(self, record: HealthRecord) -> Iterator[Seen]:
+        for i, (module, role) in enumerate(zip(record.module, record.role, strict=True)):
+            yield Seen(
+                module=module,
+                role=role,
+                format=record.format[i],
+                amax=record.amax[i],
+                overflow=record.overflow[i],
+                underflow=record.underflow[i],
+                subnormal=record.subnormal[i],
+                nonfinite=record.nonfinite[i],
+                past=tuple(self._amax.get((module, role), ())),
+            )
+
+    def _told(self, found: Sequence[Trouble], *, step: int, asked: set[str]) -> list[FindingRecord]:
+        """Return those that begin now; let those go whose rules were asked and say no more."""
+        there = {t[:3] for t in found}
+        for key, (since, calm) in list(self._active.items()):
+            if key[0] not in asked:
+                continue
+            if key in there:
+                self._active[key] = since, 0
+            elif calm + 1 >= CALM:
+                del self._active[key]
+            else:
+                self._active[key] = since, calm + 1
+        fresh = []
+        for trouble in found:
+            if trouble[:3] not in self._active:
+                self._active[trouble[:3]] = step, 0
+                fresh.append(_finding(trouble, step))
+        return fresh
+
+
+def _finding(trouble: Trouble, step: int) -> FindingRecord:
+    _, module, role, what, why, advice = trouble
+    return FindingRecord(
+        step=step,
+        since=step,
+        module=module,
+        role=role,
+        what=what,
+        why=why,
+        action="",
+        advice=advice,
+    )

@@ -1,0 +1,1 @@
+"""What tensors lose to their formats, sampled as they pass."""

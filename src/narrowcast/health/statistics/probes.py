@@ -1,0 +1,128 @@
+"""Where samples are taken: at the modules that multiply, of what goes in, comes out and comes back.
+
+A module that is looked at gets another class, as it does to be given formats, and not hooks: blocks
+that are alike stay alike for a compiler, which hooks with their running numbers would make it
+compile one by one; and layers that run as one, or a head that never makes its logits, stay as they
+are. These are looked at from outside, as far as that goes.
+"""
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.health.statistics.cast_counts import CastCounts
+from narrowcast.health.statistics.grouping import Grouping
+from narrowcast.health.statistics.sampling import SAMPLE
+from narrowcast.health.statistics.sites import Site, site_of
+from narrowcast.health.statistics.watched import ATTRIBUTES, Switch, Watched
+from narrowcast.health.statistics.weight_samples import WeightSamples
+from narrowcast.health.statistics.what_if import Supposition
+from narrowcast.precision.fused.declared import promised_ends
+from narrowcast.precision.fused.fp8_mlp import Fp8Chain
+from narrowcast.precision.fused.gelu_mlp import GeluChain
+from narrowcast.precision.plan.module_kinds import products_of
+from narrowcast.precision.plan.module_plan import ModulePlan
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.step.checks import refuse_watched
+from narrowcast.precision.swap import swap
+
+
+@final
+class Probes:
+    """The sites of a prepared model, whose samples every pass fills."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, *, supposed: Mapping[str, Policy] | None = None
+    ) -> None:
+        refuse_watched(model, doing="watch()")
+        self.sites: list[Site] = []
+        self.switch = Switch()
+        self._device = next(model.parameters()).device
+        self._before: dict[nn.Module, type[nn.Module]] = {}
+        self._seen_at: dict[Site, nn.Module] = {}
+        # By the module that runs: a chain runs for its first and its last layer.
+        taken: dict[nn.Module, dict[str, Tensor | None]] = {}
+        chained = _ends_of_chains(model)
+        chosen = [each for each in plan.modules if products_of(each.kind)]
+        kept = {c.name: w for c in chosen if (w := _trained_weight(model, c)) is not None}
+        self.weights = WeightSamples(list(kept.values()), self._device)
+        for each in chosen:
+            module = model.get_submodule(each.name)
+            entry, exit_ = chained.get(each.name, (module, module))
+            if entry is not None:
+                taken.setdefault(entry, {})["nc_input"] = self._add(each, "input").sample
+            if exit_ is not None:
+                there = taken.setdefault(exit_, {})
+                for role in ("output", "grad_output"):
+                    site = self._add(each, role)
+                    there[f"nc_{role}"], self._seen_at[site] = site.sample, exit_
+            if each.name in kept:
+                row = list(kept).index(each.name)
+                for role, samples in self.weights.by_role.items():
+                    self._add(each, role, sample=samples[row])
+        nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
+        for module, attributes in taken.items():
+            self._before[module] = type(module)
+            given = {**nothing, **attributes, "nc_switch": self.switch, "nc_unseen": ()}
+            swap(module, Watched, **given)
+        self.grouping = Grouping(self.sites)
+        self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
+        """What casts to fp8 have lost, where that is counted."""
+        self.supposition = Supposition(self.sites, supposed or {})
+        """What the modules in `supposed` would lose with these policies."""
+
+    def seen(self) -> list[bool]:
+        """Say of each site whether there was anything to look at in its module's last pass."""
+        return [
+            site not in self._seen_at
+            or site.role not in self._seen_at[site].__dict__.get("nc_unseen", ())
+            for site in self.sites
+        ]
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Let the next reading tell nothing that has passed before this."""
+        torch._foreach_zero_([site.sample for site in self.sites])
+
+    def remove(self) -> None:
+        """Make the modules again what they were, unless somebody has done so already."""
+        for module, kind in self._before.items():
+            if "nc_unseen" not in module.__dict__:
+                continue
+            module.__class__ = kind
+            for name in ATTRIBUTES:
+                del module.__dict__[name]
+            if module.__dict__["nc_plain_class"] is kind:
+                del module.__dict__["nc_plain_class"]
+        self._before.clear()
+
+    def _add(self, chosen: ModulePlan, role: str, *, sample: Tensor | None = None) -> Site:
+        if sample is None:
+            sample = torch.zeros(SAMPLE, device=self._device)
+        site = site_of(chosen.name, role, chosen.policy, sample=sample)
+        self.sites.append(site)
+        return site
+
+
+def _trained_weight(model: nn.Module, chosen: ModulePlan) -> nn.Parameter | None:
+    """Return the weight that a module multiplies with, if it has one that is trained."""
+    weight = getattr(model.get_submodule(chosen.name), "weight", None)
+    return weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None
+
+
+def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Module | None]]:
+    """Return, for layers that run as one, where the first's input and the last's output are seen.
+
+    What is between them is never there.
+    """
+    seen: dict[str, tuple[nn.Module | None, nn.Module | None]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Chain | GeluChain):
+            ends = promised_ends(module)
+            assert ends is not None
+            first, last = (f"{name}.{end}".lstrip(".") for end in ends)
+            seen[first], seen[last] = (module, None), (None, module)
+    return seen

@@ -1,0 +1,126 @@
+"""Read what the probes of a model have sampled: on the device in one go, to the host in one copy.
+
+A reading costs a few dozen small kernels and is on its way while the next steps are being queued.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from narrowcast.hardware.async_copy import Arriving
+from narrowcast.health.statistics.probes import Probes
+from narrowcast.health.statistics.statistics import (
+    COLUMNS,
+    exponent_counts,
+    statistics,
+    trimmed,
+    what_if,
+)
+from narrowcast.health.statistics.what_if import unfit
+from narrowcast.runs import ExponentRecord, HealthRecord
+
+WORST = 4
+"""Tensors whose exponents are told."""
+
+
+@final
+class Reading:
+    """The statistics of one step, on their way from the device."""
+
+    def __init__(self, probes: Probes, *, step: int, exponents: bool = False) -> None:
+        self._sites, self._step, self._grouping = tuple(probes.sites), step, probes.grouping
+        self._seen = probes.seen()
+        with torch.no_grad():
+            self._stacks = self._grouping.stacks()
+            table = self._grouping.rows(self._stacks, statistics)
+            probes.counts.take_into(table)
+            counts = self._grouping.rows(self._stacks, exponent_counts) if exponents else None
+            self._supposed_sites = probes.supposition.sites
+            self._supposed = Arriving(probes.supposition.rows())
+        self._table = Arriving(table)
+        self._counts = None if counts is None else Arriving(counts)
+
+    def records(self) -> list[HealthRecord | ExponentRecord]:
+        """Return what was read. Waits until it has arrived."""
+        rows = self._table.landed().tolist()
+        health = self._record(rows, [site.format for site in self._sites])
+        return [] if health is None else [health, *self._worst(rows)]
+
+    def unfit(self, *, scaled: bool) -> list[str]:
+        """Return the modules whose supposed formats would not have held what passed.
+
+        `scaled`: a loss scale gives way to gradients that are too large. Waits until it is there.
+        """
+        return [*unfit(self._supposed_sites, self._supposed.landed().tolist(), scaled=scaled)]
+
+    def as_if(self, name: str) -> HealthRecord | None:
+        """Return what these samples would lose to another format; None where nothing has passed.
+
+        Waits for the device.
+        """
+        with torch.no_grad():
+            rows = what_if(self._grouping.in_order(self._stacks), name).tolist()
+        return self._record(rows, [name] * len(rows))
+
+    def _record(
+        self, rows: Sequence[Sequence[float]], formats: Sequence[str]
+    ) -> HealthRecord | None:
+        """Return what there is to tell of the tensors; None where nothing has passed."""
+        every = zip(self._sites, rows, formats, self._seen, strict=True)
+        both = [(site, row, name) for site, row, name, seen in every if seen]
+        ran = {s.module for s, row, _ in both if s.role in ("input", "output") and _is_there(row)}
+        # Zeros tell something only where a module has been called and something could come of it.
+        told = [
+            (s, row, name)
+            for s, row, name in both
+            if _is_there(row) or (s.module in ran and s.role in ("output", "grad_output"))
+        ]
+        if not told:
+            return None
+        columns = {name: tuple(row[i] for _, row, _ in told) for i, name in enumerate(COLUMNS)}
+        snr = tuple(None if math.isnan(value) else value for value in columns.pop("snr_db"))
+        return HealthRecord(
+            step=self._step,
+            module=tuple(site.module for site, _, _ in told),
+            role=tuple(site.role for site, _, _ in told),
+            format=tuple(name for _, _, name in told),
+            snr_db=snr,
+            **columns,
+        )
+
+    def _worst(self, rows: Sequence[Sequence[float]]) -> list[ExponentRecord]:
+        """Return the exponents of those tensors that lose most."""
+        if self._counts is None:
+            return []
+        counts = self._counts.landed().tolist()
+        found = []
+        there = [i for i, row in enumerate(rows) if self._seen[i] and _is_there(row)]
+        for i in sorted(there, key=lambda i: _signal(rows[i]))[:WORST]:
+            lowest, bins = trimmed([int(count) for count in counts[i]])
+            site = self._sites[i]
+            found.append(
+                ExponentRecord(
+                    step=self._step,
+                    module=site.module,
+                    role=site.role,
+                    format=site.format,
+                    lowest=lowest,
+                    counts=bins,
+                )
+            )
+        return found
+
+
+def _is_there(row: Sequence[float]) -> bool:
+    """Say whether anything but zeros has been sampled."""
+    return row[COLUMNS.index("amax")] > 0
+
+
+def _signal(row: Sequence[float]) -> float:
+    """Return how much is left of a tensor: what is not finite or lost is worse than any noise."""
+    told = dict(zip(COLUMNS, row, strict=True))
+    lost = told["nonfinite"] + told["overflow"] + told["underflow"]
+    snr = told["snr_db"]
+    return (math.inf if math.isnan(snr) else snr) - 1000 * lost

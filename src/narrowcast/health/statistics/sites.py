@@ -1,0 +1,33 @@
+"""One tensor of a model that is looked at."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from narrowcast.precision.plan.policy import Policy
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One tensor of a model that is looked at: whose it is, what it is rounded to, and a sample."""
+
+    module: str
+    role: str
+    format: str
+    scaling: str
+    sample: Tensor
+    """All zeros until something has passed."""
+
+
+def site_of(module: str, role: str, policy: Policy, *, sample: Tensor) -> Site:
+    """Return the site of a role of a module that has a policy."""
+    rounded_to = {
+        "input": policy.forward,
+        "weight": policy.forward,
+        "output": policy.output_format,
+        "grad_output": policy.grad_input,
+        "grad_weight": policy.grads_format,
+        "update": policy.params,
+    }[role]
+    scaling = policy.scaling if role in ("input", "weight", "grad_output") else "none"
+    return Site(module=module, role=role, format=rounded_to, scaling=scaling, sample=sample)

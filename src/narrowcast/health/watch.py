@@ -1,0 +1,198 @@
+"""Statistics and findings for people who stay in their own loop, or in somebody else's.
+
+    watch = narrowcast.watch(model, policy="bf16")
+    ...
+    loss.backward()
+    for finding in watch.step():
+        print(finding.module, finding.what, finding.why, finding.advice)
+    optimizer.step()
+
+The policy says what formats the loop computes in; nothing of the model changes but that samples are
+taken as tensors pass.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Self, final
+
+import torch
+from torch import nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import probe
+from narrowcast.health.findings.findings import Findings
+from narrowcast.health.statistics.probes import Probes
+from narrowcast.health.statistics.reading import Reading
+from narrowcast.numerics import format_named
+from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.runs import FindingRecord, HealthRecord
+
+EVERY = 10
+"""Steps between two readings."""
+
+
+def watch(model: nn.Module, *, policy: str | Policy = "fp32", every: int = EVERY) -> "Watch":
+    """Look at the tensors of a model that a loop of your own trains in a policy's formats.
+
+    Compile the model afterwards, if at all. `close()`, or the end of a `with` block, makes it
+    again what it was.
+    """
+    if every < 1:
+        raise RecipeError(f"watch(every={every}): write how many steps lie between two readings")
+    return Watch(model, policy=policy, every=every)
+
+
+@final
+class Watch:
+    """What is known of a model's tensors, and what was found."""
+
+    def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
+        device = _device_of(model)
+        choices = plan(model, policy, hardware=probe(str(device)), only_faster=False)
+        self._probes, self._every = Probes(model, choices), every
+        self._findings, self._waits = Findings(), device.type == "cuda"
+        self._readings: deque[Reading] = deque()
+        self._latest: Reading | None = None
+        self._steps = 0
+        self._probes.switch.on = every == 1
+        self.statistics: HealthRecord | None = None
+        """The latest that have arrived."""
+
+    def step(self, number: int | None = None) -> list[FindingRecord]:
+        """Take note of a step, between `backward()` and the optimizer's; return what begins there.
+
+        `number` is what the loop calls the step; None: one more than the last. On a GPU statistics
+        are told one reading late, so that nothing waits for them.
+        """
+        self._steps = self._steps + 1 if number is None else number
+        looked = self._probes.switch.on
+        self._probes.switch.on = (self._steps + 1) % self._every == 0
+        if not looked:
+            return []
+        self._probes.weights.take()
+        self._latest = Reading(self._probes, step=self._steps)
+        self._readings.append(self._latest)
+        self._probes.forget()
+        return self._arrived(leaving=1 if self._waits else 0)
+
+    def what_if(self, name: str) -> HealthRecord:
+        """Return what the tensors would lose to another format, scaled as a layer would.
+
+        Of the latest reading. Waits for the device.
+        """
+        format_named(name)  # which refuses what is none
+        lost = None if self._latest is None else self._latest.as_if(name)
+        if lost is None:
+            raise RecipeError(
+                f"what_if({name!r}): nothing has been read yet; call it after a step() that reads, "
+                f"of which there is one in {self._every} (every={self._every})"
+            )
+        return lost
+
+    def close(self) -> list[FindingRecord]:
+        """Make the model again what it was; return what was still on its way."""
+        found = self._arrived(leaving=0)
+        self._probes.remove()
+        return found
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _arrived(self, *, leaving: int) -> list[FindingRecord]:
+        found: list[FindingRecord] = []
+        while len(self._readings) > leaving:
+            for record in self._readings.popleft().records():
+                if isinstance(record, HealthRecord):
+                    self.statistics = record
+                    found += self._findings.look(record)
+        return found
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    raise RecipeError("watch() was given a model without parameters; give it the one you train")
+
+
+Tell = Callable[[FindingRecord], object]
+
+
+def lightning_callback(
+    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
+) -> Any:
+    """Return a callback for a Lightning trainer that watches the module it fits.
+
+    Findings go to `tell`, or to Lightning's warnings.
+    """
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities import rank_zero_warn
+
+    base: Any = Callback
+
+    class Watching(base):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            self.watch = watch(pl_module, policy=policy, every=every)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self._tell(self.watch.step(trainer.global_step + 1))
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            self._tell(self.watch.close())
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
+            watching: Watch | None = getattr(self, "watch", None)
+            if watching is not None:
+                self._tell(watching.close())
+
+        def _tell(self, found: list[FindingRecord]) -> None:
+            for finding in found:
+                (tell or (lambda f: rank_zero_warn(sentence(f))))(finding)
+
+    return Watching()
+
+
+def transformers_callback(
+    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
+) -> Any:
+    """Return a callback for transformers' Trainer that watches the model it trains.
+
+    Findings go to `tell`, or to transformers' log as warnings.
+    """
+    from transformers import TrainerCallback
+    from transformers.utils import logging
+
+    base: Any = TrainerCallback  # its types are there or not, as it is installed or not
+
+    class Watching(base):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            # Nobody says so when a training ends by an exception.
+            before: Watch | None = getattr(self, "watch", None)
+            if before is not None:
+                before.close()
+            self.watch = watch(given["model"], policy=policy, every=every)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._tell(self.watch.step(state.global_step + 1))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._tell(self.watch.close())
+
+        def _tell(self, found: list[FindingRecord]) -> None:
+            log = logging.get_logger("transformers.narrowcast")
+            for finding in found:
+                (tell or (lambda f: log.warning(sentence(f))))(finding)
+
+    return Watching()
+
+
+def sentence(finding: FindingRecord) -> str:
+    """Write a finding as one line."""
+    where = " ".join(part for part in (finding.module, finding.role) if part)
+    rest = f"; {finding.remedy}" if finding.remedy else ""
+    return f"step {finding.step}: {where}: {finding.what}: {finding.why}{rest}"

@@ -1,0 +1,1 @@
+"""Callbacks that let other people's trainers be watched."""

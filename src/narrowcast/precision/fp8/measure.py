@@ -1,0 +1,78 @@
+"""Measure how fast linear layers are in bf16 and in fp8 on a GPU, for plans to look up.
+
+A forward and a backward pass of one layer, with the weight quantised anew as after every step,
+captured as a CUDA graph and replayed: what the device takes, whatever the host does.
+"""
+
+import datetime
+import itertools
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.hardware import Speeds
+from narrowcast.hardware.replay import captured
+from narrowcast.hardware.speeds import KINDS, TOKENS, WIDTHS
+from narrowcast.precision.fp8.delayed import AmaxHistories
+from narrowcast.precision.fp8.layers import native_linear
+from narrowcast.precision.plan.module_plan import BLOCKS_AT
+from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.swap import swap
+
+REPEATS = 7
+
+
+def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
+    """Return the seconds of every kind and shape of the table; takes some seconds on an H200."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise UnsupportedError(
+            f"only a GPU of compute capability 8.9 or more has fp8 products to measure, and "
+            f"{device} is none; leave --measure out"
+        )
+    shapes = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
+    seconds: dict[str, tuple[float, ...]] = {}
+    for kind in _kinds(torch.cuda.get_device_capability(device)):
+        tell(f"linear layers in {kind if kind == 'bf16' else f'fp8, scaled by {kind}'}")
+        seconds[kind] = tuple(_seconds(kind, *shape, device=device) for shape in shapes)
+    return Speeds(
+        gpu=torch.cuda.get_device_name(device),
+        torch=torch.__version__,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        tokens=TOKENS,
+        inputs=WIDTHS,
+        outputs=WIDTHS,
+        seconds=seconds,
+    )
+
+
+def _kinds(capability: tuple[int, int]) -> list[str]:
+    """Return what a GPU has products for."""
+    return [kind for kind in KINDS if kind != "block" or capability == BLOCKS_AT]
+
+
+def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device) -> float:
+    layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
+    if kind != "bf16":
+        formats = ProductFormats.of(PRESETS[f"fp8-{kind}"])
+        history = AmaxHistories([formats], device).of(0) if kind == "delayed" else None
+        swap(layer, native_linear(kind), nc_formats=formats, nc_history=history)
+    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        torch.autograd.graph.increment_version([layer.weight])  # as an update would
+        torch.autograd.grad(layer(x), (x, layer.weight), grad)
+
+    replay = captured(step, device=device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    replay()
+    for event in events:
+        event.record()
+        replay()
+    torch.cuda.synchronize(device)
+    milliseconds: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return statistics.median(milliseconds) / 1e3

@@ -1,0 +1,1 @@
+"""Several layers computed as one, where a model has declared what they do."""

@@ -1,0 +1,85 @@
+"""Two linear layers in 16 bits and the GELU between them, of which one wide tensor is kept.
+
+Left to itself a forward pass keeps what goes into the GELU and what comes out of it, the two widest
+tensors of a transformer. Here the backward pass computes the latter again, where it reads the
+former for the derivative anyway. The products are torch's own.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from narrowcast.kernels.launch import why_not
+from narrowcast.precision.fused.declared import is_watched, promised_ends
+
+
+class GeluChain(nn.Module):
+    """A module of two linear layers and a GELU, run as one."""
+
+    nc_ends: tuple[str, str]
+    """The names of its two linear layers."""
+    nc_dtype: torch.dtype
+    """What they multiply in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return down(gelu(up(x))), multiplied in 16 bits."""
+        first, last = (getattr(self, name) for name in self.nc_ends)
+        if is_watched(first, last):
+            plain: Tensor = super().forward(x)  # somebody wants to see what is between them
+            return plain
+        given = (x, first.weight, first.bias, last.weight, last.bias)
+        result: Tensor = _apply(*(None if t is None else t.to(self.nc_dtype) for t in given))
+        return result
+
+
+def can_chain(module: nn.Module, *, device: torch.device) -> bool:
+    """Say whether a module promises a chain of plain linear layers, on a device with kernels."""
+    ends = promised_ends(module)
+    if ends is None or device.type != "cuda" or why_not(device):
+        return False
+    return all(type(getattr(module, name, None)) is nn.Linear for name in ends)
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        first: Tensor,
+        first_bias: Tensor | None,
+        last: Tensor,
+        last_bias: Tensor | None,
+    ) -> Tensor:
+        from narrowcast.kernels.gelu import gelu
+
+        wide = F.linear(x, first, first_bias)
+        ctx.save_for_backward(x, wide, first, last)
+        return F.linear(gelu(wide), last, last_bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from narrowcast.kernels.gelu import gelu_back
+
+        x, wide, first, last = ctx.saved_tensors
+        needs_x, needs_first, needs_bias, needs_last, needs_last_bias = ctx.needs_input_grad
+        grad_x = grad_first = grad_bias = grad_last = grad_last_bias = None
+        through, between = gelu_back(grad @ last, wide)
+        rows, rows_through = grad.flatten(0, -2), through.flatten(0, -2)
+        if needs_last:
+            grad_last = rows.t() @ between.flatten(0, -2)
+        if needs_last_bias:
+            grad_last_bias = rows.sum(0, dtype=torch.float32).to(grad.dtype)
+        if needs_x:
+            grad_x = through @ first
+        if needs_first:
+            grad_first = rows_through.t() @ x.flatten(0, -2)
+        if needs_bias:
+            grad_bias = rows_through.sum(0, dtype=torch.float32).to(grad.dtype)
+        return grad_x, grad_first, grad_bias, grad_last, grad_last_bias
+
+
+_apply: Any = _Chain.apply

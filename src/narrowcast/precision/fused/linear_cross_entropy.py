@@ -1,0 +1,172 @@
+"""The cross-entropy of a linear layer's output, on a GPU without ever holding that output.
+
+Where it is known what the layer computes, rows go through in chunks (`chunked_loss.py`); where only
+the layer itself knows, it is called. Either way products have the formats they would have had in
+`head(hidden)`.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.kernels.launch import why_not
+from narrowcast.precision.fused.chunked_loss import LossTerms, chunked_loss, reduced
+from narrowcast.precision.fused.chunked_module import chunked_module_loss
+from narrowcast.precision.fused.declared import is_watched
+from narrowcast.precision.products.regions import InRegion, Region
+from narrowcast.precision.swap import Onlooker, working_class
+
+_HAS_TRITON = not why_not(torch.device("cuda"))
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Return the cross-entropy of `head(hidden)` against `targets`, in fp32.
+
+    On a GPU never more than a chunk of the logits is held, of `chunk_rows` rows if given;
+    elsewhere chunks are made only if asked for. Products have the formats that `head(hidden)` would
+    have at this place. A head with fp8 products is called for each chunk (compiled, for all rows);
+    one that is emulated or has hooks is called once, and its logits are held whole.
+
+    `z_loss` adds so much of the squared logarithm of the sum of exponentials to each row's loss.
+    With `reduction="none"` the result has the shape of `targets`, and its backward pass makes the
+    logits again. A target that is no column and not `ignore_index` gives NaN where chunks are made,
+    an error elsewhere.
+    """
+    terms = LossTerms(ignore_index, label_smoothing, z_loss, reduction, chunk_rows)
+    _refuse(hidden, head, targets, terms)
+    asked = chunk_rows is not None or (hidden.device.type == "cuda" and _HAS_TRITON)
+    if hidden.numel() == 0 or not asked:
+        return _composed(hidden, head, targets, terms)
+    region = _own_region(head)
+    if region is None:
+        return _here(hidden, head, targets, terms, plain=working_class(head) is nn.Linear)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _in_region(region, hidden, head, targets, terms)
+
+
+def _refuse(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> None:
+    if hidden.shape[:-1] != targets.shape or targets.dtype != torch.int64:
+        raise RecipeError(
+            f"targets are {targets.dtype} of shape {tuple(targets.shape)} for hidden states of "
+            f"shape {tuple(hidden.shape)}; give torch.int64 of shape {tuple(hidden.shape[:-1])}"
+        )
+    if hidden.shape[-1] != head.in_features:
+        raise RecipeError(
+            f"hidden states of width {hidden.shape[-1]} were given to a head of width "
+            f"{head.in_features}; give the states that the head is made for"
+        )
+    if not 0.0 <= terms.label_smoothing <= 1.0:
+        raise RecipeError(f"label_smoothing={terms.label_smoothing}: write a number from 0 to 1")
+    if terms.reduction not in ("mean", "sum", "none"):
+        raise RecipeError(f'reduction={terms.reduction!r}: write "mean", "sum" or "none"')
+    if terms.chunk_rows is not None and terms.chunk_rows < 1:
+        raise RecipeError(f"chunk_rows={terms.chunk_rows}: write 1 or more, or leave it out")
+    if terms.chunk_rows is not None and not _HAS_TRITON:
+        raise UnsupportedError(
+            f"chunk_rows={terms.chunk_rows} needs Triton, which is not installed; install triton, "
+            "or leave chunk_rows out"
+        )
+
+
+def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> Tensor:
+    """Let the module make all logits, and torch the loss: what this whole module stands for."""
+    logits = head(hidden).reshape(-1, head.out_features)  # (rows, columns)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    flat = targets.flatten()
+    loss = F.cross_entropy(
+        wide,
+        flat,
+        ignore_index=terms.ignore_index,
+        label_smoothing=terms.label_smoothing,
+        reduction=terms.reduction,
+    )
+    if terms.z_loss:
+        kept = flat != terms.ignore_index
+        squares = torch.logsumexp(wide, -1).square().where(kept, 0.0) * terms.z_loss
+        loss = loss + reduced(squares, flat, terms)
+    return loss.view(targets.shape) if terms.reduction == "none" else loss
+
+
+def _own_region(head: nn.Linear) -> Region | None:
+    """Return the region a plain head enters by itself, where the device multiplies in it."""
+    if working_class(head).__bases__ != (InRegion, nn.Linear):
+        return None
+    region = head.nc_region
+    assert isinstance(region, Region)
+    return None if region.emulated or region.reduce != "fp32" else region
+
+
+def _in_region(
+    region: Region, hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
+) -> Tensor:
+    # On its own, because torch.compile cannot trace one context inside another in one function.
+    if region.format_name == "fp32":
+        hidden = hidden.float()
+    with region():
+        return _here(hidden, head, targets, terms, plain=True)
+
+
+def _here(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms, *, plain: bool
+) -> Tensor:
+    """Take chunks if what the head computes here is known, and call it if not."""
+    rows, flat = hidden.reshape(-1, head.in_features), targets.flatten()
+    dtype = _operand_dtype(hidden, head) if plain else None
+    if dtype is not None:
+        if isinstance(head, Onlooker):
+            head.nc_sees(rows)
+        loss = chunked_loss(rows, head.weight, head.bias, flat, terms=terms, dtype=dtype)
+    elif not plain and _is_fp8(head, terms):
+        loss = chunked_module_loss(rows, head, flat, terms=terms)
+    else:
+        return _composed(hidden, head, targets, terms)
+    return loss.view(targets.shape) if terms.reduction == "none" else loss
+
+
+def _is_fp8(head: nn.Linear, terms: LossTerms) -> bool:
+    """Say whether a head multiplies in fp8 on this device, and can be called for each chunk."""
+    if torch.compiler.is_compiling() or _is_emulated() or is_watched(head):
+        return False  # the compiler cannot trace a backward pass inside a forward pass
+    from narrowcast.precision.fp8.local import Fp8LocalLinear
+    from narrowcast.precision.fp8.tensorwise import Fp8Linear
+
+    if (
+        not isinstance(head, Fp8Linear | Fp8LocalLinear)
+        or head.nc_formats.output.dtype == torch.float16
+    ):
+        return False
+    return terms.reduction != "none" or not torch.is_grad_enabled()
+
+
+def _operand_dtype(hidden: Tensor, head: nn.Linear) -> torch.dtype | None:
+    """Return the format in which a plain linear layer multiplies here, if we can do the same."""
+    tensors = [t for t in (hidden, head.weight, head.bias) if t is not None]
+    if is_watched(head) or any(is_traceable_wrapper_subclass(t) for t in tensors) or _is_emulated():
+        return None
+    dtypes = {t.dtype for t in tensors}
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        return None
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype if len(dtypes) == 1 else None
+
+
+def _is_emulated() -> bool:
+    """Say whether a function mode would see a product made here; one for devices does not count."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(type(mode) is not DeviceContext for mode in modes)

@@ -1,0 +1,1 @@
+"""Gradients: the scale on the loss, the check that no bad one passes, norms."""

@@ -1,0 +1,49 @@
+"""The guard: no non-finite gradient reaches a weight, on any path, without waiting for the device.
+
+One pass over the gradients gives a norm per parameter. The total is finite exactly when every
+gradient is finite and none is so large that its square is not: Adam would put that infinity into
+its second moment. From the same norms come the clipping factor and, after a skip, the names of the
+parameters whose gradients were bad.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What one look at the gradients told; tensors stay on the device."""
+
+    norms: Tensor
+    """One per parameter, of the gradients as they came (scaled)."""
+    norm: Tensor
+    """Of all gradients together, the scale divided out."""
+    finite: Tensor
+
+
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the fp32 norm of each gradient."""
+    return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
+
+
+def check_gradients(
+    gradients: Sequence[Tensor],
+    inverse_scales: Tensor | None,
+    *,
+    take_norms: Callable[[Sequence[Tensor]], Tensor] = norms_of,
+) -> Checked:
+    """Take the norms of all gradients; `inverse_scales` is one factor for each, or one for all."""
+    norms = take_norms(gradients)
+    true_norms = norms if inverse_scales is None else norms * inverse_scales
+    norm = torch.linalg.vector_norm(true_norms)
+    # Of a single number torch takes the magnitude, whose square may still overflow.
+    squares = norm.square() + norms.square().sum()
+    return Checked(norms=norms, norm=norm, finite=squares.isfinite())
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients by."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)

@@ -1,0 +1,164 @@
+"""All loss scales of a run: one, or one per loss, and further ones for parts of the model.
+
+A part with a scale of its own multiplies the gradients inside it by that scale as well, so its
+weights are scaled by the product of both. When gradients overflow, the part they overflowed in
+backs off; the scale of the whole loss does where no part is to blame or none can give way further.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import RecipeError
+from narrowcast.precision.gradients.check import Checked, check_gradients
+from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
+
+# A part's scale begins at one and stays within fp16's own spread of exponents of it.
+PART_SPREAD = 2.0**15
+
+
+class Scales:
+    """The running scales, and which parameter is under which."""
+
+    def __init__(
+        self,
+        settings: LossScale | Mapping[str, LossScale] | None,
+        *,
+        parts: Sequence[str],
+        part_of: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        named = settings if isinstance(settings, Mapping) else {"loss": settings}
+        self._losses = {
+            name: RunningScale(value, device) for name, value in named.items() if value is not None
+        }
+        self.per_loss = isinstance(settings, Mapping) and len(self._losses) > 1
+        if parts and (self.per_loss or not self._losses):
+            raise RecipeError(
+                "parts of the model have a loss scale of their own only under one loss scale; "
+                "write one loss scale, and a policy that uses it (fp16)"
+            )
+        self.parts = {glob: RunningScale(self._part_settings(), device) for glob in parts}
+        # 0 stands for the parameters outside all parts.
+        self._part_of = torch.tensor(part_of, device=device)
+        self._finite: dict[str, Tensor] = {}
+
+    def of_loss(self, name: str) -> RunningScale | None:
+        """Return the scale of a loss; None where losses are not scaled."""
+        if not self._losses:
+            return None
+        if name not in self._losses:
+            raise RecipeError(
+                f"no loss scale is named {name!r}; prepare was given {', '.join(self._losses)}"
+            )
+        return self._losses[name]
+
+    @property
+    def value(self) -> Tensor | None:
+        """The scale of the first loss."""
+        return next(iter(self._losses.values())).value if self._losses else None
+
+    def growth_since(self, value: Tensor) -> Tensor | None:
+        """Return how many times larger all gradients are than under that scale of the loss.
+
+        None where losses have no scale, or have their own.
+        """
+        return None if self.value is None or self.per_loss else self.value / value
+
+    @property
+    def settings(self) -> LossScale | None:
+        """How the scale of the first loss begins and moves."""
+        return next(iter(self._losses.values())).settings if self._losses else None
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Every scale, as it is: those of the losses, then those of the parts."""
+        return [scale.value for scale in (*self._losses.values(), *self.parts.values())]
+
+    @contextlib.contextmanager
+    def set_to(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Let other values be in force inside the block, and what it finds be forgotten."""
+        before, finite = [value.clone() for value in self.values], dict(self._finite)
+        try:
+            for scale, value in zip(self.values, values, strict=True):
+                scale.copy_(value)
+            yield
+        finally:
+            for scale, value in zip(self.values, before, strict=True):
+                scale.copy_(value)
+            self._finite = finite
+
+    def take_unscaled(self, name: str, gradients: Sequence[Tensor]) -> None:
+        """Divide one loss's scale out of its gradients at once, so that the next can be added."""
+        scale = self._losses[name]
+        inverse = scale.value.reciprocal()
+        checked = check_gradients(gradients, inverse)
+        torch._foreach_mul_(list(gradients), inverse)
+        before = self._finite.get(name)
+        self._finite[name] = checked.finite if before is None else checked.finite & before
+
+    def inverse(self, present: Sequence[int]) -> Tensor | None:
+        """Return the factor that unscales, one for all or one for each of the given parameters."""
+        if not self._losses or self.per_loss:
+            return None
+        inverse = next(iter(self._losses.values())).value.reciprocal()
+        if not self.parts:
+            return inverse
+        return (inverse * self._part_factors())[self._parts_of(present)]
+
+    def update(self, checked: Checked, present: Sequence[int]) -> Tensor:
+        """Move every scale after a step; return whether none can give way to an overflow."""
+        at_floor = torch.ones_like(checked.finite)
+        if self.per_loss:
+            for name, finite in self._finite.items():
+                at_floor = at_floor & (finite | ~self._losses[name].can_give_way)
+                self._losses[name].update(finite)
+            self._finite.clear()
+            return at_floor
+        if not self._losses:
+            return at_floor
+        whole = next(iter(self._losses.values()))
+        at_floor = ~whole.can_give_way
+        if not self.parts:
+            whole.update(checked.finite)
+            return at_floor
+        bad = torch.zeros(len(self.parts) + 1, device=checked.norms.device)
+        bad.index_add_(0, self._parts_of(present), (~checked.norms.isfinite()).float())
+        can_give_way = torch.zeros_like(checked.finite)
+        for i, part in enumerate(self.parts.values(), start=1):
+            blamed = bad[i] > 0
+            can_give_way = can_give_way | (blamed & part.can_give_way)
+            part.update(~blamed)
+        whole.update(checked.finite | can_give_way)
+        return at_floor & ~can_give_way
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every scale and its memory."""
+        return {
+            "losses": {name: scale.state_dict() for name, scale in self._losses.items()},
+            "parts": {glob: scale.state_dict() for glob, scale in self.parts.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where saved scales stood."""
+        for name, scale in self._losses.items():
+            scale.load_state_dict(state["losses"][name])
+        for glob, scale in self.parts.items():
+            scale.load_state_dict(state["parts"][glob])
+
+    def _part_settings(self) -> LossScale:
+        whole = next(iter(self._losses.values())).settings
+        return replace(whole, initial=1.0, smallest=1 / PART_SPREAD, largest=PART_SPREAD)
+
+    def _part_factors(self) -> Tensor:
+        one = torch.ones((), device=self._part_of.device)
+        return torch.stack([one, *(part.value.reciprocal() for part in self.parts.values())])
+
+    def _parts_of(self, present: Sequence[int]) -> Tensor:
+        if len(present) == len(self._part_of):
+            return self._part_of
+        return self._part_of[torch.tensor(list(present), device=self._part_of.device)]

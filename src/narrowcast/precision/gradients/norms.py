@@ -1,0 +1,53 @@
+"""The norm of each gradient for the one-pass optimizer, by a kernel where there is one."""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.tables import upload
+from narrowcast.precision.dtensor import as_sharded, local_part, shards_of
+from narrowcast.precision.gradients.check import norms_of
+
+
+@final
+class GradientNorms:
+    """Takes the norms of gradients, and joins those of shards over the devices they lie on."""
+
+    def __init__(self, weights: Sequence[Tensor], *, kernel: bool) -> None:
+        meshes = {w.device_mesh for w in map(as_sharded, weights) if w is not None}
+        if len(meshes) > 1:
+            raise UnsupportedError(
+                "the weights lie on several device meshes, whose norms are not joined; "
+                "shard them all over one"
+            )
+        self._mesh = meshes.pop() if meshes else None
+        self._take = _taker(local_part(weights[0]).device, kernel=kernel)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the fp32 norm of each gradient, shards on other devices included."""
+        norms = self._take(shards_of(gradients))
+        if self._mesh is None:
+            return norms
+        for dim in range(self._mesh.ndim):
+            shards = map(as_sharded, gradients)
+            placed = [None if g is None else g.placements[dim] for g in shards]
+            if any(one is not None and one.is_partial() for one in placed):
+                raise UnsupportedError(
+                    "a gradient is a sum that is not summed yet (Partial); reduce it before step()"
+                )
+            sharded = torch.tensor([one is not None and one.is_shard() for one in placed])
+            squares = norms.square()
+            torch.distributed.all_reduce(squares, group=self._mesh.get_group(dim))
+            norms = torch.where(upload(sharded, norms.device), squares.sqrt(), norms)
+        return norms
+
+
+def _taker(device: torch.device, *, kernel: bool) -> Callable[[Sequence[Tensor]], Tensor]:
+    if kernel:
+        from narrowcast.kernels.grad_norm import NormKernel
+
+        return NormKernel(device)
+    return norms_of

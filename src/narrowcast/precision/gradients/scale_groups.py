@@ -1,0 +1,60 @@
+"""Parts of a model with a loss scale of their own: their modules, and the weights inside."""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.precision.gradients.loss_scale import RunningScale
+from narrowcast.precision.modules.wrappers import OwnLossScale
+from narrowcast.precision.swap import swap
+
+
+def part_of(name: str, globs: Sequence[str]) -> int:
+    """Return which part a weight is in, counted from one; zero for none."""
+    for i, glob in enumerate(globs, start=1):
+        pieces = name.split(".")
+        if any(fnmatchcase(".".join(pieces[: n + 1]), glob) for n in range(len(pieces))):
+            return i
+    return 0
+
+
+def find_parts(model: nn.Module, globs: Sequence[str]) -> dict[str, list[nn.Module]]:
+    """Return the modules each glob names, unless a weight would then be under two scales."""
+    inside: set[nn.Module] = set()
+    parts = {}
+    for glob in globs:
+        found = [m for name, m in model.named_modules() if fnmatchcase(name, glob)]
+        if not found:
+            raise RecipeError(f"loss_scale.groups: {glob!r} matches no module")
+        for module in found:
+            if inside & set(module.modules()):
+                raise RecipeError(
+                    f"loss_scale.groups: {glob!r} names a module that is in a group already, or "
+                    "holds one that is; write globs of which no module is part of two"
+                )
+            inside |= set(module.modules())
+        parts[glob] = found
+    _refuse_shared_weights(model, inside)
+    return parts
+
+
+def scale_parts(
+    parts: Mapping[str, Sequence[nn.Module]], scales: Mapping[str, RunningScale]
+) -> None:
+    """Let modules multiply the gradients inside them by the scale of their part."""
+    for glob, modules in parts.items():
+        for module in modules:
+            swap(module, OwnLossScale, nc_scale=scales[glob])
+
+
+def _refuse_shared_weights(model: nn.Module, inside: set[nn.Module]) -> None:
+    within = {p for module in inside for p in module.parameters(recurse=False)}
+    for name, module in model.named_modules():
+        shared = module not in inside and within & set(module.parameters(recurse=False))
+        if shared:
+            raise RecipeError(
+                f"loss_scale.groups: {name} shares a weight with a group it is not in, and its "
+                "gradients would have two scales; write globs that name all its modules, or none"
+            )

@@ -1,0 +1,186 @@
+"""Carry out a plan on a model: the only code that changes one."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.kernels.launch import why_not
+from narrowcast.numerics import plain_format
+from narrowcast.precision.fp8.delayed import AmaxHistories
+from narrowcast.precision.fp8.layers import native_linear
+from narrowcast.precision.fp8.tensorwise import Fp8Linear
+from narrowcast.precision.fused.declared import promised_ends
+from narrowcast.precision.fused.fp8_mlp import Fp8Chain, can_chain
+from narrowcast.precision.fused.gelu_mlp import GeluChain
+from narrowcast.precision.fused.gelu_mlp import can_chain as can_chain_16_bits
+from narrowcast.precision.modules.wrappers import MatchingInput, NarrowLinear, NarrowNorm, WideNorm
+from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.products.regions import InRegion, Region
+from narrowcast.precision.swap import swap
+
+
+def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
+    """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value."""
+    rewrite_modules(model, plan)
+    return _narrow_weights(model, plan)
+
+
+def rewrite_modules(model: nn.Module, plan: Plan) -> None:
+    """Let every module compute in its formats; leave the weights as they are kept."""
+    device_type = torch.device(plan.hardware.device).type
+    regions = {"": Region.of(plan)}
+    for chosen in plan.modules:
+        module = model.get_submodule(chosen.name)
+        around = _region_around(chosen.name, regions)
+        match chosen.kind:
+            case "normalisation":
+                _rewrite_norm(module, chosen, plan.policy)
+            case "linear" if _needs_own_products(chosen, around):
+                native = native_linear(chosen.policy.scaling)
+                kind = NarrowLinear if chosen.how == "emulated" else native
+                swap(module, kind, nc_formats=ProductFormats.of(chosen.policy), nc_history=None)
+            case "embedding":
+                continue
+            case _:
+                if chosen.policy.functional != around.format_name:
+                    region = Region(
+                        chosen.policy.functional,
+                        around.emulated or chosen.how == "emulated" or widens(chosen.policy),
+                        device_type,
+                        chosen.policy.reduce,
+                    )
+                    swap(module, InRegion, nc_region=region)
+                    regions[chosen.name] = region
+                if chosen.kind == "recurrent" and chosen.policy.params != "fp32":
+                    swap(module, MatchingInput)
+    _give_histories(model, plan)
+    _join_chains(model, plan)
+    _allow_kernels(model, plan)
+    whole = regions[""]
+    if whole != Region("fp32", False, device_type):
+        # Called outside `compute()`, to evaluate or to sample, the model is in its policy too.
+        swap(model, InRegion, nc_region=whole)
+
+
+def weight_formats(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
+    """Return what each weight is kept in; one that two modules share has the wider one's format."""
+    wanted: dict[nn.Parameter, str] = {}
+    for chosen in plan.modules:
+        module = model.get_submodule(chosen.name)
+        for parameter in module.parameters(recurse=chosen.kind == "attention"):
+            before = wanted.get(parameter, chosen.policy.params)
+            wanted[parameter] = "fp32" if "fp32" in (before, chosen.policy.params) else before
+    return wanted
+
+
+def _region_around(name: str, regions: Mapping[str, Region]) -> Region:
+    """Return the region of the nearest module above that has one; the model's is named `""`."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in regions:
+            return regions[name]
+    return regions[""]
+
+
+def _needs_own_products(chosen: ModulePlan, around: Region) -> bool:
+    """Say whether a linear layer multiplies in another way than the region around it.
+
+    One in the same format is left to the region; one in fp32 gets a region of its own.
+    """
+    match chosen.how:
+        case "unchanged":
+            return False
+        case "native":
+            return not is_uniform(chosen.policy)
+        case "emulated":
+            like_region = around.emulated and chosen.policy.forward == around.format_name
+            return not (like_region and is_uniform(chosen.policy))
+
+
+def _give_histories(model: nn.Module, plan: Plan) -> None:
+    """Give every module with delayed scaling its part of what all of them remember."""
+    delayed = [
+        module
+        for chosen in plan.modules
+        if chosen.policy.scaling == "delayed"
+        and isinstance(module := model.get_submodule(chosen.name), Fp8Linear | NarrowLinear)
+    ]
+    if not delayed:
+        return
+    device = next(delayed[0].parameters()).device
+    histories = AmaxHistories([module.nc_formats for module in delayed], device)
+    for i, module in enumerate(delayed):
+        module.nc_history = histories.of(i)
+
+
+def _join_chains(model: nn.Module, plan: Plan) -> None:
+    """Run modules as one that promise to be a chain of layers in the same formats."""
+    chosen = {each.name: each for each in plan.modules}
+    for name, module in list(model.named_modules()):
+        ends = promised_ends(module)
+        if ends is None:
+            continue
+        if can_chain(module):
+            swap(module, Fp8Chain, nc_ends=ends)
+        elif can_chain_16_bits(module, device=torch.device(plan.hardware.device)):
+            plans = [chosen.get(f"{name}.{end}".lstrip(".")) for end in ends]
+            formats = {_format_of_16_bits(each) for each in plans}
+            if len(formats) == 1 and (one := formats.pop()):
+                swap(module, GeluChain, nc_ends=ends, nc_dtype=_dtype(one))
+
+
+def _format_of_16_bits(chosen: ModulePlan | None) -> str:
+    """Return the one format of all products of a module on a GPU; nothing where that is not so."""
+    if chosen is None or chosen.how != "native" or not is_uniform(chosen.policy):
+        return ""
+    return chosen.policy.forward if chosen.policy.forward in ("bf16", "fp16") else ""
+
+
+def _allow_kernels(model: nn.Module, plan: Plan) -> None:
+    """Let modules take the faster way they have for 16 bits on a GPU."""
+    device = torch.device(plan.hardware.device)
+    region = Region.of(plan)
+    if device.type != "cuda" or why_not(device) or region.emulated:
+        return
+    if region.format_name in ("bf16", "fp16"):
+        for module in model.modules():
+            if hasattr(type(module), "nc_kernels"):
+                module.__dict__["nc_kernels"] = True
+
+
+def _rewrite_norm(module: nn.Module, chosen: ModulePlan, policy: Policy) -> None:
+    if chosen.policy.reduce != "fp32":
+        swap(module, NarrowNorm, nc_dtype=_dtype(chosen.policy.reduce))
+    elif policy.params != "fp32":
+        swap(module, WideNorm)
+
+
+def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
+    """Cast weights to their storage format."""
+    narrowed = []
+    for parameter, name in weight_formats(model, plan).items():
+        if name == "fp32" or not parameter.is_floating_point():
+            continue
+        full = parameter.data
+        parameter.data = full.to(_dtype(name))
+        wide = plan.policy.grads_format == "fp32"
+        set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
+        narrowed.append((parameter, full))
+    return narrowed
+
+
+def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let a weight's gradients have a dtype, unless they have it already."""
+    # Once set, torch keeps it whatever the weight's own dtype becomes.
+    if parameter.grad_dtype != dtype:
+        parameter.grad_dtype = dtype
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = plain_format(name).dtype
+    assert dtype is not None
+    return dtype

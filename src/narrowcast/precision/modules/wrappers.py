@@ -1,0 +1,120 @@
+"""What `prepare` turns modules into: the same objects, with a class of these before their own."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.precision.fp8.delayed import AmaxHistory
+from narrowcast.precision.nested import cast_floats, changed_tensors, first_tensor
+from narrowcast.precision.products.emulated import linear_product
+from narrowcast.precision.products.operands import ProductFormats
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer whose three products have formats of their own."""
+
+    nc_formats: ProductFormats
+    nc_history: AmaxHistory | None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
+        """Multiply in this layer's formats."""
+        return linear_product(
+            input, self.weight, self.bias, formats=self.nc_formats, history=self.nc_history
+        )
+
+    def extra_repr(self) -> str:
+        """Say the formats where the model is printed."""
+        f = self.nc_formats
+        return (
+            f"{super().extra_repr()}, forward={f.forward.name}, grad_input={f.grad_input.name}, "
+            f"grad_weight={f.grad_weight.name}, scaling={f.scaling}"
+        )
+
+
+class WideNorm(nn.Module):
+    """A normalisation in fp32 between 16-bit neighbours."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Widen, normalise, and return what came in."""
+        x = first_tensor(args, kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            args, kwargs = cast_floats((args, kwargs), torch.float32)
+            return super().forward(*args, **kwargs).to(x.dtype)
+
+
+class NarrowNorm(nn.Module):
+    """A normalisation whose input and result are rounded to a 16-bit format."""
+
+    nc_dtype: torch.dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Round, normalise with fp32 sums, round."""
+        x = first_tensor(args, kwargs)
+        with torch.autocast(x.device.type, enabled=False):
+            rounded = cast_floats((args, kwargs), self.nc_dtype)
+            args, kwargs = cast_floats(rounded, next(iter(self.parameters()), x).dtype)
+            return super().forward(*args, **kwargs).to(self.nc_dtype).to(x.dtype)
+
+
+class MatchingInput(nn.Module):
+    """A recurrent layer that takes inputs in the format of its weights, whatever they come in."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast floating-point arguments to the dtype of the weights."""
+        dtype = next(iter(self.parameters())).dtype
+        args, kwargs = cast_floats((args, kwargs), dtype)
+        return super().forward(*args, **kwargs)
+
+
+class OwnLossScale(nn.Module):
+    """A part of the model inside which gradients are multiplied by a further scale.
+
+    The factor goes on where the gradient enters (at the outputs) and comes off where it leaves (at
+    the inputs), so that only what happens inside, and its weights' gradients, see it.
+    """
+
+    nc_scale: Any  # anything with a `.value` tensor; typed loosely to keep layers apart
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Scale gradients on their way in, and back on their way out."""
+        factor = self.nc_scale.value
+        (args, kwargs), _ = _scale_gradients((args, kwargs), 1 / factor)
+        output = super().forward(*args, **kwargs)
+        scaled, found = _scale_gradients(output, factor)
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if trained and not found:
+            raise UnsupportedError(
+                f"a {type(self).__name__} with a loss scale of its own returned a "
+                f"{type(output).__name__} in which no tensor with gradients was found; let it "
+                "return a tensor, or a tuple, list or dict of tensors"
+            )
+        return scaled
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.factor).to(grad.dtype), None
+
+
+_scale_gradient: Any = _ScaleGradient.apply
+
+
+def _scale_gradients(value: Any, factor: Tensor) -> tuple[Any, int]:
+    """Return the value with its gradients scaled, and how many tensors in it have any."""
+    scaled: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        scaled.append(tensor)
+        return cast(Tensor, _scale_gradient(tensor, factor))
+
+    return changed_tensors(value, change), len(scaled)

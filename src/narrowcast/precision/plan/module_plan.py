@@ -1,0 +1,286 @@
+"""What one module gets: its formats, whether native or emulated, its bytes, and why.
+
+A decision is made of four: what the policy says of the module, what its kind and shape allow, where
+the GPU gains by it as measured, and how the hardware runs what is left.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.hardware import Hardware, Support
+from narrowcast.numerics import FORMATS, BlockFormat
+from narrowcast.precision.plan.module_kinds import Kind, products_of
+from narrowcast.precision.plan.policy import NARROW, PRODUCTS, Policy
+from narrowcast.precision.swap import plain_class
+
+How = Literal["native", "emulated", "unchanged"]
+
+WORTH_IT = 1.02
+"""Below this gain two measurements of the same thing differ."""
+
+BLOCKS_AT = (9, 0)
+_NO_BLOCKS = "only compute capability 9.0 has products with a scale for each block of 128"
+
+# cuBLAS takes fp8 operands only where both matrix dimensions are multiples of 16.
+FP8_MULTIPLE = 16
+FP8_BLOCK = 128
+"""Values of a block that has a scale, along the dimension that is summed; of a weight, squared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """What one module gets."""
+
+    name: str
+    kind: Kind
+    policy: Policy
+    """In force for this module: without exceptions, and after what its shape forbids."""
+    how: How
+    reason: str
+    parameters: int
+    """Weights this module is the first to hold; tied weights count once."""
+    bytes: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        products = products_of(self.kind)
+        lookup = self.policy.params
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            **{role: getattr(self.policy, role) if products else lookup for role in PRODUCTS},
+            "params": self.policy.params,
+            "output": self.policy.output_format if products else lookup,
+            "how": self.how,
+            "reason": self.reason,
+            "parameters": self.parameters,
+            "bytes": dict(self.bytes),
+        }
+
+
+class Choice:
+    """Decides one module at a time."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        hardware: Hardware,
+        emulate: bool | None,
+        *,
+        tokens: int,
+        only_faster: bool,
+    ) -> None:
+        self._policy, self._hardware, self._emulate = policy, hardware, emulate
+        self._tokens, self._only_faster = tokens, only_faster
+
+    def of(
+        self,
+        name: str,
+        module: nn.Module,
+        kind: Kind,
+        parameters: int,
+        *,
+        tied: bool,
+        moments: int,
+    ) -> ModulePlan:
+        """Return the plan of one module that is the first to hold so many parameters."""
+        policy = self._policy.for_module(name)
+        excepted = policy != replace(self._policy, exceptions=(), head="")
+        reason = ""
+        if kind == "normalisation":
+            if policy.reduce == "fp32" or next(module.buffers(), None) is not None:
+                # Running statistics are fp32, and torch wants weights of their dtype.
+                policy = replace(policy, params="fp32", grads="", master="none", moments="")
+            how: How = "unchanged"
+            reason = f"kept {policy.reduce}: normalisation"
+        elif isinstance(module, ParametrizationList):
+            how, reason = "unchanged", "kept fp32: a parametrisation computes a weight"
+            policy = replace(
+                Policy(), scaling="none", reduce=policy.reduce, accumulate=policy.accumulate
+            )
+        elif kind == "embedding":
+            how, reason = "unchanged", f"kept {policy.params}: a lookup multiplies nothing"
+        else:
+            kept, policy = _within_shape(policy, module, kind)
+            how, why = self._product_support(policy)
+            speed = ""
+            if how == "native":  # what is emulated is not asked for because it is fast
+                speed, policy = self._where_it_gains(policy, module)
+                how, why = self._product_support(policy)
+            reason = "; ".join(filter(None, [kept, why, speed]))
+        notes = ["exception"] if excepted else []
+        notes += ["weight tied to an earlier module"] if tied else []
+        if notes:
+            reason += f" ({', '.join(notes)})"
+        return ModulePlan(
+            name=name,
+            kind=kind,
+            policy=policy,
+            how=how,
+            reason=reason,
+            parameters=parameters,
+            bytes=_bytes(policy, self._policy, parameters, moments)
+            | _fp8_bytes(policy, module, how),
+        )
+
+    def support(self, format_name: str) -> Support:
+        """Return how products of a format will run, or refuse them."""
+        found = self._hardware.support(format_name)
+        if self._emulate and format_name != "fp32":
+            return Support(how="emulated", reason="asked for by emulate=true")
+        if found.how == "impossible":
+            raise UnsupportedError(
+                f"{format_name} products were asked for, but {found.reason}; "
+                "write precision.policy=fp32"
+            )
+        if found.how == "emulated" and self._emulate is False:
+            raise UnsupportedError(
+                f"{format_name} products were asked for without emulation, but {found.reason}; "
+                f"write precision.emulate=null to emulate them, or precision.policy=fp32"
+            )
+        return found
+
+    def _where_it_gains(self, policy: Policy, module: nn.Module) -> tuple[str, Policy]:
+        """Return the policy that is the faster one for a linear layer, and what was measured."""
+        speeds = self._hardware.speeds
+        if is_uniform(policy) or not isinstance(module, nn.Linear):
+            return "", policy
+        shape = f"{self._tokens}×{module.in_features}×{module.out_features}"
+        gain = None
+        if speeds is not None:
+            gain = speeds.gain(
+                policy.scaling,
+                tokens=self._tokens,
+                inputs=module.in_features,
+                outputs=module.out_features,
+            )
+        if gain is None:
+            return "its speed is not measured here", policy
+        if gain > WORTH_IT or not self._only_faster:
+            return f"{gain:.2f} × {policy.functional} at {shape}", policy
+        return f"kept {policy.functional}: {shape} gains nothing ({gain:.2f} ×)", _widened(policy)
+
+    def _product_support(self, policy: Policy) -> tuple[How, str]:
+        names = sorted({policy.forward, policy.grad_input, policy.grad_weight})
+        if names == ["fp32"]:
+            return "unchanged", "fp32"
+        supports = [self.support(name) for name in names if name != "fp32"]
+        emulated = [s for s in supports if s.how == "emulated"]
+        if emulated:
+            return "emulated", f"emulated: {emulated[0].reason}"
+        if not is_uniform(policy) and not _is_fp8_product(policy):
+            if self._emulate is False:
+                raise UnsupportedError(
+                    f"no native product mixes {policy}; write one format for all three products, "
+                    "or precision.emulate=null to emulate them"
+                )
+            return "emulated", "emulated: no native product mixes these formats"
+        if policy.scaling == "block" and self._hardware.capability != BLOCKS_AT:
+            if self._emulate is False:
+                raise UnsupportedError(
+                    f"scaling=block was asked for without emulation, but {_NO_BLOCKS}; "
+                    "write scaling=tensor"
+                )
+            return "emulated", f"emulated: {_NO_BLOCKS}"
+        return "native", f"native: {supports[0].reason}"
+
+
+def widens(policy: Policy) -> bool:
+    """Say whether weights are kept in fewer bits than they are multiplied in."""
+    return policy.params != "fp32" and policy.functional in ("fp32", "tf32")
+
+
+def is_uniform(policy: Policy) -> bool:
+    """Say whether all products have one format and return it: what a region can do."""
+    products = {getattr(policy, role) for role in PRODUCTS}
+    one = products.pop()
+    return (
+        not products
+        and not _eight_bits_or_less(one)
+        and policy.output_format == Policy(forward=one).output_format
+    )
+
+
+def _is_fp8_product(policy: Policy) -> bool:
+    """Say whether tensor cores have these products: e4m3 forward, fp8 or bf16 backward."""
+    backward = {policy.grad_input, policy.grad_weight}
+    return (
+        policy.forward == "e4m3"
+        and backward <= {"e4m3", "e5m2", "bf16"}
+        and policy.output_format == "bf16"
+    )
+
+
+def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, Policy]:
+    """Return the policy a module's kind and shape allow, and what was kept wider and why."""
+    if is_uniform(policy):
+        return "", policy
+    one, wide = policy.functional, _widened(policy)
+    if not isinstance(module, nn.Linear):
+        return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
+    plain = plain_class(module)  # a prepared model is planned as the one it was
+    if plain.forward is not nn.Linear.forward:
+        return f"kept {one}: {plain.__name__} has a forward of its own", wide
+    formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
+    blocks = [known.block for known in formats if isinstance(known, BlockFormat)]
+    own = [FP8_BLOCK] if policy.scaling == "block" else []
+    multiple = max([FP8_MULTIPLE, *own, *blocks])
+    shape = (module.in_features, module.out_features)
+    narrow = any(_eight_bits_or_less(known.name) for known in formats)
+    if narrow and any(size % multiple for size in shape):
+        return f"kept {one}: {shape[0]}×{shape[1]} is not a multiple of {multiple}", wide
+    return "", policy
+
+
+def _widened(policy: Policy) -> Policy:
+    """Return a policy with every product in the format of the functional ones."""
+    one = policy.functional
+    return replace(
+        policy,
+        forward=one,
+        grad_input=one,
+        grad_weight=one,
+        scaling="none",
+        accumulate="fp32",
+        output="",
+    )
+
+
+def _eight_bits_or_less(name: str) -> bool:
+    return name in NARROW or isinstance(FORMATS[name], BlockFormat)
+
+
+def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict[str, int]:
+    narrow = policy.params != "fp32"
+    beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if narrow else 0
+    kept = whole.moments_format if narrow or whole.needs_one_pass else "fp32"
+    grads = whole.grads_format if narrow else "fp32"
+    return {
+        "params": parameters * _size(policy.params),
+        "grads": parameters * _size(grads),
+        "master": parameters * beside,
+        "moments": round(parameters * moments * _moment_size(kept)),
+    }
+
+
+def _fp8_bytes(policy: Policy, module: nn.Module, how: How) -> dict[str, int]:
+    """Return what the weight takes that a layer keeps in fp8 as well, in both layouts."""
+    keeps = how == "native" and _is_fp8_product(policy)
+    if not keeps or not isinstance(module, nn.Linear):
+        return {}
+    layouts = 1 + (policy.grad_input in NARROW)
+    return {"fp8": layouts * module.weight.numel()}
+
+
+def _moment_size(name: str) -> float:
+    # A block of 256 moments of 8 bits shares an fp32 scale.
+    return 1 + 4 / 256 if name == "int8" else _size(name)
+
+
+def _size(name: str) -> int:
+    return 4 if name == "fp32" else 2

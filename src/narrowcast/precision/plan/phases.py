@@ -1,0 +1,111 @@
+"""Precision for the four phases of hybrid predictive training: warmup, full, predict, correct.
+
+Where backward passes are skipped and weights are moved by a prediction, only the forward pass is
+left, and that one may be narrow: by default `predict` is bf16 and the rest fp32. A value here says
+which policy each phase has; `precision.schedule`, or a strategy that decides the phases as it goes,
+brings it about with `Prepared.change`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from narrowcast.errors import RecipeError
+from narrowcast.numerics import FORMATS
+from narrowcast.precision.plan.policy import suggestion
+from narrowcast.precision.plan.presets import policy_from
+
+Phase = Literal["warmup", "full", "predict", "correct"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+RECOMMENDED: Mapping[Phase, str] = {
+    "warmup": "fp32",
+    "full": "fp32",
+    "predict": "bf16",
+    "correct": "fp32",
+}
+"""What a phase has where nothing is said of it and recommendations are wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePolicies:
+    """Which policy each of the four phases has.
+
+    What is said of a phase goes before what is recommended for it, and that before the default.
+    """
+
+    enabled: bool = True
+    """False: fp32 in every phase, whatever else is said."""
+    default: str = "fp32"
+    """The policy of phases of which nothing is said, without recommendations."""
+    overrides: Mapping[Phase, str] = field(default_factory=dict)
+    """Policies of single phases."""
+    auto_recommend: bool = True
+    """Whether phases of which nothing is said have what is recommended for them."""
+
+    def __post_init__(self) -> None:
+        for phase in self.overrides:
+            _refuse_unknown(phase)
+        for text in (self.default, *self.overrides.values()):
+            policy_from(text)  # refuses what is no policy
+
+    @classmethod
+    def conservative(cls) -> "PhasePolicies":
+        """Return fp32 in every phase."""
+        return cls(overrides=dict.fromkeys(PHASES, "fp32"))
+
+    @classmethod
+    def aggressive(cls) -> "PhasePolicies":
+        """Return bf16 in full and fp16 in predict, where no gradient can overflow; fp32 else."""
+        return cls(overrides={**RECOMMENDED, "full": "bf16", "predict": "fp16"})
+
+    def policy(self, phase: Phase) -> str:
+        """Return the policy of a phase, as text."""
+        _refuse_unknown(phase)
+        if not self.enabled:
+            return "fp32"
+        recommended = RECOMMENDED[phase] if self.auto_recommend else self.default
+        return self.overrides.get(phase, recommended)
+
+    def with_phase(self, phase: Phase, policy: str) -> "PhasePolicies":
+        """Return the same with another policy for one phase."""
+        return replace(self, overrides={**self.overrides, phase: policy})
+
+    def share_of_fp32(self, distribution: Mapping[Phase, float]) -> float:
+        """Return the bytes of a number computed with, of fp32's, on average over the steps.
+
+        `distribution` is the share of steps spent in each phase, 1 in all. It is an average: the
+        most memory a run needs at any time is that of its widest phase.
+        """
+        _refuse_uneven(distribution)
+        return math.fsum(
+            share * bytes_a_number(self.policy(phase)) / 4 for phase, share in distribution.items()
+        )
+
+    def memory_savings(self, distribution: Mapping[Phase, float]) -> float:
+        """Return what is left of 1 after `share_of_fp32`: 0.3 where that is 0.7."""
+        return 1 - self.share_of_fp32(distribution)
+
+
+def bytes_a_number(policy: str) -> float:
+    """Return the bytes of a number in the format a policy multiplies in, scales included."""
+    return FORMATS[policy_from(policy).forward].bytes
+
+
+def _refuse_unknown(phase: str) -> None:
+    if phase not in PHASES:
+        raise RecipeError(
+            f"no phase is named {phase!r}{suggestion(phase, PHASES)}; "
+            f"the phases are {', '.join(PHASES)}"
+        )
+
+
+def _refuse_uneven(distribution: Mapping[Phase, float]) -> None:
+    for phase, share in distribution.items():
+        _refuse_unknown(phase)
+        if not 0 <= share <= 1:
+            raise RecipeError(f"{phase} has {share:g} of the steps; write a share from 0 to 1")
+    whole = math.fsum(distribution.values())
+    if not math.isclose(whole, 1, abs_tol=1e-6):
+        raise RecipeError(f"the shares of the phases come to {whole:g}; write shares that make 1")

@@ -1,0 +1,130 @@
+"""The plan: for every module, which formats it gets, whether native or emulated, and why.
+
+A pure function of model, policy and hardware. The command line prints it, `prepare` carries it out
+and the report shows it: they read one value and cannot disagree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import Hardware, Support
+from narrowcast.precision.plan.module_kinds import kind_of
+from narrowcast.precision.plan.module_plan import Choice, ModulePlan, widens
+from narrowcast.precision.plan.policy import Policy, suggestion
+from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.swap import plain_class
+
+ASSUMED_TOKENS = 8192
+"""Rows a linear layer multiplies at once, where nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a whole model gets; carried out by `prepare`."""
+
+    policy: Policy
+    """As asked for, exceptions included."""
+    hardware: Hardware
+    """What it was made for."""
+    modules: tuple[ModulePlan, ...]
+    """Those that hold weights, multiply, or are an exception, in the model's order."""
+    functional: Support
+    """How products run that no module makes."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """What weights, gradients, master weights and moments will take, by role."""
+
+    @property
+    def emulated(self) -> bool:
+        """True where functional products are emulated, or their 16-bit weights widened first."""
+        return self.functional.how == "emulated" or widens(self.policy)
+
+    def module(self, name: str) -> ModulePlan:
+        """Return the plan of one module."""
+        return next(m for m in self.modules if m.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "policy": str(self.policy),
+            "hardware": f"{self.hardware.name} ({self.hardware.device})",
+            "modules": [m.to_json() for m in self.modules],
+            "functional": {
+                "format": self.policy.functional,
+                "how": self.functional.how,
+                "reason": self.functional.reason,
+            },
+            "bytes": dict(self.bytes),
+        }
+
+
+def plan(
+    model: nn.Module,
+    policy: str | Policy,
+    *,
+    hardware: Hardware,
+    overrides: Mapping[str, str] | None = None,
+    emulate: bool | None = None,
+    moments: int = 2,
+    tokens: int = ASSUMED_TOKENS,
+    only_faster: bool = True,
+) -> Plan:
+    """Decide the formats of every module. Leaves the model as it is, prepared or not.
+
+    `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
+    would need it is refused. `moments` is how many the optimizer keeps of each weight. `tokens` is
+    how many rows a linear layer multiplies at once; with `only_faster` a layer that gains nothing
+    from fp8 at that number, as measured on this GPU, is kept in the wider format.
+    """
+    whole = policy_from(policy, hardware).with_exceptions(overrides or {})
+    _refuse_unmatched(whole, model)
+    choice = Choice(whole, hardware, emulate, tokens=tokens, only_faster=only_faster)
+    seen: set[int] = set()
+    inside_attention: set[int] = set()
+    uncalled: set[str] = set()
+    modules: list[ModulePlan] = []
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind == "attention":
+            inside_attention |= {id(child) for child in module.modules()} - {id(module)}
+        if id(module) in inside_attention:
+            continue
+        named = any(fnmatchcase(name, glob) for glob, _ in whole.exceptions)
+        named |= name.rpartition(".")[0] in uncalled
+        if named and plain_class(module).forward is nn.Module.forward:
+            uncalled.add(name)  # a list of modules: what it is excepted from, they are
+            named = False
+        own = list(module.parameters(recurse=kind == "attention"))
+        if kind == "other" and not own and not (named and name):
+            continue
+        fresh = [p for p in own if id(p) not in seen]
+        tied = len(own) > len(fresh)
+        seen |= {id(p) for p in own}
+        modules.append(
+            choice.of(name, module, kind, sum(p.numel() for p in fresh), tied=tied, moments=moments)
+        )
+    totals: dict[str, int] = {}
+    for chosen in modules:
+        for role, size in chosen.bytes.items():
+            totals[role] = totals.get(role, 0) + size
+    return Plan(
+        policy=whole,
+        hardware=hardware,
+        modules=tuple(modules),
+        functional=choice.support(whole.functional),
+        bytes=totals,
+    )
+
+
+def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for glob, text in policy.exceptions:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise RecipeError(
+                f"precision exception `{glob}: {text}` matches no module"
+                f"{suggestion(glob, names)}; `narrowcast plan` lists the modules"
+            )

@@ -1,0 +1,1 @@
+"""Products in a format: operands brought into it, products emulated, regions around them."""

@@ -1,0 +1,121 @@
+"""The formats of a module's products, and how an operand is brought into one of them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from narrowcast.numerics import (
+    BF16,
+    FP16,
+    FP32,
+    TF32,
+    BlockFormat,
+    Format,
+    format_named,
+    plain_format,
+    quantize,
+    round_blocks,
+    round_to,
+)
+from narrowcast.precision.plan.module_plan import FP8_BLOCK
+from narrowcast.precision.plan.policy import Policy
+
+Along = Literal["row", "column"]
+"""Which way an operand is summed in a product, and so which way its scales run."""
+
+
+@dataclass(frozen=True)
+class ProductFormats:
+    """The formats of one module's three products and of what they return."""
+
+    forward: Format | BlockFormat
+    grad_input: Format | BlockFormat
+    grad_weight: Format | BlockFormat
+    output: Format
+    scaling: str
+    fast: bool = False
+    """Whether 8-bit outputs are summed as the tensor cores sum by themselves."""
+
+    @classmethod
+    def of(cls, policy: Policy) -> "ProductFormats":
+        """Return the formats a policy without exceptions asks for."""
+        return cls(
+            forward=format_named(policy.forward),
+            grad_input=format_named(policy.grad_input),
+            grad_weight=format_named(policy.grad_weight),
+            output=plain_format(policy.output_format),
+            scaling=policy.scaling,
+            fast=policy.accumulate == "fast",
+        )
+
+    @property
+    def one_rounding(self) -> bool:
+        """True where each tensor is rounded once for all products it takes part in."""
+        backward = {self.grad_input.name, self.grad_weight.name}
+        narrow = {name for name in backward if is_narrow(name)}
+        # Beside an 8-bit gradient the other operand keeps its rounding only if that has 8 bits too.
+        beside = is_narrow(self.forward.name) and len(backward) == 1 and narrow == backward
+        same = backward == {self.forward.name} or beside
+        blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
+        return same and not blocks and self.scaling not in ("row", "block")
+
+    def other_operand(self, product: Format | BlockFormat) -> Format | BlockFormat:
+        """Return the format of the operand beside the gradient in a backward product.
+
+        Beside an 8-bit gradient the input or weight keeps its own 8-bit format (e5m2 · e4m3); in a
+        wider product both operands have that format.
+        """
+        narrow = is_narrow(product.name) and is_narrow(self.forward.name)
+        return self.forward if narrow else product
+
+
+def operand(
+    x: Tensor,
+    target: Format | BlockFormat,
+    along: Along,
+    scaling: str,
+    scale: Tensor | None,
+    *,
+    weight: bool = False,
+) -> Tensor:
+    """Round a matrix to a format, scaled as that needs; a `scale` from the past goes before."""
+    if isinstance(target, BlockFormat):
+        # Blocks run along the dimension that is summed.
+        return round_blocks(x, target) if along == "row" else round_blocks(x.t(), target).t()
+    if not is_narrow(target.name):
+        return rounded(x, target)
+    if scale is not None:
+        # Beyond what the past foretold a value saturates; what is not finite stays so (· 0 is NaN).
+        scaled = x * scale
+        return round_to(scaled, target, saturate=True).add_(scaled, alpha=0.0).div_(scale)
+    if scaling == "block":
+        if weight:
+            return _in_squares(x, target)
+        blocked = quantize(x if along == "row" else x.t(), target, per="block", block=FP8_BLOCK)
+        return blocked if along == "row" else blocked.t()
+    per: Literal["row", "column", "tensor"] = along if scaling == "row" else "tensor"
+    return quantize(x, target, per=per)
+
+
+def _in_squares(x: Tensor, target: Format) -> Tensor:
+    """Round a matrix with one scale for each 128 × 128 of it; its sides are multiples of that."""
+    down, across = x.shape[0] // FP8_BLOCK, x.shape[1] // FP8_BLOCK
+    tiles = x.reshape(down, FP8_BLOCK, across, FP8_BLOCK).transpose(1, 2).flatten(2)
+    back = quantize(tiles, target, per="row").view(down, across, FP8_BLOCK, FP8_BLOCK)
+    return back.transpose(1, 2).reshape(x.shape)
+
+
+def rounded(x: Tensor, target: Format) -> Tensor:
+    """Round to a format that needs no scale; fp32 is left alone."""
+    return x if target is FP32 else round_to(x, target)
+
+
+def is_delayed(target: Format | BlockFormat) -> bool:
+    """Say whether a scale from the past is of use: a block has its own, 16 bits need none."""
+    return isinstance(target, Format) and is_narrow(target.name)
+
+
+def is_narrow(name: str) -> bool:
+    """Say whether operands of this format need scales."""
+    return name not in (FP32.name, TF32.name, BF16.name, FP16.name)

@@ -1,0 +1,89 @@
+"""What a run has been through, in numbers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrowcast.precision.step.outcome import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something a user should know: what is wrong, where, since when, and what to do."""
+
+    step: int
+    since: int
+    """The step at which it began."""
+    module: str
+    role: str
+    what: str
+    why: str
+    action: str
+    advice: str
+
+
+@dataclass(kw_only=True)
+class Stats:
+    """Counts since the beginning of the run; they survive a resume."""
+
+    steps: int = 0
+    """Steps tried."""
+    skipped: int = 0
+    overflows_in_a_row: int = 0
+    overflows_at_floor: int = 0
+    """In a row, with the scale as small as it may be."""
+    bad_module: str = ""
+    """Where the last overflow was nearest the loss."""
+    grad_norm: float = 0.0
+    """Of the last step that was applied."""
+    lost_updates: float | None = None
+    """The last measurement."""
+    scale_history: list[tuple[int, float]] = field(default_factory=list)
+    """The scale at each step where it changed, the first included."""
+    bytes: dict[str, int] = field(default_factory=dict)
+    """What is held now, by role."""
+
+    @property
+    def applied(self) -> int:
+        """Steps that moved the weights."""
+        return self.steps - self.skipped
+
+    @property
+    def overflow_rate(self) -> float:
+        """Skipped over tried."""
+        return self.skipped / self.steps if self.steps else 0.0
+
+    def count(self, facts: Facts) -> None:
+        """Take in one step."""
+        self.steps += 1
+        if not self.scale_history or self.scale_history[-1][1] != facts.loss_scale:
+            self.scale_history.append((self.steps, facts.loss_scale))
+        if facts.lost_updates is not None:
+            self.lost_updates = facts.lost_updates
+        if facts.finite:
+            self.overflows_in_a_row = self.overflows_at_floor = 0
+            self.grad_norm = facts.grad_norm
+            return
+        self.skipped += 1
+        self.bad_module = facts.bad_module
+        self.overflows_in_a_row += 1
+        if facts.at_floor:
+            self.overflows_at_floor += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as plain data."""
+        return {
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "overflows_in_a_row": self.overflows_in_a_row,
+            "overflows_at_floor": self.overflows_at_floor,
+            "bad_module": self.bad_module,
+            "grad_norm": self.grad_norm,
+            "lost_updates": self.lost_updates,
+            "scale_history": [list(pair) for pair in self.scale_history],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Stats":
+        """Return counts that were saved."""
+        history = [(int(step), float(scale)) for step, scale in state["scale_history"]]
+        return cls(**{**state, "scale_history": history})

@@ -1,0 +1,1 @@
+"""Weights: the ones a run trains, what is kept beside them, and how an update moves them."""

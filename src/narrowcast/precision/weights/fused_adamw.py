@@ -1,0 +1,320 @@
+"""The optimizer's step in one pass over memory, in place of torch's own AdamW or Adam.
+
+The state stays where torch keeps it, `optimizer.state`, under torch's names, and with fp32 moments
+means what torch's does: a run can be saved under one and resumed under the other. Moments of 8 bits
+have their scales beside them. On a GPU it is a Triton kernel; elsewhere its twin in plain torch.
+An average of the weights is moved in the same pass.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.kernels.adamw_twin import (
+    BLOCK,
+    AdamTwin,
+    Hyper,
+    Weight,
+    decode,
+    encode,
+    moments_of,
+)
+from narrowcast.kernels.tables import laid_like, lies_like, upload
+from narrowcast.precision.dtensor import local_part, shards_of
+from narrowcast.precision.gradients.norms import GradientNorms
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.weights.ema import WeightAverage
+from narrowcast.precision.weights.master import SCALE, MasterWeights
+from narrowcast.precision.weights.update_path import has_step_hooks, why_not_settings
+
+FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+class OnePass:
+    """Updates weights in place of `optimizer.step()`, on that optimizer's own state."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: Sequence[nn.Parameter],
+        masters: MasterWeights,
+        *,
+        policy: Policy,
+        kernel: bool | None = None,
+    ) -> None:
+        self._optimizer, self._weights, self._masters = optimizer, list(weights), masters
+        # In the formats that torch keeps too, each weight has that of its own dtype or master.
+        self._moments = policy.moments if policy.needs_one_pass else ""
+        self._device = local_part(self._weights[0]).device
+        self._kernel = self._device.type == "cuda" if kernel is None else kernel
+        places = {p: i for i, p in enumerate(masters.parameters)}
+        self._places = [places.get(p) for p in self._weights]
+        self._bound: list[_Bound] = []
+        self._bound_places: set[int] = set()
+        self._layouts: list[_Layout] = []
+        self._seen: list[int] = []
+        self._adam: AdamTwin | Any = None
+        self._average: WeightAverage | None = None
+        self.norms = GradientNorms(self._weights, kernel=self._kernel)
+        for i, p in enumerate(self._weights):
+            if self._key(i) in optimizer.state:  # a state that was there before
+                self._state(i, p)
+
+    def update(
+        self,
+        present: Sequence[int],
+        *,
+        factor: Tensor | None,
+        finite: Tensor,
+        metered: bool,
+        average: WeightAverage | None = None,
+    ) -> Tensor | None:
+        """Update the weights in these places, unless `finite` is false; nothing is waited for.
+
+        `factor` multiplies their gradients, one for all or one for each. The `average` moves
+        with them, and with no others. Returns the share of lost updates among all weights if it
+        is to be measured.
+        """
+        if has_step_hooks(self._optimizer):
+            raise RecipeError(
+                "the optimizer was given step hooks after prepare(), and the one-pass optimizer "
+                "would pass them by; register them before, or write one_pass=False"
+            )
+        if average is not self._average:
+            self._average, self._bound = average, []
+        self._refresh(present)
+        self.write_hyper()
+        lost: Tensor | None = self._adam.step(
+            self._gradients(present),
+            factor=self._of_bound(present, factor),
+            finite=finite,
+            metered=metered,
+        )
+        self.has_written(present)
+        # By this torch's schedules know that they are not called before the optimizer.
+        vars(self._optimizer)["_opt_called"] = True
+        return lost
+
+    def has_written(self, present: Sequence[int]) -> None:
+        """Let torch know that weights have other values: the kernel writes past it."""
+        torch.autograd.graph.increment_version(shards_of(self._weights[i] for i in present))
+
+    def write_hyper(self) -> None:
+        """Let the next step, or the next replay of a captured one, use the groups' settings."""
+        why = why_not_settings(self._optimizer)
+        if why:
+            raise RecipeError(
+                f"the optimizer was given other settings after prepare(), and {why}; set them "
+                "before, or write one_pass=False"
+            )
+        self._adam.write_hyper([_hyper(self._optimizer, g) for g in self._optimizer.param_groups])
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take the state of a saved optimizer as it is; torch's own loading would cast it."""
+        keys = [key for group in self._optimizer.param_groups for key in group["params"]]
+        for number, values in saved["state"].items():
+            state = self._optimizer.state[keys[number]]
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.detach().to(self._device, copy=True)
+        self._bound = []
+
+    def release(self) -> None:
+        """Leave the optimizer a state that torch itself can go on with: fp32, nothing beside it."""
+        self._refresh([])
+        for bound in self._bound:
+            state, w = self._optimizer.state[bound.key], bound.weight
+            for name, flat in zip((FIRST, SECOND), moments_of(w), strict=True):
+                if state[name].dtype != torch.float32:
+                    state[name] = _like(state[name], flat)
+                state.pop(name + SCALE, None)
+            group = self._optimizer.param_groups[w.group]
+            if not (group["fused"] or group["capturable"]):
+                state[STEP] = state[STEP].cpu()  # where torch keeps it
+        self._bound = []
+
+    def _refresh(self, present: Sequence[int]) -> None:
+        """Bind again if a weight is new here, or any tensor is not the one it was."""
+        if self._bound:
+            is_known = self._bound_places.issuperset(present)
+            if is_known and self._seen == self._tensors():
+                return
+            wanted = sorted(self._bound_places.union(present))
+        else:
+            states = self._optimizer.state
+            begun = [i for i in range(len(self._weights)) if STEP in states.get(self._key(i), {})]
+            wanted = sorted({*begun, *present})
+        groups = {
+            key: number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for key in group["params"]
+        }
+        self._bound = [self._bind(i, groups[self._key(i)]) for i in wanted]
+        self._bound_places = set(wanted)
+        weights = [bound.weight for bound in self._bound]
+        self._layouts = _layouts([w.weight for w in weights])
+        share = 0.0 if self._average is None else self._average.share
+        if self._kernel:
+            from narrowcast.kernels.adamw import AdamKernel
+
+            count = len(self._optimizer.param_groups)
+            self._adam = AdamKernel(weights, device=self._device, groups=count, share=share)
+        else:
+            self._adam = AdamTwin(weights, share=share)
+        self._seen = self._tensors()
+
+    def _tensors(self) -> list[int]:
+        """Return which tensors the optimizer's state and the weights are now, as numbers.
+
+        Those that are bound are alive, so no other has the number of one of them.
+        """
+        states = map(dict.values, self._optimizer.state.values())
+        kept = map(id, itertools.chain.from_iterable(states))
+        return [*kept, *map(Tensor.data_ptr, shards_of(self._weights))]
+
+    def _gradients(self, present: Sequence[int]) -> Sequence[Tensor | None]:
+        """Return the gradient of each bound weight, which lies in memory as the weight does."""
+        found = [self._weights[bound.place].grad for bound in self._bound]
+        there = shards_of(g for g in found if g is not None)
+        if len(present) == len(found) and _layouts(there) == self._layouts:
+            return there
+        shards = iter(there)
+        return [
+            None if g is None else _laid_like(next(shards), bound.weight.weight)
+            for g, bound in zip(found, self._bound, strict=True)
+        ]
+
+    def _key(self, i: int) -> nn.Parameter:
+        """The parameter under which the optimizer knows weight `i`."""
+        place = self._places[i]
+        if place is None or self._masters.kind == "none":
+            return self._weights[i]
+        return self._masters.shells[place]
+
+    def _bind(self, i: int, group: int) -> "_Bound":
+        p, key, place = self._weights[i], self._key(i), self._places[i]
+        state = self._state(i, p)
+        beside = None if place is None else self._masters.beside(place)
+        weight = Weight(
+            weight=local_part(p),
+            master="none" if place is None else self._masters.kind,
+            beside=None if beside is None else local_part(beside),
+            first=local_part(state[FIRST]),
+            second=local_part(state[SECOND]),
+            first_scale=state.get(FIRST + SCALE),
+            second_scale=state.get(SECOND + SCALE),
+            step=state[STEP],
+            group=group,
+            average=None if self._average is None else local_part(self._average.averages[i]),
+        )
+        assert all(lies_like(t, weight.weight) for t in weight.tensors)
+        return _Bound(place=i, key=key, state=dict(state), weight=weight)
+
+    def _state(self, i: int, p: nn.Parameter) -> dict[str, Any]:
+        """Return the optimizer's state of a weight, begun or brought into its format."""
+        state: dict[str, Any] = self._optimizer.state[self._key(i)]
+        widened = p.dtype == torch.float32 or self._masters.widens(p)
+        wanted = DTYPES[self._moments] if self._moments else (torch.float32 if widened else p.dtype)
+        step = state.get(STEP, torch.zeros(()))
+        state[STEP] = torch.as_tensor(step).to(self._device, torch.float32)
+        for name in (FIRST, SECOND):
+            dtype = torch.uint8 if wanted == torch.int8 and name == SECOND else wanted
+            if name + SCALE in state:
+                _undo_cast(state, name, dtype)
+            if name not in state:
+                state[name] = torch.zeros_like(p.detach(), dtype=dtype)
+                if wanted == torch.int8:
+                    blocks = -(-local_part(p).numel() // BLOCK)
+                    state[name + SCALE] = torch.zeros(blocks, device=self._device)
+            elif state[name].dtype != dtype or not lies_like(
+                local_part(state[name]), local_part(p)
+            ):
+                self._convert(state, name, p, dtype)
+        return state
+
+    def _convert(
+        self, state: dict[str, Any], name: str, p: nn.Parameter, dtype: torch.dtype
+    ) -> None:
+        given = local_part(state[name])
+        local = laid_like(given, local_part(p)).as_strided((given.numel(),), (1,))
+        state[name] = torch.zeros_like(p.detach(), dtype=dtype)
+        if dtype in (torch.int8, torch.uint8):
+            middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=self._device)
+            local, state[name + SCALE] = encode(local.float(), middle, signed=name == FIRST)
+        local_part(state[name]).as_strided((local.numel(),), (1,)).copy_(local)
+
+    def _of_bound(self, present: Sequence[int], factor: Tensor | None) -> Tensor | None:
+        """Give each bound weight its factor, where there is one for each that is present."""
+        if factor is None or factor.dim() == 0 or len(present) == len(self._bound):
+            return factor
+        place = {i: n for n, i in enumerate(present)}
+        chosen = torch.tensor([place.get(bound.place, 0) for bound in self._bound])
+        return factor[upload(chosen, factor.device)]
+
+
+def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
+    if gradient.shape != weight.shape:
+        raise UnsupportedError(
+            f"a gradient has the shape {tuple(gradient.shape)} on this device, where its weight "
+            f"has {tuple(weight.shape)}; shard both alike"
+        )
+    return laid_like(gradient, weight)
+
+
+_Layout = tuple[torch.Size, tuple[int, ...]]
+
+
+def _layouts(tensors: Sequence[Tensor]) -> list[_Layout]:
+    """Return the shape and strides of each. Of all weights in every step, so without a loop."""
+    return list(zip(map(Tensor.size, tensors), map(Tensor.stride, tensors), strict=True))
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A weight whose tensors are known, and what they were when it became so."""
+
+    place: int
+    key: nn.Parameter
+    state: dict[str, Any]
+    weight: Weight
+
+
+def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
+    return Hyper(
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
+    )
+
+
+def _undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype.
+
+    Where moments are kept in another format than codes, they become fp32, without scales.
+    """
+    if state[name + SCALE].dtype != torch.float32:
+        raise CheckpointError(
+            "torch's optimizer.load_state_dict rounded the scales of 8-bit moments; load the state "
+            "of the prepared model instead, with its own load_state_dict"
+        )
+    codes = torch.int8 if name == FIRST else torch.uint8
+    state[name] = state[name].to(codes)
+    if dtype != codes:
+        local = local_part(state[name])
+        flat = decode(local.as_strided((local.numel(),), (1,)), state.pop(name + SCALE))
+        state[name] = _like(state[name], flat)
+
+
+def _like(state: Tensor, flat: Tensor) -> Tensor:
+    """Return fp32 values in the shape and order of a moment."""
+    wide = torch.zeros_like(state, dtype=torch.float32)
+    local_part(wide).as_strided((flat.numel(),), (1,)).copy_(flat)
+    return wide

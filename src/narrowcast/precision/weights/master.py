@@ -1,0 +1,282 @@
+"""Master weights: the digits that a 16-bit working weight cannot hold.
+
+| kind | kept beside the weight | bytes | what it promises |
+|---|---|---|---|
+| fp32 | a whole fp32 copy | 4 | the fp32 optimizer, exactly |
+| split | the 16 bits that bf16 leaves out | 2 | the fp32 optimizer, exactly |
+| kahan | the rounding error, in the weight's format | 2 | sums to twice the digits |
+| stochastic | nothing | 0 | right on average |
+| none | nothing | 0 | updates below half a spacing are lost |
+
+The optimizer itself is torch's, whichever it is: it sees fp32 parameters, which exist from just
+before its step until just after it (for `fp32`, always).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import CheckpointError
+from narrowcast.numerics import BF16, FP16, round_stochastic
+from narrowcast.numerics.parts import (
+    fitting_compensation,
+    fitting_master,
+    nearest,
+    split,
+    whole,
+)
+from narrowcast.precision.dtensor import local_part, placed_like
+from narrowcast.precision.plan.policy import Master
+
+SCALE = "_scale"
+"""What the key of a moment is followed by in that of its scales, where it has 8 bits."""
+_FORMATS = {each.dtype: each for each in (BF16, FP16)}
+BUCKET = 2**25
+"""Weights whose fp32 copies and gradients exist at one time: 256 MiB of them."""
+
+
+def multiply(factors: Mapping[nn.Parameter, Tensor]) -> None:
+    """Multiply the gradients of weights in place."""
+    if not factors:
+        return
+    gradients = [p.grad for p in factors if p.grad is not None]
+    values = list(factors.values())
+    same = all(value is values[0] for value in values)
+    torch._foreach_mul_(gradients, values[0] if same else values)
+
+
+def in_buckets(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+    """Yield places of parameters a few at a time; at least once, with none where there are none."""
+    bucket: list[int] = []
+    size = 0
+    for i in indices:
+        if size >= BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(i)
+        size += parameters[i].numel()
+    # There is always one, if empty: the weights kept in fp32 travel with the first.
+    yield bucket
+
+
+class MasterWeights:
+    """The master weights of the parameters that are kept in 16 bits."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        full: Sequence[Tensor],
+        kind: Master,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.parameters = list(parameters)
+        self._index = set(self.parameters)
+        self._beside: list[Tensor] = []
+        self._generator: torch.Generator | None = None
+        if kind == "stochastic" and self.parameters:
+            self._generator = torch.Generator(self.parameters[0].device)
+            self._generator.manual_seed(seed)
+        # What the optimizer holds in place of each weight. Empty between steps, but for `fp32`.
+        self.shells = [nn.Parameter(torch.empty(0, device=p.device)) for p in self.parameters]
+        for i, value in enumerate(full):
+            self._begin(i, value.detach().float())
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer update the master weights in place of the working ones."""
+        if self.kind == "none":
+            recast(optimizer, self.parameters)
+            return
+        shells = dict(zip(self.parameters, self.shells, strict=True))
+        for group in optimizer.param_groups:
+            group["params"] = [shells.get(p, p) for p in group["params"]]
+        for parameter, shell in shells.items():
+            if parameter in optimizer.state:
+                optimizer.state[shell] = optimizer.state.pop(parameter)
+        recast(optimizer, self.shells)
+
+    def full(self, i: int) -> Tensor:
+        """Return weight `i` in fp32, with all the digits that are kept of it.
+
+        Whoever loads weights, or clamps them, writes to the working ones and knows of no others:
+        where what is kept beside one belongs to another number, the working one is right.
+        """
+        # torch cannot look at the bits of a sharded tensor, but at those of its shards.
+        beside = self.beside(i)
+        kept = None if beside is None else local_part(beside)
+        full = whole(local_part(self.parameters[i]), kept, kind=self.kind)
+        return placed_like(full, self.parameters[i].detach())
+
+    def stored(self, i: int) -> tuple[Tensor, ...]:
+        """Return the tensors that together hold weight `i`."""
+        if self.kind == "fp32":
+            return (self.shells[i].detach(),)
+        beside = (self._beside[i],) if self._beside else ()
+        return (self.parameters[i].detach(), *beside)
+
+    def beside(self, i: int) -> Tensor | None:
+        """Return what is kept beside working weight `i`; nothing for some kinds."""
+        if self.kind == "fp32":
+            return self.shells[i].detach()
+        return self._beside[i] if self._beside else None
+
+    def fit(self, i: int) -> None:
+        """Give up what is kept beside weight `i` where it belongs to another number."""
+        weight, beside = local_part(self.parameters[i]), self.beside(i)
+        if beside is None:
+            return
+        kept = local_part(beside)
+        match self.kind:
+            case "fp32":
+                # A look is faster than writing; a GPU would have to be waited for.
+                if weight.device.type != "cpu" or not _same_bits(
+                    nearest(kept, weight.dtype), weight
+                ):
+                    fitting_master(weight, kept, out=kept)
+            case "split":
+                kept.masked_fill_(weight == 0, 0)
+            case _:
+                kept.copy_(fitting_compensation(weight, kept))
+
+    def widens(self, parameter: nn.Parameter) -> bool:
+        """Say whether the optimizer sees an fp32 weight and gradient in place of this one's."""
+        return self.kind != "none" and parameter in self._index
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, factors: Mapping[nn.Parameter, Tensor]
+    ) -> None:
+        """Let the optimizer update all its weights, the master weights among them.
+
+        The gradients of these are multiplied by `factors`, where there are any, in fp32.
+        torch's own optimizers treat each weight by itself, so they are given a few at a time, and
+        the fp32 copies of all of them never exist at once.
+        """
+        if self.kind == "none" or not self.parameters:
+            optimizer.step()
+            return
+        with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            self._step_some(optimizer, with_gradient, factors)
+            return
+        whole = [group["params"] for group in optimizer.param_groups]
+        mine = set(self.shells)
+        first = {p for params in whole for p in params if p not in mine}
+        for bucket in in_buckets(with_gradient, self.parameters):
+            now = {self.shells[i] for i in bucket} | first
+            for group, params in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = [p for p in params if p in now]
+            try:
+                self._step_some(optimizer, bucket, factors)
+            finally:
+                for group, params in zip(optimizer.param_groups, whole, strict=True):
+                    group["params"] = params
+            first = set()
+
+    def _step_some(
+        self,
+        optimizer: torch.optim.Optimizer,
+        indices: list[int],
+        factors: Mapping[nn.Parameter, Tensor],
+    ) -> None:
+        for i in indices:
+            if self.kind == "fp32":
+                self.fit(i)
+            else:
+                self.shells[i].data = self.full(i)
+            gradient = self.parameters[i].grad
+            assert gradient is not None
+            self.shells[i].grad = gradient.float()
+        if factors:
+            multiply({self.shells[i]: factors[self.parameters[i]] for i in indices})
+        optimizer.step()
+        for i in indices:
+            shell = self.shells[i]
+            shell.grad = None
+            self._store(i, shell.detach())
+            if self.kind != "fp32":
+                shell.data = torch.empty(0, device=shell.device)
+
+    def bytes(self) -> int:
+        """Return the size of what is kept beside the working weights."""
+        kept = [*self._beside, *(self.shells if self.kind == "fp32" else [])]
+        return sum(t.numel() * t.element_size() for t in kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept beside the working weights, and belongs to them."""
+        for i in range(len(self.parameters)):
+            self.fit(i)
+        state: dict[str, Any] = {"kind": self.kind, "beside": self._beside}
+        if self.kind == "fp32":
+            state["beside"] = [shell.detach() for shell in self.shells]
+        if self._generator is not None:
+            state["generator"] = self._generator.get_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what was kept. The working weights are loaded before."""
+        if state["kind"] != self.kind:
+            raise CheckpointError(
+                f"the checkpoint keeps {state['kind']} master weights, the policy asks for "
+                f"{self.kind}; write master={state['kind']}"
+            )
+        targets = self._beside
+        if self.kind == "fp32":
+            targets = [shell.detach() for shell in self.shells]
+        for mine, saved in zip(targets, state["beside"], strict=True):
+            mine.copy_(saved)
+        if self._generator is not None:
+            self._generator.set_state(state["generator"].cpu())
+
+    def _begin(self, i: int, full: Tensor) -> None:
+        match self.kind:
+            case "fp32":
+                self.shells[i] = nn.Parameter(full.clone())
+            case "split":
+                self._beside.append(torch.empty_like(full, dtype=torch.int16))
+            case "kahan":
+                self._beside.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
+        if self.kind == "stochastic":
+            # A first value is given, not an update: the nearest one is the right one.
+            weight = local_part(self.parameters[i])
+            weight.copy_(nearest(local_part(full), weight.dtype))
+        else:
+            self._store(i, full)
+
+    def _store(self, i: int, full: Tensor) -> None:
+        # Element by element, so that each device can see to its own shard.
+        weight, full = local_part(self.parameters[i]), local_part(full)
+        beside = local_part(self._beside[i]) if self._beside else weight
+        match self.kind:
+            case "split":
+                high, low = split(full)
+                weight.copy_(high)
+                beside.copy_(low)
+            case "kahan":
+                weight.copy_(nearest(full, weight.dtype))
+                beside.copy_(nearest(full - weight.float(), weight.dtype))
+            case "stochastic":
+                assert self._generator is not None
+                target = _FORMATS[weight.dtype]
+                rounded = round_stochastic(full, target, generator=self._generator, saturate=True)
+                weight.copy_(rounded)
+            case _:
+                weight.copy_(nearest(full, weight.dtype))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def recast(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Give the moments of weights the dtype of these; torch exempts its step counts too.
+
+    Moments of 8 bits stay what they are, and so do their scales.
+    """
+    for parameter in parameters:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            exempt = key == "step" or key.endswith(SCALE)
+            if isinstance(value, Tensor) and value.is_floating_point() and not exempt:
+                optimizer.state[parameter][key] = value.to(parameter.dtype)

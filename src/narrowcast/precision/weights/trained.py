@@ -1,0 +1,261 @@
+"""The weights a run trains: their names, their full values, and how one step updates them."""
+
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.numerics import BF16
+from narrowcast.precision.dtensor import as_sharded, replace_values
+from narrowcast.precision.gradients.check import norms_of
+from narrowcast.precision.modules.rewrite import (
+    rewrite,
+    rewrite_modules,
+    set_grad_dtype,
+    weight_formats,
+)
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.products.regions import EmulatedProducts
+from narrowcast.precision.swap import restore
+from narrowcast.precision.weights.ema import WeightAverage
+from narrowcast.precision.weights.fused_adamw import OnePass
+from narrowcast.precision.weights.lost_updates import LostUpdates
+from narrowcast.precision.weights.master import MasterWeights, multiply, recast
+from narrowcast.precision.weights.ownership import Taken
+
+
+class TrainedWeights:
+    """What the optimizer was given, in the model's order, and the master weights among it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        names = {p: name for name, p in model.named_parameters() if p in held}
+        # The model's order is from input to output, and the one torch takes a total norm in.
+        self.all = [*names, *(p for p in held if p not in names)]
+        self.names = [names.get(p, f"weight {i}") for i, p in enumerate(self.all)]
+        self.device = self.all[0].device
+        self._model, self._optimizer = model, optimizer
+        self._narrowed: list[nn.Parameter] = []
+        self.masters = MasterWeights([], [], "none")
+        self._emulated = False
+        self.one_pass: OnePass | None = None
+        self.average: WeightAverage | None = None
+        self._master_index: dict[nn.Parameter, int] = {}
+        self._taken: Taken | None = None
+
+    def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
+        """Carry out a plan on the model, and let the optimizer hold the master weights.
+
+        `seed` is that of rounding by chance, where the master weights are `stochastic`.
+        """
+        self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
+        narrowed = rewrite(self._model, chosen)
+        for p, full in narrowed:
+            if as_sharded(p) is not None:
+                replace_values(p, full.to(p.dtype))
+        self._narrowed = [p for p, _ in narrowed]
+        trained = set(self.all)
+        self.masters = MasterWeights(
+            [p for p, _ in narrowed if p in trained],
+            [full for p, full in narrowed if p in trained],
+            chosen.policy.master or "none",
+            seed=seed,
+        )
+        self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
+        self.masters.adopt(self._optimizer)
+        self._emulated = chosen.emulated and chosen.policy.master == "none"
+        self.one_pass = None
+        if one_pass:
+            self.one_pass = OnePass(self._optimizer, self.all, self.masters, policy=chosen.policy)
+        self._taken = Taken(self._model, self._optimizer, self.all)
+
+    @property
+    def taken(self) -> Taken:
+        """What notices changes behind our back; there is none once all was given back."""
+        if self._taken is None:
+            raise RecipeError("release() has undone this prepare(); call prepare() again")
+        return self._taken
+
+    def change(self, before: Plan, chosen: Plan, *, one_pass: bool, seed: int) -> None:
+        """Carry out another plan in place of the one in force.
+
+        Every weight passes through its fp32 value, so fp32 weights and `fp32` and `split` masters
+        become one another bit for bit. `kahan` takes as many digits as two 16-bit numbers have and
+        `stochastic` and `none` those of one, rounded to the nearest; what any of them holds is
+        handed on whole. Moments keep their values in the formats of the new policy; 8-bit ones that
+        stay so keep their codes. Where nothing is kept in another way, no tensor is touched; else
+        two fp32 copies of the weights that are changed exist for a moment.
+        """
+        if _storage(self._model, before) == _storage(self._model, chosen):
+            restore(self._model)
+            rewrite_modules(self._model, chosen)
+            self._emulated = chosen.emulated and chosen.policy.master == "none"
+            return
+        codes = "int8"  # by themselves: made into numbers and back they would round once more
+        both = before.policy.moments_format == chosen.policy.moments_format == codes
+        self.widen(keep_codes=both and one_pass)
+        self.masters, self._master_index = MasterWeights([], [], "none"), {}
+        self.narrow(chosen, one_pass=one_pass, seed=seed)
+
+    def widen(self, *, keep_codes: bool = False) -> None:
+        """Undo `narrow`: plain modules, fp32 weights with all digits, the optimizer on them.
+
+        With `keep_codes` moments of 8 bits stay what they are; torch itself cannot go on with them.
+        """
+        if self._taken is not None:
+            self._taken.give_back()
+            self._taken = None
+        if self.one_pass is not None and not keep_codes:
+            self.one_pass.release()
+        full = [self.full(p) for p in self._narrowed]
+        restore(self._model)
+        originals = dict(zip(self.masters.shells, self.masters.parameters, strict=True))
+        for parameter, value in zip(self._narrowed, full, strict=True):
+            parameter.grad = None
+            replace_values(parameter, value)
+            set_grad_dtype(parameter, value.dtype)
+        for group in self._optimizer.param_groups:
+            group["params"] = [originals.get(p, p) for p in group["params"]]
+        for shell, parameter in originals.items():
+            if shell in self._optimizer.state:
+                self._optimizer.state[parameter] = self._optimizer.state.pop(shell)
+        recast(self._optimizer, self.masters.parameters)
+
+    def keep_average(self, *, decay: float) -> None:
+        """Keep an average of the weights from now on, whatever plan is carried out later."""
+        self.average = WeightAverage(self.all, self.full, decay=decay)
+
+    def with_gradients(self) -> list[int]:
+        """Return the places of the weights that have a gradient now."""
+        return [i for i, p in enumerate(self.all) if p.grad is not None]
+
+    def forget_gradients(self) -> None:
+        """Let go of every gradient."""
+        for p in self.all:
+            p.grad = None
+
+    def full(self, weight: nn.Parameter) -> Tensor:
+        """Return a weight with every digit that is kept of it, in fp32 at least."""
+        index = self._master_index.get(weight)
+        if index is not None:
+            return self.masters.full(index)
+        kept = weight.detach()
+        return kept.float() if kept.dtype in (torch.bfloat16, torch.float16) else kept
+
+    def full_by_name(self) -> dict[str, Tensor]:
+        """Return the model's state, its weights with every digit that is kept of them."""
+        weights = dict(self._model.named_parameters(remove_duplicate=False))
+        return {
+            name: self.full(weights[name]) if name in weights else value
+            for name, value in self._model.state_dict().items()
+        }
+
+    def norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the fp32 norm of each gradient."""
+        return norms_of(gradients) if self.one_pass is None else self.one_pass.norms(gradients)
+
+    def update(
+        self,
+        present: Sequence[int],
+        *,
+        factor: Tensor | None,
+        finite: Tensor | None,
+        metered: bool,
+    ) -> Tensor | None:
+        """Multiply the gradients and let the optimizer update the weights in these places.
+
+        `factor` is one for all of them or one for each. With `finite` given, the optimizer itself
+        skips where that is false, on the device. The average of every weight moves with them.
+        Returns the share of lost updates if it is to be measured: of a sample, or of all weights
+        where that costs nothing.
+        """
+        if self.one_pass is not None:
+            assert finite is not None
+            lost = self.one_pass.update(
+                present, factor=factor, finite=finite, metered=metered, average=self.average
+            )
+        else:
+            factors = self._factors(present, factor)
+            lost = self._update_by_torch(factors, finite=finite, metered=metered)
+        if self.average is not None:
+            moved = set() if self.one_pass is None else set(present)
+            left = [i for i in range(len(self.all)) if i not in moved]
+            self.average.update(left, self.full, finite=finite)
+        return lost
+
+    def _factors(self, present: Sequence[int], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
+        if factor is None:
+            return {}
+        weights = [self.all[i] for i in present]
+        if factor.dim() == 0:
+            return dict.fromkeys(weights, factor)
+        return dict(zip(weights, factor.unbind(), strict=True))
+
+    def _update_by_torch(
+        self, factors: Mapping[nn.Parameter, Tensor], *, finite: Tensor | None, metered: bool
+    ) -> Tensor | None:
+        meter = None
+        if metered:
+            moving = [p for p in self.all if p.grad is not None]
+            gradients = [p.grad for p in moving if p.grad is not None]
+            meter = LostUpdates([self._stored(p) for p in moving], gradients)
+        if factors:
+            # Gradients of 16 bits are widened first: in fp16 they would vanish without the scale.
+            multiply({p: f for p, f in factors.items() if not self.masters.widens(p)})
+        # The attributes by which torch's GradScaler tells a fused optimizer to skip.
+        told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
+        if finite is not None:
+            vars(self._optimizer).update(told)
+        with torch.enable_grad(), self._optimizer_products(), self.taken.own_step.let_pass():
+            self.masters.step(self._optimizer, factors)
+        if finite is not None:
+            for name in told:
+                delattr(self._optimizer, name)
+        return None if meter is None else meter.share()
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Give the optimizer a saved state, bit for bit."""
+        # torch keeps the tensors it is given, and another run may be using them.
+        self._optimizer.load_state_dict(copy.deepcopy(state))
+        if self.one_pass is not None:
+            self.one_pass.restore(state)
+
+    def bytes(self) -> dict[str, int]:
+        """Return what is held now, by role; gradients as if they were there."""
+        moments = [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return {
+            "params": sum(map(_size, self.all)),
+            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self.all),
+            "master": self.masters.bytes(),
+            "moments": sum(map(_size, moments)),
+        }
+
+    def _optimizer_products(self) -> contextlib.AbstractContextManager[Any]:
+        """An optimizer that multiplies (Adafactor) must not do so natively in bf16 either."""
+        if self._emulated and self._narrowed:
+            return EmulatedProducts(BF16, widen=False)
+        return contextlib.nullcontext()
+
+    def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
+        index = self._master_index.get(weight)
+        return (weight.detach(),) if index is None else self.masters.stored(index)
+
+
+def _storage(model: nn.Module, plan: Plan) -> tuple[object, ...]:
+    """Return all that decides how weights, gradients and moments are kept."""
+    policy = plan.policy
+    kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_one_pass)
+    return (weight_formats(model, plan), *kept)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

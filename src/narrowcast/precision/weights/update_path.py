@@ -1,0 +1,93 @@
+"""Which optimizer step updates the weights: torch's own, or one pass over memory; and why."""
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.kernels import launch
+from narrowcast.kernels.tables import is_dense
+from narrowcast.precision.dtensor import local_part
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.weights.ownership import OwnStepOnly
+
+
+def update_path(
+    optimizer: torch.optim.Optimizer, policy: Policy, *, asked: bool | None
+) -> tuple[bool, str]:
+    """Say whether the one-pass optimizer stands in, and in words what updates the weights and why.
+
+    Refuses what was asked for and cannot be: `asked`, or moments that only it can keep.
+    """
+    theirs = f"torch.optim.{type(optimizer).__name__}"
+    needed = f"moments={policy.moments}" if policy.needs_one_pass else ""
+    if asked is False:
+        if needed:
+            raise RecipeError(
+                f"{needed} is kept by the one-pass optimizer only, and one_pass=False was given; "
+                "leave one_pass out, or leave moments out of the policy"
+            )
+        return False, f"{theirs}: one_pass=False was given"
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    why = _why_not(optimizer)
+    if device.type == "cuda":
+        why = why or launch.why_not(device)
+    if why:
+        if asked or needed:
+            what = needed or "one_pass=True"
+            instead = "leave moments out of the policy" if needed else "leave one_pass out"
+            raise UnsupportedError(
+                f"{what} needs the one-pass optimizer, but {why}; use plain torch.optim.AdamW or "
+                f"Adam on one device, or {instead}"
+            )
+        return False, f"{theirs}: {why}"
+    if device.type == "cuda":
+        return True, "one pass over memory (Triton)"
+    if asked or needed:
+        return True, f"the one-pass optimizer in plain torch: {needed or 'one_pass=True'} was asked"
+    return False, f"{theirs}: without a GPU torch's own is as fast"
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether something is to happen around each of the optimizer's steps."""
+    replaced = vars(optimizer).get("step")
+    before = optimizer._optimizer_step_pre_hooks.values()
+    return bool(
+        any(not isinstance(hook, OwnStepOnly) for hook in before)
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        # A learning-rate schedule replaces it too, to learn that it was called.
+        or (replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False))
+    )
+
+
+def why_not_settings(optimizer: torch.optim.Optimizer) -> str:
+    """Say which of its groups' settings the one-pass step cannot obey; nothing where it can."""
+    for group in optimizer.param_groups:
+        for name in ("amsgrad", "maximize", "differentiable"):
+            if group.get(name):
+                return f"{name} is not in the one-pass kernel"
+        if any(isinstance(beta, Tensor) for beta in group["betas"]):
+            return "its betas are tensors"
+    return ""
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    """Say what about an optimizer the one-pass step cannot do; nothing where it can stand in."""
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        return f"{type(optimizer).__name__} is not in the one-pass kernel"
+    why = why_not_settings(optimizer)
+    if why:
+        return why
+    if has_step_hooks(optimizer):
+        return "its step has hooks"
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    if len({p.device for p in weights}) > 1:
+        return "its weights are on several devices"
+    for p in weights:
+        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"a weight is {p.dtype}"
+        if not is_dense(local_part(p)):
+            return "a weight's elements do not lie side by side in memory"
+    return ""

@@ -1,0 +1,237 @@
+"""The charts of a page, as data that plotly draws, each with a sentence that says the same."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowcast.report.charts import drawing
+from narrowcast.report.charts.series import (
+    Mark,
+    Series,
+    changes,
+    drawn,
+    series,
+    skip_marks,
+    smoothed,
+    smoothing_window,
+    thinned,
+)
+from narrowcast.report.in_force import named
+from narrowcast.report.phrases import count, scale, value
+from narrowcast.report.run_data import Story
+from narrowcast.report.summary import metric
+
+SMALL_POINTS = 600
+"""Points in a small chart, which is about 500 pixels wide."""
+
+MOST_UPRIGHTS = 40
+"""Lines across the losses before they hide them; the marks below stay however many there are."""
+
+_TICKS: dict[str, dict[str, Any]] = {
+    "lost": {"tickformat": ".3~p"},
+    "lr": {"exponentformat": "e"},
+}
+_NOTES = {"lost": "Share of weights whose update rounded to nothing."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure for plotly, and its text for those who do not see it."""
+
+    name: str
+    title: str
+    alt: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    note: str = ""
+    log_switch: bool = False
+    """Whether a reader may switch the values to a logarithmic axis."""
+
+    @property
+    def height(self) -> int:
+        """Pixels, which the page holds free before the chart is drawn."""
+        return int(self.layout["height"])
+
+
+def loss_chart(story: Story) -> Chart:
+    """Draw training loss and evaluations over steps, with skips, changes of format and findings."""
+    whole = series([r.step for r in story.steps], [r.loss for r in story.steps])
+    evals = _evaluations(story)
+    marks = skip_marks(story.steps)
+    window = smoothing_window(len(whole.steps))
+    color = "@faint" if window > 1 else "@series"
+    data = [drawing.line(thinned(whole), name="training", color=color, width=1)]
+    if window > 1:
+        name = f"median of {window} steps"
+        curve = smoothed(whole, window)
+        data.append(drawing.line(curve, name=name, color="@series", width=2))
+    if evals.steps:
+        data.append(drawing.points(evals, name=f"evaluated {metric(story)}"))
+    layout = drawing.layout(whole.steps, height=400)
+    tracks = _tracks(story, marks)
+    if tracks:
+        data += tracks
+        layout["yaxis"]["domain"] = [drawing.STRIP_ROW * len(tracks) + 0.04, 1]
+        layout["yaxis2"] = drawing.strip_axis(len(tracks))
+        layout["xaxis"]["anchor"] = "y2"
+    switched = sorted({r.step for r in story.changes})
+    if len(switched) <= MOST_UPRIGHTS:
+        layout["shapes"] = drawing.uprights(switched, color="@changed")
+    finite = whole.finite + evals.finite
+    layout["yaxis"]["visible"] = bool(finite)
+    top = frame_top(finite)
+    if top is not None:
+        layout["yaxis"]["range"] = [drawing.rounded(1.05 * min(finite) - 0.05 * top), top]
+    return Chart(
+        name="loss",
+        title="Loss",
+        alt=_loss_alt(whole, evals, marks) + _changes_alt(story),
+        data=data,
+        layout=layout,
+        note=_loss_note(whole, marks, top=top),
+        log_switch=bool(finite) and min(finite) > 0,
+    )
+
+
+def scale_chart(story: Story) -> Chart | None:
+    """Draw the loss scale over steps with its overflows; nothing where it was 1 throughout."""
+    scales = [r.loss_scale for r in story.steps]
+    whole = series([r.step for r in story.steps], [s if s > 0 else None for s in scales])
+    if not whole.finite or all(s == 1 for s in scales):
+        return None
+    marks = skip_marks(story.steps)
+    data = [drawing.stairs(thinned(changes(whole)), name="loss scale", color="@series")]
+    if marks:
+        data.append(drawing.overflows(drawn(marks)))
+    layout = drawing.layout(whole.steps, height=260)
+    layout["yaxis"].update(drawing.powers_of_two(whole.finite))
+    return Chart(
+        name="scale",
+        title="Loss scale",
+        alt=f"Loss scale on an axis of powers of two: {scale(scales[0])} at the first step, "
+        f"{scale(scales[-1])} at the last; {count(sum(m.steps for m in marks), 'step')} skipped.",
+        data=data,
+        layout=layout,
+    )
+
+
+def small_charts(story: Story) -> list[Chart]:
+    """Draw what is worth a glance: gradient norm, learning rate, lost updates, speed."""
+    span = [r.step for r in story.steps]
+    # Most steps do not measure lost updates; a gap between two that do would hide both.
+    metered = [r for r in story.steps if r.lost_updates is not None]
+    speeds = [r.tokens / r.seconds if r.seconds > 0 else None for r in story.steps]
+    wanted = [
+        ("norm", "Gradient norm", series(span, [r.grad_norm for r in story.steps])),
+        ("lr", "Learning rate", series(span, [r.lr for r in story.steps])),
+        (
+            "lost",
+            "Lost updates",
+            series([r.step for r in metered], [r.lost_updates for r in metered]),
+        ),
+        ("speed", "Tokens per second", series(span, speeds)),
+    ]
+    return [_small(name, title, whole, span=span) for name, title, whole in wanted if whole.finite]
+
+
+def _small(name: str, title: str, whole: Series, *, span: Sequence[int]) -> Chart:
+    low, high = min(whole.finite), max(whole.finite)
+    layout = drawing.layout(span, height=200)
+    layout["showlegend"] = False
+    # More than two decades would press most norms onto the axis.
+    if name == "norm" and low > 0 and high / low > 100:
+        layout["yaxis"].update(type="log", dtick=max(1, round(math.log10(high / low) / 4)))
+    else:
+        layout["yaxis"]["rangemode"] = "tozero"
+    layout["yaxis"].update(_TICKS.get(name, {}))
+    few = thinned(whole, SMALL_POINTS)
+    return Chart(
+        name=name,
+        title=title,
+        alt=f"{title} over steps: between {value(low)} and {value(high)}, "
+        f"{value(whole.finite[-1])} at the end.",
+        data=[drawing.line(few, name=title.lower(), color="@series", width=1.25)],
+        layout=layout,
+        note=_NOTES.get(name, ""),
+    )
+
+
+def _tracks(story: Story, marks: Sequence[Mark]) -> list[dict[str, Any]]:
+    """Make a row of marks each for skips, changes of format and findings, where there are any."""
+    tracks = [drawing.strip(drawn(marks), row=0)] if marks else []
+    changed: dict[int, list[str]] = {}
+    for change in story.changes:
+        what = f"{named(change.module)} {change.before} → {change.after}, {change.reason}"
+        changed.setdefault(change.step, []).append(what)
+    found: dict[int, list[str]] = {}
+    for finding in story.findings:
+        where = f"{finding.module}: " if finding.module else ""
+        found.setdefault(finding.step, []).append(f"{where}{finding.what}")
+    for name, told, symbol, color in (
+        ("format changed", changed, "diamond", "@changed"),
+        ("finding", found, "triangle-up", "@found"),
+    ):
+        if told:
+            row = len(tracks)
+            tracks.append(drawing.events(name, told, row=row, symbol=symbol, color=color))
+    return tracks
+
+
+def _evaluations(story: Story) -> Series:
+    key = metric(story)
+    found = [(r.step, r.metrics[key]) for r in story.evals if key in r.metrics]
+    return series([step for step, _ in found], [y for _, y in found])
+
+
+def frame_top(finite: Sequence[float]) -> float | None:
+    """Find where to cut the frame so that a rare spike does not flatten the rest of the curve.
+
+    A spike is ten times as far from the least value as 98 % of them; the high losses that a run
+    begins with are nearer, and stay in the frame.
+    """
+    if len(finite) < 50:
+        return None
+    ordered = sorted(finite)
+    low, usual = ordered[0], ordered[len(ordered) * 98 // 100]
+    limit = low + 10 * (usual - low)
+    if ordered[-1] <= limit or usual == low:
+        return None
+    tallest = max(y for y in finite if y <= limit)
+    return drawing.rounded(tallest + 0.05 * (tallest - low))
+
+
+def _loss_note(whole: Series, marks: Sequence[Mark], *, top: float | None) -> str:
+    notes = []
+    lost = len(whole.values) - len(whole.finite)
+    if lost:
+        notes.append(f"The loss was not finite in {count(lost, 'step')}: gaps in the line.")
+    if top is not None:
+        above = sum(y > top for y in whole.finite)
+        notes.append(f"{count(above, 'step')} above the frame: double-click to see all.")
+    if len(drawn(marks)) < len(marks):
+        notes.append("Skipped steps that lie close together share a mark.")
+    return " ".join(notes)
+
+
+def _changes_alt(story: Story) -> str:
+    if not story.changes:
+        return ""
+    first = count(story.changes[0].step)
+    return f" {count(len(story.changes), 'change')} of format, the first at step {first}."
+
+
+def _loss_alt(whole: Series, evals: Series, marks: Sequence[Mark]) -> str:
+    parts = []
+    if whole.finite:
+        parts.append(
+            f"Training loss over {count(len(whole.steps), 'step')}: {value(whole.finite[0])} at "
+            f"first, {value(whole.finite[-1])} at last"
+        )
+    lost = len(whole.values) - len(whole.finite)
+    if lost:
+        parts.append(f"not finite in {count(lost, 'step')}")
+    if evals.finite:
+        times = count(len(evals.steps), "time")
+        parts.append(f"evaluated {times}, {value(evals.finite[-1])} at last")
+    return "; ".join([*parts, f"{count(sum(m.steps for m in marks), 'step')} skipped"]) + "."

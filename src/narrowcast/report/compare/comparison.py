@@ -1,0 +1,147 @@
+"""Runs side by side: at equal step, at equal seconds, and by the time they took to get as far."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import RecipeError
+from narrowcast.report.compare.cautions import cautions
+from narrowcast.report.compare.groups import Group, Terms, differing, group_of, grouped, label_of
+from narrowcast.report.compare.runs import (
+    TRAINING,
+    Run,
+    lower_is_better,
+    points_of,
+    read_stories,
+)
+from narrowcast.report.run_data import Story
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Everything a table, a page or a script says about some runs."""
+
+    terms: Terms
+    groups: tuple[Group, ...]
+    differing: Mapping[str, tuple[str, ...]]
+    """Settings in which the groups differ, with the value of each."""
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "metric": self.terms.metric,
+            "lower_is_better": self.terms.lower,
+            "at_step": self.terms.step,
+            "at_seconds": self.terms.seconds,
+            "target": self.terms.target,
+            "interval": INTERVAL,
+            "groups": [group.to_json() for group in self.groups],
+            "differing": {key: list(values) for key, values in self.differing.items()},
+            "notes": list(self.notes),
+        }
+
+
+INTERVAL = (
+    "95 % t-interval of the mean over seeds, mean ± t · s / √n; a difference is taken seed by seed "
+    "where both have the same seeds, and by Welch's interval where not"
+)
+
+
+def compare(
+    folders: Sequence[str], *, metric: str | None = None, target: float | None = None
+) -> Comparison:
+    """Compare the runs in `folders`; refuse those that cannot be.
+
+    `metric` is the first one that every run was evaluated by, or the training loss. `target` is
+    the best value that even the worst of the runs reached.
+    """
+    _refuse_repeated(folders)
+    if target is not None and not math.isfinite(target):
+        raise RecipeError(f"--target {target}: no run can reach it; write a finite number")
+    stories = read_stories(folders)
+    _refuse_different_workloads(stories)
+    metric = _shared_metric(stories, metric)
+    runs = [
+        Run(label=label, story=story, points=points_of(story, metric))
+        for label, story in stories.items()
+    ]
+    _refuse_pointless(runs, metric)
+    terms = _terms(runs, metric, target=target)
+    together = grouped(runs)
+    apart = differing(together)
+    groups = [
+        group_of(
+            label_of(apart, members[0], place=place),
+            members,
+            first=together[0] if place else None,
+            terms=terms,
+        )
+        for place, members in enumerate(together)
+    ]
+    notes = tuple(cautions(together, apart, step=terms.step))
+    return Comparison(terms=terms, groups=tuple(groups), differing=apart, notes=notes)
+
+
+def _refuse_repeated(folders: Sequence[str]) -> None:
+    if len({Path(folder).resolve() for folder in folders}) < max(2, len(folders)):
+        raise RecipeError(
+            "compare needs two or more different run folders; write "
+            "`narrowcast compare runs/a runs/b`"
+        )
+
+
+def _refuse_different_workloads(stories: Mapping[str, Story]) -> None:
+    workloads = {label: story.setting("workload", "unknown") for label, story in stories.items()}
+    if len(set(workloads.values())) > 1:
+        told = ", ".join(f"{label} is {name}" for label, name in workloads.items())
+        raise RecipeError(
+            f"the runs train different things, and their metrics do not compare: {told}; "
+            "name runs of one workload"
+        )
+
+
+def _shared_metric(stories: Mapping[str, Story], asked: str | None) -> str:
+    evaluated = [
+        list(dict.fromkeys(key for record in story.evals for key in record.metrics))
+        for story in stories.values()
+    ]
+    shared = [key for key in evaluated[0] if all(key in other for other in evaluated)]
+    if asked is None:
+        return shared[0] if shared else TRAINING
+    if asked not in (*shared, TRAINING):
+        raise RecipeError(
+            f"--metric {asked}: not every run was evaluated by it; "
+            f"write one of {', '.join([*shared, repr(TRAINING)])}"
+        )
+    return asked
+
+
+def _refuse_pointless(runs: Sequence[Run], metric: str) -> None:
+    lost = [run.label for run in runs if not run.points]
+    if lost:
+        raise RecipeError(
+            f"{metric} was never finite in {', '.join(lost)}; leave it out, or name another "
+            "--metric"
+        )
+
+
+def _common_step(runs: Sequence[Run]) -> int:
+    """Return the last step that all runs have a value of, or else the last of the shortest run."""
+    shared = set.intersection(*({p.step for p in run.points} for run in runs))
+    return max(shared) if shared else min(run.points[-1].step for run in runs)
+
+
+def _terms(runs: Sequence[Run], metric: str, *, target: float | None) -> Terms:
+    lower = lower_is_better(metric)
+    best = [x for run in runs if (x := run.best(lower=lower)) is not None]
+    goal = max(best) if lower else min(best)
+    return Terms(
+        metric=metric,
+        lower=lower,
+        step=_common_step(runs),
+        seconds=min(run.points[-1].seconds for run in runs),
+        target=goal if target is None else target,
+    )

@@ -1,0 +1,174 @@
+"""Runs that share everything but the seed, taken together: what they come to, and how sure."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from narrowcast.report.compare.intervals import (
+    Estimate,
+    difference_of,
+    mean_of,
+    paired_difference_of,
+)
+from narrowcast.report.compare.runs import Point, Run
+from narrowcast.report.phrases import course
+from narrowcast.report.settings_text import written
+from narrowcast.runs import strict_json
+
+MOST_IN_LABEL = 3
+"""Differing settings that name a group; the rest are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What all runs of a comparison are measured by."""
+
+    metric: str
+    lower: bool
+    """Whether a lower value of the metric is better."""
+    step: int
+    seconds: float
+    target: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that share everything but the seed, and what they come to."""
+
+    label: str
+    runs: tuple[Run, ...]
+    at_step: Estimate | None
+    """The metric at the step of the comparison."""
+    at_seconds: Estimate | None
+    """The metric at the seconds of the comparison; None where no run had been evaluated by then."""
+    against: Estimate | None
+    """How much `at_step` is above that of the first group; None for the first group itself."""
+    seconds_to: Estimate | None
+    """Seconds in steps until the target; None where no run reached it."""
+    steps_to: Estimate | None
+    reached: int
+    """Runs that reached the target."""
+    tokens_per_second: float
+    skipped: int
+    peak_bytes: int
+
+    @property
+    def seeds(self) -> tuple[Any, ...]:
+        """The seeds, each once."""
+        return tuple(dict.fromkeys(run.seed for run in self.runs))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        estimates = ("at_step", "at_seconds", "against", "seconds_to", "steps_to")
+        found = {name: getattr(self, name) for name in estimates}
+        return {
+            "label": self.label,
+            "runs": [{"folder": run.label, "seed": run.seed} for run in self.runs],
+            "seeds": list(self.seeds),
+            **{name: estimate and estimate.to_json() for name, estimate in found.items()},
+            "reached": self.reached,
+            "tokens_per_second": self.tokens_per_second,
+            "skipped": self.skipped,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def group_of(
+    label: str, runs: Sequence[Run], *, first: Sequence[Run] | None, terms: Terms
+) -> Group:
+    """Measure runs that share everything but the seed, and set them against the `first` group."""
+    steps = [record for run in runs for record in run.story.steps]
+    spent = sum(record.seconds for record in steps)
+    values = values_by_seed(runs, terms)
+    reached = [run.reached(terms.target, lower=terms.lower) for run in runs]
+    in_time = [run.at_seconds(terms.seconds) for run in runs]
+    return Group(
+        label=label,
+        runs=tuple(runs),
+        at_step=mean_of(list(values.values())),
+        at_seconds=mean_of(list(_by_seed(runs, in_time, field="value").values())),
+        against=difference(values, values_by_seed(first, terms)) if first else None,
+        seconds_to=mean_of(list(_by_seed(runs, reached, field="seconds").values())),
+        steps_to=mean_of(list(_by_seed(runs, reached, field="step").values())),
+        reached=sum(point is not None for point in reached),
+        tokens_per_second=sum(r.tokens for r in steps) / spent if spent > 0 else 0.0,
+        skipped=sum(not record.applied for record in steps),
+        peak_bytes=max(record.peak_bytes for record in steps),
+    )
+
+
+def grouped(runs: Sequence[Run]) -> list[list[Run]]:
+    """Put runs together that differ in nothing but the seed, in the order they were named."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[strict_json.dumps(dict(sorted(run.recipe.items())))].append(run)
+    return list(groups.values())
+
+
+def differing(groups: Sequence[Sequence[Run]]) -> dict[str, tuple[str, ...]]:
+    """Return the settings in which groups differ, with the value of each."""
+    recipes = [members[0].recipe for members in groups]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    found = {key: tuple(written(recipe.get(key)) for recipe in recipes) for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def label_of(differing: Mapping[str, tuple[str, ...]], run: Run, *, place: int) -> str:
+    """Name a group by what sets it apart, or by its recipe where nothing does."""
+    if not differing:
+        return f"{run.story.name} in {run.story.policy}"
+    # The policy is what most comparisons are about; with a schedule, that of each phase.
+    keys = sorted(differing, key=lambda key: key != "precision.policy")
+    parts = [f"{key}={differing[key][place]}" for key in keys]
+    if "precision.schedule" in differing:
+        others = [key for key in keys if key not in ("precision.policy", "precision.schedule")]
+        parts = [
+            course(run.story.setting("precision.policy"), run.story.setting("precision.schedule")),
+            *(f"{key}={differing[key][place]}" for key in others),
+        ]
+    more = f" and {len(parts) - MOST_IN_LABEL} more" if len(parts) > MOST_IN_LABEL else ""
+    return ", ".join(parts[:MOST_IN_LABEL]) + more
+
+
+def values_by_seed(runs: Sequence[Run], terms: Terms) -> dict[str, float]:
+    """Return the metric at the step of the comparison, by seed."""
+    return _by_seed(runs, [run.at_step(terms.step) for run in runs], field="value")
+
+
+def mean_curve(group: Group) -> list[tuple[int, Estimate]]:
+    """Return the mean of a group at every step at which all its runs have a value."""
+    points = [{p.step: p for p in run.points} for run in group.runs]
+    common = sorted(set.intersection(*(set(found) for found in points)))
+    curve = []
+    for step in common:
+        values = _by_seed(group.runs, [found[step] for found in points], field="value")
+        if (mean := mean_of(list(values.values()))) is not None:
+            curve.append((step, mean))
+    return curve
+
+
+def difference(values: Mapping[str, float], reference: Mapping[str, float]) -> Estimate | None:
+    """Estimate how much values are above those of a reference, seed by seed where they share them.
+
+    Runs of one seed begin with the same weights and read the same data, so their difference varies
+    less than they do.
+    """
+    if set(values) == set(reference):
+        return paired_difference_of([(values[seed], reference[seed]) for seed in values])
+    return difference_of(list(values.values()), list(reference.values()))
+
+
+def _by_seed(
+    runs: Sequence[Run],
+    points: Sequence[Point | None],
+    *,
+    field: Literal["value", "seconds", "step"],
+) -> dict[str, float]:
+    """Return one value a seed: runs that share a seed are repetitions, and are averaged first."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for run, point in zip(runs, points, strict=True):
+        if point is not None:
+            found[str(run.seed)].append(getattr(point, field))
+    return {seed: fmean(values) for seed, values in found.items()}

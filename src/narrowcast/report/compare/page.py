@@ -1,0 +1,167 @@
+"""The page of a comparison: a table, and the curves of the groups over steps and over seconds."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from narrowcast.report.charts import drawing
+from narrowcast.report.charts.run_charts import Chart
+from narrowcast.report.charts.series import series
+from narrowcast.report.compare.comparison import INTERVAL, Comparison
+from narrowcast.report.compare.groups import Group, mean_curve
+from narrowcast.report.compare.rows import headline, rows, said, titles
+from narrowcast.report.compare.runs import Point
+from narrowcast.report.phrases import capital, count, duration, value
+from narrowcast.report.rendering import render, write_page
+
+COLOURS = 8
+"""Groups that have a colour of their own; after them the colours begin again."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""So that lines on one another can be seen, and told apart without their colours."""
+
+
+def write_comparison(comparison: Comparison, target: str | Path) -> Path:
+    """Write the page of a comparison to the file `target`."""
+    charts = [_by_step(comparison), _by_seconds(comparison)]
+    values = {
+        "comparison": comparison,
+        "headline": headline(comparison),
+        "rows": rows(comparison),
+        "columns": titles(comparison),
+        "interval": INTERVAL,
+        "charts": charts,
+        "colours": [_colour(place).removeprefix("@") for place in range(len(comparison.groups))],
+    }
+    return write_page(Path(target), render("compare.html", values, charts=charts))
+
+
+def _by_step(comparison: Comparison) -> Chart:
+    data = []
+    for place, group in enumerate(comparison.groups):
+        data += _band(group, place) if len(group.seeds) > 1 else _lines(group, place, x=_step)
+    terms = comparison.terms
+    return Chart(
+        name="bystep",
+        title=f"{capital(said(terms.metric))} over steps",
+        alt=_alt(comparison, "at_step", when=f"At step {count(terms.step)}"),
+        data=data,
+        layout=_layout(comparison, _step, axis="step"),
+        log_switch=_positive(comparison),
+        note="A line is the mean over seeds, the band its 95 % interval."
+        if any(len(group.seeds) > 1 for group in comparison.groups)
+        else "",
+    )
+
+
+def _by_seconds(comparison: Comparison) -> Chart:
+    data = []
+    for place, group in enumerate(comparison.groups):
+        data += _lines(group, place, x=_seconds)
+    terms = comparison.terms
+    layout = _layout(comparison, _seconds, axis="seconds")
+    layout["xaxis"].update(
+        ticksuffix=" s", tickformat="~r", unifiedhovertitle={"text": "%{x:.4~r} s"}
+    )
+    layout["xaxis"].pop("dtick", None)
+    layout["shapes"] = [
+        *drawing.uprights([terms.seconds], color="@quiet"),
+        *_level(terms.target, comparison),
+    ]
+    return Chart(
+        name="byseconds",
+        title=f"{capital(said(terms.metric))} over seconds in steps",
+        alt=_alt(comparison, "at_seconds", when=f"After {duration(terms.seconds)}"),
+        data=data,
+        layout=layout,
+        log_switch=_positive(comparison),
+        note=f"Each run has its line. Dotted: {duration(terms.seconds)}, where the shortest run "
+        f"ends, and {value(terms.target)}, the value whose time the table has. Seconds are those "
+        "spent in steps, without evaluations and checkpoints.",
+    )
+
+
+def _step(point: Point) -> float:
+    return point.step
+
+
+def _seconds(point: Point) -> float:
+    return point.seconds
+
+
+def _colour(place: int) -> str:
+    return f"@group{place % COLOURS}"
+
+
+def _lines(group: Group, place: int, *, x: Callable[[Point], float]) -> list[dict[str, Any]]:
+    """Draw each run of a group, under one name in the legend."""
+    found = []
+    for number, run in enumerate(group.runs):
+        curve = series(range(len(run.points)), [p.value for p in run.points])
+        trace = drawing.line(curve, name=group.label, color=_colour(place), width=1.75)
+        trace["x"] = [drawing.rounded(x(p)) for p in run.points]
+        trace["line"]["dash"] = DASHES[place % len(DASHES)]
+        trace |= {"legendgroup": str(place), "showlegend": number == 0}
+        found.append(trace)
+    return found
+
+
+def _band(group: Group, place: int) -> list[dict[str, Any]]:
+    """Draw the mean of a group over its common steps, and its interval as a band."""
+    known = mean_curve(group)
+    edge = [(step, m.high) for step, m in known] + [(step, m.low) for step, m in known[::-1]]
+    band = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [step for step, _ in edge],
+        "y": [drawing.rounded(y) for _, y in edge],
+        "fill": "toself",
+        "fillcolor": f"{_colour(place)}band",
+        "line": {"color": _colour(place), "width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "legendgroup": str(place),
+    }
+    mean = series([step for step, _ in known], [m.mean for _, m in known])
+    line = drawing.line(mean, name=group.label, color=_colour(place), width=2)
+    line["line"]["dash"] = DASHES[place % len(DASHES)]
+    return [band, {**line, "legendgroup": str(place)}]
+
+
+def _layout(comparison: Comparison, x: Callable[[Point], float], *, axis: str) -> dict[str, Any]:
+    points = [p for group in comparison.groups for run in group.runs for p in run.points]
+    reach = [min(map(x, points)), max(map(x, points))]
+    layout = drawing.layout([math.floor(reach[0]), math.ceil(reach[1])], height=380)
+    layout["meta"] = axis
+    # Many long names would cover the chart.
+    layout["legend"] |= {"font": {"size": 12}}
+    return layout
+
+
+def _level(y: float, comparison: Comparison) -> list[dict[str, Any]]:
+    """Draw the target where the curves are; one far away would flatten them."""
+    values = _values(comparison)
+    if not min(values) <= y <= max(values):
+        return []
+    line = {"color": "@quiet", "width": 1, "dash": "dot"}
+    return [{
+        "type": "line", "layer": "below", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
+        "line": line,
+    }]  # fmt: skip
+
+
+def _positive(comparison: Comparison) -> bool:
+    return min(_values(comparison)) > 0
+
+
+def _values(comparison: Comparison) -> list[float]:
+    return [p.value for g in comparison.groups for run in g.runs for p in run.points]
+
+
+def _alt(comparison: Comparison, field: str, *, when: str) -> str:
+    told = [
+        f"{group.label} {value(found.mean)}"
+        for group in comparison.groups
+        if (found := getattr(group, field)) is not None
+    ]
+    return f"{when}: {', '.join(told)}."

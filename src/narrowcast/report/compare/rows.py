@@ -1,0 +1,148 @@
+"""A comparison in words: the headline, and the texts of its rows, for the table and the page."""
+
+from dataclasses import dataclass
+
+from narrowcast.report.compare.cautions import different_data
+from narrowcast.report.compare.comparison import Comparison
+from narrowcast.report.compare.groups import Group, Terms, difference, values_by_seed
+from narrowcast.report.compare.intervals import Estimate
+from narrowcast.report.compare.runs import TRAINING
+from narrowcast.report.phrases import count, duration, large, size, value
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One group of runs as a reader sees it."""
+
+    label: str
+    seeds: str
+    folders: tuple[str, ...]
+    at_step: str
+    against: str
+    at_seconds: str
+    seconds_to: str
+    speed: str
+    skipped: str
+    peak: str
+    best: bool
+    """Whether its mean at the step is the best of all groups."""
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """Write a row for each group."""
+    best = _best(comparison)
+    base = comparison.groups[0]
+    return [_row(group, base=base, best=group is best) for group in comparison.groups]
+
+
+def headline(comparison: Comparison) -> str:
+    """Say in one sentence which group did best, and whether that is more than chance."""
+    terms, best = comparison.terms, _best(comparison)
+    metric = said(terms.metric)
+    if different_data(comparison.differing):
+        return f"The runs read different data, so their {metric} does not compare."
+    first = comparison.groups[0]
+    if best is None or best.at_step is None or first.at_step is None:
+        return f"No group has a {metric} at step {count(terms.step)}."
+    if len(comparison.groups) == 1:
+        found = f"{metric} {interval(best.at_step)} at step {count(terms.step)}"
+        return f"{best.label}: {found}, over {count(len(best.seeds), 'seed')}."
+    told = f"{best.label} has the best {metric} at step {count(terms.step)}: "
+    told += interval(best.at_step)
+    rivals = [group for group in comparison.groups if group is not best and group.at_step]
+    gaps = [_gap(best, group, terms=terms) for group in rivals]
+    widths = [gap.half_width for gap in gaps if gap is not None and gap.half_width is not None]
+    if not rivals or len(widths) < len(rivals):
+        return f"{told}."
+    alike = [g.label for g, gap in zip(rivals, gaps, strict=True) if gap and _may_be_nothing(gap)]
+    if not alike:
+        return f"{told}, and the difference from every other is more than chance."
+    return f"{told}, but the seeds do not tell it apart from {' or '.join(alike)}."
+
+
+def said(metric: str) -> str:
+    """Write the name of a metric as a reader says it."""
+    return metric if metric == TRAINING else f"evaluated {metric.replace('_', ' ')}"
+
+
+def titles(comparison: Comparison) -> dict[str, str]:
+    """Head the columns, by the fields of a row."""
+    terms = comparison.terms
+    return {
+        "at_step": f"{said(terms.metric)} at step {count(terms.step)}",
+        "against": "against the first",
+        "at_seconds": f"after {duration(terms.seconds)}",
+        "seconds_to": f"time to {value(terms.target)}",
+        "speed": "tokens/s",
+        "skipped": "skipped",
+        "peak": "peak memory",
+    }
+
+
+def interval(found: Estimate) -> str:
+    """Write a mean and its interval: `1.975 ± 0.012`."""
+    if found.half_width is None:
+        return value(found.mean)
+    return f"{value(found.mean)} ± {found.half_width:.2g}"
+
+
+def _time_to(group: Group) -> str:
+    """Write how long the target took, and of how many runs, where some never reached it."""
+    seconds, steps = group.seconds_to, group.steps_to
+    if seconds is None or steps is None:
+        return "not reached"
+    told = duration(seconds.mean)
+    if seconds.half_width is not None:
+        told = f"{told} ± {duration(seconds.half_width)}"
+        if seconds.mean < 60:
+            told = f"{seconds.mean:.1f} ± {seconds.half_width:.1f} s"
+    told += f", {count(round(steps.mean), 'step')}"
+    whole = group.reached == len(group.runs)
+    return told if whole else f"{told} ({group.reached} of {len(group.runs)} runs)"
+
+
+def _row(group: Group, *, base: Group, best: bool) -> Row:
+    return Row(
+        label=group.label,
+        seeds=count(len(group.seeds)),
+        folders=tuple(run.label for run in group.runs),
+        at_step=interval(group.at_step) if group.at_step else NOTHING,
+        against=_against(group, base),
+        at_seconds=interval(group.at_seconds) if group.at_seconds else NOTHING,
+        seconds_to=_time_to(group),
+        speed=large(group.tokens_per_second),
+        skipped=count(group.skipped),
+        peak=size(group.peak_bytes),
+        best=best,
+    )
+
+
+def _against(group: Group, base: Group) -> str:
+    """Write the difference from the first group in per cent of it."""
+    found, reference = group.against, base.at_step
+    if found is None or reference is None or not reference.mean:
+        return NOTHING
+    percent = 100 / abs(reference.mean)
+    # Adding zero takes the sign off a zero.
+    told = f"{round(found.mean * percent, 2) + 0.0:+.2f}"
+    if found.half_width is not None:
+        told += f" ± {found.half_width * percent:.2f}"
+    return f"{told} %".replace("-", "−")
+
+
+def _best(comparison: Comparison) -> Group | None:
+    found = [group for group in comparison.groups if group.at_step is not None]
+    if different_data(comparison.differing):
+        return None
+    sign = 1 if comparison.terms.lower else -1
+    return min(found, key=lambda g: sign * g.at_step.mean if g.at_step else 0.0, default=None)
+
+
+def _gap(a: Group, b: Group, *, terms: Terms) -> Estimate | None:
+    return difference(values_by_seed(a.runs, terms), values_by_seed(b.runs, terms))
+
+
+def _may_be_nothing(gap: Estimate) -> bool:
+    return gap.half_width is None or abs(gap.mean) <= gap.half_width

@@ -1,0 +1,190 @@
+"""What a live page lists: skipped steps, findings, changes of format; each a bounded collection."""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from narrowcast.report.charts.series import Mark
+from narrowcast.report.in_force import named
+from narrowcast.runs.records import FindingRecord, PrecisionRecord, StepRecord
+
+MOST_MARKS = 1000
+"""Rows of skipped steps; a chart is about a thousand pixels wide."""
+MOST_ENTRIES = 200
+"""Findings and changes listed, as many as in the report."""
+LONGEST_TEXT = 400
+"""Characters of a text that are shown; a page lists a few hundred of them."""
+
+
+@final
+class Skips:
+    """Skipped steps, those in a row with one reason and one scale as one row."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.epoch = self.added = 0
+        self._marks: list[Mark] = []
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def add(self, record: StepRecord) -> None:
+        """Take one more skipped step."""
+        self.added += 1
+        mark = Mark(
+            first=record.step,
+            last=record.step,
+            why=shortened(record.why),
+            loss_scale=record.loss_scale,
+            steps=1,
+        )
+        if self._marks:
+            last = self._marks[-1]
+            alike = replace(mark, first=last.first, last=last.last, steps=last.steps) == last
+            if alike and record.step == last.last + 1:
+                self._marks[-1] = replace(last, last=record.step, steps=last.steps + 1)
+                return
+        self._marks.append(mark)
+        if len(self._marks) > MOST_MARKS:
+            self._join()
+
+    def rows(self, start: int = 0) -> list[list[Any]]:
+        """Return first and last step, number of skips, loss scale and reason of each row."""
+        return [
+            [m.first, m.last, m.steps, m.loss_scale if math.isfinite(m.loss_scale) else None, m.why]
+            for m in self._marks[start:]
+        ]
+
+    def _join(self) -> None:
+        """Make one row of each two; it says the reason of the later."""
+        self.epoch += 1
+        marks = self._marks
+        self._marks = [
+            replace(b, first=a.first, steps=a.steps + b.steps)
+            for a, b in zip(marks[::2], marks[1::2], strict=False)
+        ] + (marks[-1:] if len(marks) % 2 else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A finding, as often as it came up, or a change of format."""
+
+    key: int
+    """Numbers the entries, in the order they first came up."""
+    moved: int
+    """When it last changed, by the feed's count of changes."""
+    kind: str
+    module: str
+    role: str
+    text: str
+    why: str
+    action: str
+    before: str = ""
+    after: str = ""
+    first: int
+    last: int
+    times: int = 1
+
+    def row(self) -> dict[str, Any]:
+        """Return the entry as a page takes it."""
+        names = ("key", "kind", "module", "role", "text", "why", "action", "before", "after")
+        numbers = ("first", "last", "times")
+        return {name: getattr(self, name) for name in (*names, *numbers)}
+
+
+@final
+class Feed:
+    """Findings and changes of format; findings that say the same of one place are one entry."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.moves = 0
+        """How often the feed has changed."""
+        self.findings = self.changes = 0
+        self._entries: OrderedDict[tuple[object, ...], Entry] = OrderedDict()
+
+    def add(self, record: FindingRecord | PrecisionRecord) -> None:
+        """Take one more; the entry that has rested longest makes room."""
+        self.moves += 1
+        match record:
+            case FindingRecord():
+                self.findings += 1
+                self._add_finding(record)
+            case PrecisionRecord():
+                self.changes += 1
+                self._put(
+                    (record.step, record.module, record.before, record.after),
+                    kind="format",
+                    module=named(record.module),
+                    before=record.before,
+                    after=record.after,
+                    why=record.reason,
+                    step=record.step,
+                )
+        while len(self._entries) > MOST_ENTRIES:
+            self._entries.popitem(last=False)
+
+    def since(self, moves: int) -> list[dict[str, Any]]:
+        """Return the entries that have changed since the feed had changed `moves` times."""
+        return [entry.row() for entry in self._entries.values() if entry.moved > moves]
+
+    def _add_finding(self, record: FindingRecord) -> None:
+        self._put(
+            (record.module, record.role, record.what),
+            kind="finding",
+            module=record.module,
+            role=record.role,
+            text=record.what,
+            why=record.why,
+            action=record.remedy,
+            step=record.step,
+        )
+
+    def _put(self, place: tuple[object, ...], *, step: int, kind: str, **texts: str) -> None:
+        earlier = self._entries.pop(place, None)
+        known = dict.fromkeys(("module", "role", "text", "why", "action"), "") | texts
+        self._entries[place] = Entry(
+            key=earlier.key if earlier else self.moves,
+            moved=self.moves,
+            kind=kind,
+            first=earlier.first if earlier else step,
+            last=step,
+            times=earlier.times + 1 if earlier else 1,
+            **{name: shortened(text) for name, text in known.items()},
+        )
+
+
+@final
+class Changes:
+    """The steps at which formats changed, for a chart; the newest of them."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.epoch = self.added = 0
+        self._rows: list[list[Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, record: PrecisionRecord) -> None:
+        """Take one more change."""
+        self.added += 1
+        text = shortened(f"{named(record.module)} {record.before} → {record.after}")
+        if self._rows and self._rows[-1][0] == record.step:
+            _, times, first = self._rows[-1]
+            self._rows[-1] = [record.step, times + 1, first]
+            return
+        self._rows.append([record.step, 1, text])
+        if len(self._rows) > MOST_ENTRIES:
+            self.epoch += 1
+            del self._rows[: MOST_ENTRIES // 2]
+
+    def rows(self, start: int = 0) -> list[list[Any]]:
+        """Return step, number of changes, and the first of them in words."""
+        return [list(row) for row in self._rows[start:]]
+
+
+def shortened(text: str) -> str:
+    """Cut a text that no page could show."""
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"

@@ -1,0 +1,56 @@
+"""From a recipe to a model that is ready to train; all that can be refused is refused here."""
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowcast.config import Recipe
+from narrowcast.errors import UnsupportedError
+from narrowcast.hardware import Hardware, probe
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.step.prepare import Prepared
+from narrowcast.report.phrases import size
+from narrowcast.training.data import Order
+from narrowcast.training.phase_plans import plan_phases
+from narrowcast.training.setup import prepare_recipe
+from narrowcast.training.task import Task
+from narrowcast.workloads import build_task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled:
+    """Everything a run needs but its folder."""
+
+    task: Task
+    prepared: Prepared
+    plans: tuple[Plan, ...]
+    """Of each phase; the model is prepared for the first."""
+
+
+def assemble(recipe: Recipe) -> Assembled:
+    """Build what `recipe` asks for on the device it asks for, or say why that cannot be."""
+    hardware = probe(recipe.device)
+    phases = planned(recipe, hardware)
+    _require_memory(max(phases, key=lambda choices: sum(choices.bytes.values())))
+    task = build_task(recipe, device=torch.device(hardware.device))
+    # The trainer would find a batch that is too large only once the run has begun.
+    Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
+    prepared = prepare_recipe(recipe, task.model, choices=phases[0])
+    return Assembled(task=task, prepared=prepared, plans=phases)
+
+
+def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:
+    """Plan each phase of `recipe` from its model's shapes alone: no weight is allocated."""
+    task = build_task(recipe, device=torch.device("meta"))
+    return plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)
+
+
+def _require_memory(choices: Plan) -> None:
+    """Refuse a model whose weights and optimizer alone are larger than the device."""
+    hardware, needed = choices.hardware, sum(choices.bytes.values())
+    if needed > hardware.memory_bytes:
+        raise UnsupportedError(
+            f"weights, gradients and optimizer take {size(needed)}, and {hardware.name} "
+            f"({hardware.device}) has {size(hardware.memory_bytes)}; choose a smaller model, or "
+            "keep fewer bytes a weight, e.g. precision.policy=bf16-pure"
+        )

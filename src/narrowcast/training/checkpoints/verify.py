@@ -1,0 +1,165 @@
+"""Proof, for one recipe on this machine, that a run which is killed and resumed is the same run."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import (
+    CheckpointError,
+    DivergedError,
+    NarrowcastError,
+    RecipeError,
+    UnsupportedError,
+)
+from narrowcast.hardware import probe
+from narrowcast.runs import Record, RunFolder, StepRecord, from_line, same_course, to_line
+from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, step_of
+from narrowcast.training.checkpoints.identity import first_difference
+
+NARROWCAST = (sys.executable, "-m", "narrowcast")
+POLL_SECONDS = 0.005
+"""Between two looks at the records of a run that is to be killed: less than most steps take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeCheck:
+    """What came of killing a run and resuming it."""
+
+    steps: int
+    killed_after: int
+    """The last step the run had recorded when it was killed."""
+    resumed_from: int
+    """The step of the checkpoint it was resumed from; 0: from the beginning."""
+    difference: str | None
+    """The first thing that is not the same, bit for bit, as in the run that was not killed."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether records, weights, optimizer, scale and random state are all the same."""
+        return self.difference is None
+
+
+def verify_resume(
+    recipe: Recipe,
+    words: Sequence[str],
+    *,
+    folder: Path,
+    seed: int = 0,
+    command: Sequence[str] = NARROWCAST,
+) -> ResumeCheck:
+    """Run `recipe` straight, and again with a SIGKILL after a step that `seed` chooses; compare.
+
+    `words` are what `narrowcast train` was given: the recipe and its overrides. The two runs are
+    left in `folder`, as `straight` and `resumed`, with the output of their processes beside them.
+    On a GPU both are `deterministic`, unless the words say otherwise.
+    """
+    every = max(recipe.steps // 5, 1)
+    words = [word for word in words if not word.startswith("checkpoint.every=")]
+    on_gpu = torch.device(probe(recipe.device).device).type == "cuda"
+    if on_gpu and not any(word.startswith("deterministic=") for word in words):
+        # The fast kernels of a GPU differ from one run to the next, killed or not.
+        words.append("deterministic=true")
+    train = [*command, "train", *words, f"checkpoint.every={every}", "--out"]
+    straight, resumed = folder / "straight", folder / "resumed"
+    folder.mkdir(parents=True, exist_ok=True)
+    _finish([*train, str(straight)], log=folder / "straight.log")
+    # After a checkpoint there is something to resume from; and a process is killed a moment after
+    # the step that was waited for, by when it must not have ended.
+    chosen = random.Random(seed).randint(every, max(recipe.steps * 3 // 4, every))
+    killed_after = _kill([*train, str(resumed)], resumed, after=chosen, log=folder / "killed.log")
+    checkpoint = latest(resumed / "checkpoints")
+    _finish([*command, "resume", str(resumed)], log=folder / "resumed.log")
+    return ResumeCheck(
+        steps=recipe.steps,
+        killed_after=killed_after,
+        resumed_from=step_of(checkpoint) if checkpoint else 0,
+        difference=difference_between(straight, resumed),
+    )
+
+
+def difference_between(a: Path, b: Path) -> str | None:
+    """Say where two finished runs first differ: records, last checkpoint, exported weights."""
+    with RunFolder.open(a) as one, RunFolder.open(b) as other:
+        if found := _record_difference(one.records(), other.records()):
+            return found
+        last = [latest(run.checkpoints) for run in (one, other)]
+    if last[0] is None or last[1] is None:
+        return "one of the runs has no checkpoint"
+    states = [load_checkpoint(path) for path in last if path is not None]
+    weights = [load_file(path / "model.safetensors") for path in (a, b)]
+    return first_difference(*states, where="checkpoint") or first_difference(
+        *weights, where="model.safetensors"
+    )
+
+
+def _record_difference(a: list[Record], b: list[Record]) -> str | None:
+    for number, (x, y) in enumerate(zip_longest(a, b), start=1):
+        if x is None or y is None:
+            return f"records: {len(a)} lines and {len(b)} lines"
+        if not same_course(x, y):
+            return f"records, line {number}: {to_line(x)} and {to_line(y)}"
+    return None
+
+
+def _finish(command: Sequence[str], *, log: Path) -> None:
+    """Run a process to its end, and raise what it failed with."""
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(command, stdout=output, stderr=output, check=False)
+    if done.returncode != 0:
+        raise _failure(done.returncode, log)
+
+
+def _kill(command: Sequence[str], folder: Path, *, after: int, log: Path) -> int:
+    """Start a run, kill it once it has recorded step `after`; return the last step it recorded."""
+    records = folder / "records.jsonl"
+    last, read = 0, 0
+    with (
+        log.open("w", encoding="utf-8") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as process,
+    ):
+        try:
+            while process.poll() is None and last < after:
+                time.sleep(POLL_SECONDS)
+                last, read = _follow(records, last, read)
+        finally:
+            process.kill()
+    if process.returncode == 0:
+        raise UnsupportedError("the run ended before it could be killed; give it more steps")
+    if process.returncode != -signal.SIGKILL:
+        raise _failure(process.returncode, log)
+    return _follow(records, last, read)[0]
+
+
+def _follow(records: Path, last: int, read: int) -> tuple[int, int]:
+    """Return the last step in records that may still be written, given how far they were read."""
+    if not records.exists():
+        return last, read
+    with records.open("rb") as file:
+        file.seek(read)
+        *lines, torn = file.read().split(b"\n")
+        steps = [
+            r.step for r in map(from_line, map(bytes.decode, lines)) if isinstance(r, StepRecord)
+        ]
+        return max([last, *steps]), file.tell() - len(torn)
+
+
+def _failure(code: int, log: Path) -> NarrowcastError:
+    kinds: dict[int, type[NarrowcastError]] = {
+        RecipeError.exit_code: RecipeError,
+        UnsupportedError.exit_code: UnsupportedError,
+        DivergedError.exit_code: DivergedError,
+    }
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+    return kinds.get(code, CheckpointError)(
+        f"the run ended with exit code {code}: {' '.join(said)} (all of it is in {log})"
+    )

@@ -1,0 +1,51 @@
+import itertools
+
+import pytest
+import torch
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.hardware import Speeds
+from narrowcast.hardware.speeds import KINDS
+from narrowcast.precision.fp8 import measure as speed_trial
+from narrowcast.precision.fp8.measure import measure_speeds
+
+gpu_with_fp8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU of compute capability 8.9",
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
+def test_a_device_without_fp8_products_is_refused_with_what_to_do(device):
+    told = []
+    with pytest.raises(UnsupportedError, match=rf"and {device} is none; leave --measure out"):
+        measure_speeds(torch.device(device), told.append)
+    assert told == []
+
+
+@pytest.mark.gpu
+@gpu_with_fp8
+def test_every_kind_and_shape_is_timed_and_a_larger_one_takes_longer(monkeypatch):
+    monkeypatch.setattr(speed_trial, "TOKENS", (256, 8192))
+    monkeypatch.setattr(speed_trial, "WIDTHS", (256, 4096))
+    told = []
+    found = measure_speeds(torch.device("cuda"), told.append)
+    assert isinstance(found, Speeds)
+    assert found.gpu == torch.cuda.get_device_name()
+    assert (found.tokens, found.inputs, found.outputs) == ((256, 8192), (256, 4096), (256, 4096))
+    assert len(told) == len(KINDS) == len(found.seconds)
+    for times in found.seconds.values():
+        by_shape = dict(zip(itertools.product((0, 1), repeat=3), times, strict=True))
+        # 8192 times the arithmetic; small products take a launch's time whatever they are.
+        assert by_shape[1, 1, 1] > 4 * by_shape[0, 0, 0] > 0
+    assert Speeds.from_json(found.to_json()) == found
+
+
+@pytest.mark.gpu
+@gpu_with_fp8
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_time_is_that_of_the_arithmetic(kind):
+    """6 · tokens · inputs · outputs operations, on no GPU that makes more than 20 PFLOP/s."""
+    seconds = speed_trial._seconds(kind, 16384, 4096, 4096, device=torch.device("cuda"))
+    operations = 6 * 16384 * 4096 * 4096
+    assert 1e13 < operations / seconds < 2e16

@@ -1,0 +1,107 @@
+import math
+
+import pytest
+import torch
+
+from narrowcast.errors import RecipeError
+from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale, power_of_two_below
+
+
+def running(**settings):
+    return RunningScale(LossScale(**settings), torch.device("cpu"))
+
+
+def values(scale, history):
+    seen = []
+    for finite in history:
+        scale.update(torch.tensor(finite))
+        seen.append(float(scale.value))
+    return seen
+
+
+def test_the_defaults_are_those_of_the_design():
+    scale = LossScale()
+    assert (scale.initial, scale.growth, scale.backoff) == (65536, 2, 0.5)
+    assert (scale.growth_interval, scale.smallest, scale.largest) == (2000, 1, 262144)
+
+
+def test_the_default_scale_moves_as_torchs_grad_scaler_does():
+    scale = running(growth_interval=3, largest=2.0**40)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        finite = bool(torch.rand((), generator=generator) < 0.8)
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        theirs.scale((weight * (1.0 if finite else math.inf)).sum()).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        scale.update(torch.tensor(finite))
+        assert float(scale.value) == theirs.get_scale()
+
+
+def test_hysteresis_forgives_overflows_that_are_not_in_a_row():
+    scale = running(hysteresis=2, initial=16.0)
+    assert values(scale, [False, True, False, True, False, False, False]) == [
+        16, 16, 16, 16, 16, 8, 4,
+    ]  # fmt: skip
+
+
+def test_a_static_scale_never_moves():
+    assert set(
+        values(running(dynamic=False, initial=64.0, growth_interval=1), [True, False] * 9)
+    ) == {64.0}
+
+
+def test_growth_starts_over_after_an_overflow():
+    scale = running(growth_interval=3, initial=16.0)
+    assert values(scale, [True, True, False, True, True, True]) == [16, 16, 8, 8, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1.0, 1.0), (1.99, 1.0), (65535.9, 32768.0), (1e30, 2.0**99), (0.3, 0.25)],
+)
+def test_a_scale_is_rounded_down_to_a_power_of_two(value, expected):
+    assert power_of_two_below(value) == expected
+    assert LossScale(initial=value, smallest=0.25, largest=1e30).initial == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"growth": 3.0}, "only powers of two scale exactly; write 2"),
+        ({"backoff": 0.3}, "only powers of two scale exactly; write 0.25"),
+        ({"growth": 1.0}, "growth must be above 1"),
+        ({"backoff": 1.0}, "backoff between 0 and 1"),
+        ({"initial": 0.0}, "write a positive number"),
+        ({"initial": math.nan}, "write a positive number"),
+        ({"largest": math.inf}, "write a positive number"),
+        ({"initial": 2.0**20}, "lies outside"),
+        ({"smallest": 2.0**17}, "lies outside"),
+        ({"growth_interval": 0}, "write 1 or more"),
+        ({"hysteresis": 0}, "write 1 or more"),
+        ({"smallest": 1e-50}, "fp32 must hold it and its inverse"),
+        ({"largest": 1e300}, "fp32 must hold it and its inverse"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, says):
+    with pytest.raises(RecipeError, match=says):
+        LossScale(**settings)
+
+
+@pytest.mark.parametrize("bound", ["smallest", "largest"])
+def test_the_widest_bounds_allowed_can_be_multiplied_in_and_out_exactly(bound):
+    extreme = {"smallest": 2.0**-126, "largest": 2.0**126}
+    scale = running(initial=extreme[bound], **extreme)
+    x = torch.tensor([1.5, -3.0]) * (2.0**-20 if bound == "largest" else 2.0**20)
+    assert torch.equal(x * scale.value * scale.value.reciprocal(), x)
+
+
+def test_a_saved_scale_goes_on_where_it_stood():
+    history = [True, True, False, True, True, True, False, False, True] * 3
+    straight = running(growth_interval=4, hysteresis=2)
+    values(straight, history[:11])
+    resumed = running(growth_interval=4, hysteresis=2)
+    resumed.load_state_dict(straight.state_dict())
+    assert values(resumed, history[11:]) == values(straight, history[11:])

@@ -1,0 +1,140 @@
+import collections
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
+from narrowcast.precision.modules.wrappers import MatchingInput, NarrowNorm, OwnLossScale, WideNorm
+from narrowcast.precision.swap import is_swapped, restore, swap
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def test_a_swapped_module_is_restored_to_exactly_what_it_was():
+    layer = nn.LayerNorm(4)
+    before = set(layer.__dict__)
+    swap(layer, WideNorm)
+    swap(layer, OwnLossScale, nc_scale=object())
+    assert is_swapped(layer)
+    restore(layer)
+    assert type(layer) is nn.LayerNorm
+    assert set(layer.__dict__) == before
+    assert not is_swapped(layer)
+
+
+def test_a_swapped_module_keeps_its_hooks_parameters_and_keys():
+    layer = nn.LayerNorm(4)
+    calls = []
+    layer.register_forward_hook(lambda *a: calls.append(a))
+    weight, keys = layer.weight, list(layer.state_dict())
+    swap(layer, WideNorm)
+    layer(torch.ones(4))
+    assert layer.weight is weight
+    assert list(layer.state_dict()) == keys
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword"])
+def test_a_wide_norm_computes_in_fp32_and_returns_what_came_in(how):
+    layer = nn.LayerNorm(64)
+    x = torch.randn(3, 64).bfloat16()
+    expected = layer(x.float()).bfloat16()
+    swap(layer, WideNorm)
+    result = layer(x) if how == "positional" else layer(input=x)
+    assert torch.equal(result, expected)
+
+
+def test_a_narrow_norm_rounds_what_goes_in_and_what_comes_out():
+    layer = nn.LayerNorm(64)
+    x = torch.randn(3, 64)
+    expected = layer(x.bfloat16().float()).bfloat16().float()
+    swap(layer, NarrowNorm, nc_dtype=torch.bfloat16)
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_packed_sequence_is_cast_like_any_input():
+    layer = nn.LSTM(4, 4).to(torch.bfloat16)
+    seen = []
+    layer.register_forward_pre_hook(lambda *a: None)
+
+    class Record(nn.Module):
+        def forward(self, given, hx=None):
+            seen.append(given)
+
+    recorder = Record()
+    recorder.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    swap(recorder, MatchingInput)
+    recorder(nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)]))
+    assert seen[0].data.dtype == torch.bfloat16
+    assert isinstance(seen[0], nn.utils.rnn.PackedSequence)
+
+
+class Returns(nn.Module):
+    def __init__(self, shape_output):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 3.0))
+        self.shape_output = shape_output
+
+    def forward(self, x):
+        return self.shape_output(x * self.weight)
+
+
+def first(output):
+    while not isinstance(output, torch.Tensor):
+        output = output[0] if isinstance(output, tuple | list) else output["y"]
+    return output
+
+
+OUTPUTS = {
+    "tensor": lambda y: y,
+    "tuple": lambda y: (y, None),
+    "list": lambda y: [y],
+    "dict": lambda y: {"y": y, "n": 1},
+    "named tuple": lambda y: Pair(y, 2),
+    "nested": lambda y: ({"y": [y]}, "text"),
+}
+
+
+def gradients(part, x, **keywords):
+    x.grad = part.weight.grad = None
+    first(part(x)).sum().backward()
+    return x.grad.clone(), part.weight.grad.clone()
+
+
+@pytest.mark.parametrize("shape_output", OUTPUTS.values(), ids=OUTPUTS)
+def test_a_parts_own_scale_is_on_its_weights_and_on_nothing_outside(shape_output):
+    part = Returns(shape_output)
+    x = torch.ones(2, requires_grad=True)
+    plain_x, plain_weight = gradients(part, x)
+    scale = RunningScale(LossScale(initial=256.0), torch.device("cpu"))
+    swap(part, OwnLossScale, nc_scale=scale)
+    scaled_x, scaled_weight = gradients(part, x)
+    assert torch.equal(scaled_x, plain_x)
+    assert torch.equal(scaled_weight, plain_weight * 256)
+
+
+def test_an_output_in_which_no_gradient_is_seen_is_refused_rather_than_left_unscaled():
+    class Opaque:
+        def __init__(self, y):
+            self.y = y
+
+    part = Returns(Opaque)
+    swap(part, OwnLossScale, nc_scale=RunningScale(LossScale(), torch.device("cpu")))
+    with pytest.raises(UnsupportedError, match="returned a Opaque in which no tensor"):
+        part(torch.ones(2))
+
+
+def test_a_frozen_part_may_return_what_it_likes():
+    part = Returns(lambda y: y).requires_grad_(False)
+    swap(part, OwnLossScale, nc_scale=RunningScale(LossScale(), torch.device("cpu")))
+    assert torch.equal(part(torch.ones(2)), torch.full((2,), 3.0))
+
+
+def test_a_copy_of_a_swapped_module_computes_the_same():
+    layer = nn.LayerNorm(8)
+    swap(layer, WideNorm)
+    x = torch.randn(2, 8).bfloat16()
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))

@@ -1,0 +1,221 @@
+"""The average of the weights: what it moves towards, on which path, and when it stands still."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowcast as nc
+from narrowcast.precision.weights.ema import WeightAverage
+from narrowcast.precision.weights.fused_adamw import OnePass
+
+DECAY = 0.75
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
+STORED = ["fp32", *(f"fp32, params=bf16, master={master}" for master in MASTERS)]
+"""Every way in which a weight is kept; all compute in fp32."""
+PATHS = ("kernel", "twin", "torch")
+
+
+def trained(policy, *, bad=(), steps=6, decay=DECAY):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = nc.prepare(model, optimizer, policy=policy, ema_decay=decay)
+    seen = []
+    for step in range(steps):
+        x = torch.full((2, 4), float("nan") if step in bad else float(step + 1))
+        with run.compute():
+            loss = model(x).float().square().mean()
+        run.step(loss)
+        seen.append({k: v.clone() for k, v in run.full_weights().items()})
+    return model, run, seen
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (2, 3), (5,)])
+def test_the_average_equals_torchs_over_the_applied_steps_alone(bad):
+    torch.manual_seed(0)
+    start = nn.Linear(4, 4)
+    model, run, seen = trained("fp32", bad=bad)
+    averaged = torch.optim.swa_utils.AveragedModel(
+        start, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(DECAY)
+    )
+    averaged.update_parameters(start)
+    for step, weights in enumerate(seen):
+        if step not in bad:
+            start.load_state_dict(weights)
+            averaged.update_parameters(start)
+    with run.averaged():
+        for mine, theirs in zip(model.parameters(), averaged.module.parameters(), strict=True):
+            # Six lerps in fp32, each within an ulp.
+            torch.testing.assert_close(mine, theirs, rtol=12 * 2.0**-24, atol=12 * 2.0**-24)
+
+
+def fail_unless_averaged(model, before):
+    assert not torch.equal(model.weight.float(), before["weight"])
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split", "bf16-pure"])
+def test_the_weights_are_back_when_the_block_ends_even_by_an_error(policy):
+    model, run, _ = trained(policy)
+    before = {k: v.clone() for k, v in run.full_weights().items()}
+    with pytest.raises(ValueError, match="on purpose"), run.averaged():
+        fail_unless_averaged(model, before)
+    assert all(torch.equal(v, before[k]) for k, v in run.full_weights().items())
+
+
+def test_without_an_average_the_block_changes_nothing():
+    model, run, _ = trained("fp32", decay=None)
+    before = model.weight.detach().clone()
+    with run.averaged():
+        assert torch.equal(model.weight, before)
+    assert not run.has_average
+
+
+def test_the_average_of_sixteen_bit_weights_moves_by_less_than_they_can():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
+    policy = "fp32, params=bf16, master=split"
+    run = nc.prepare(model, optimizer, policy=policy, ema_decay=0.5)
+    run.step(-model.weight.float().sum())
+    average = run.state_dict()["average"][0]
+    assert (average == 1 + 2.0**-13).all()
+
+
+def on_path(path, policy, *, model=None):
+    """A run whose weights are updated in one of the three ways, with weight decay and clipping."""
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(30), nn.Linear(30, 5))
+    model.to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    settings = {"clip_norm": 0.5, "ema_decay": DECAY, "one_pass": path != "torch"}
+    run = nc.prepare(model, optimizer, policy=policy, **settings)
+    if path != "torch":  # on a machine without a GPU the kernel runs in Triton's interpreter
+        weights, kernel = run._weights, path == "kernel"
+        weights.one_pass = OnePass(
+            optimizer, weights.all, weights.masters, policy=run.plan.policy, kernel=kernel
+        )
+    return run
+
+
+def step_of(run, *, factor=1.0, shape=(6, 20)):
+    x = torch.linspace(-1, 1, math.prod(shape), device=DEVICE).view(shape)
+    with run.compute():
+        loss = F.mse_loss(run.model(x), torch.ones_like(run.model(x)))
+    return run.step(loss * factor)
+
+
+def assert_moved(run, before):
+    """The averages went their share of the way to the weights of now, from where they were."""
+    full = run.full_weights()
+    for (name, _), then, now in zip(
+        run.model.named_parameters(), before, run.state_dict()["average"], strict=True
+    ):
+        way = (1 - DECAY) * (full[name] - then)
+        # A GPU's kernel multiplies and adds at once: a rounding of the way, one of the sum.
+        fused = 2.0**-24 * (way.abs() + 2 * now.abs()) * (DEVICE != "cpu")
+        assert ((now - (then + way)).abs() <= fused).all()
+
+
+def averages(run):
+    return [average.clone() for average in run.state_dict()["average"]]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("policy", STORED)
+def test_the_average_moves_towards_what_is_kept_of_the_weights(path, policy):
+    run = on_path(path, policy)
+    for step in range(5):
+        before = averages(run)
+        bad = step in (1, 3)
+        assert step_of(run, factor=math.nan if bad else 1.0 + step).applied is not bad
+        if bad:
+            assert all(map(torch.equal, averages(run), before))
+        else:
+            assert_moved(run, before)
+            assert not torch.equal(averages(run)[0], before[0])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_average_of_a_weight_without_a_gradient_comes_nearer_to_it(path):
+    run = on_path(path, "fp32, params=bf16, master=split")
+    step_of(run)
+    frozen = run.model[0].weight.requires_grad_(False)
+    for _ in range(3):
+        before, kept = averages(run), run.full_weights()["0.weight"].clone()
+        step_of(run)
+        assert_moved(run, before)
+        assert torch.equal(run.full_weights()["0.weight"], kept)
+        assert not torch.equal(averages(run)[0], before[0])
+    before = averages(run)
+    step_of(run, factor=math.nan)
+    assert all(map(torch.equal, averages(run), before))
+    frozen.requires_grad_(True)
+    step_of(run)
+    assert_moved(run, before)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_averages_stay_where_they_are_in_memory(path):
+    """A captured step knows their addresses."""
+    run = on_path(path, "fp32, params=bf16, master=split")
+    places = [average.data_ptr() for average in run.state_dict()["average"]]
+    step_of(run)
+    saved = copy.deepcopy(run.state_dict())
+    for policy in ("fp32", "fp32, params=bf16, master=kahan", "fp32, params=bf16, master=split"):
+        run.change(nc.plan(run.model, policy, hardware=run.plan.hardware))
+        before = averages(run)
+        step_of(run)
+        assert_moved(run, before)
+    run.load_state_dict(saved)
+    assert all(map(torch.equal, averages(run), saved["average"]))
+    step_of(run)
+    assert_moved(run, saved["average"])
+    assert [average.data_ptr() for average in run.state_dict()["average"]] == places
+
+
+def test_an_average_lies_in_memory_as_its_weight_whatever_the_policy_becomes():
+    """Channels last, too, where digits that were taken apart are put together again."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 5))
+    model.to(memory_format=torch.channels_last)
+    run = on_path("kernel", "fp32, params=bf16, master=split", model=model)
+    weight, average = model[0].weight, run.state_dict()["average"][0]
+    assert weight.stride() == average.stride()
+    step_of(run, shape=(6, 4, 3, 3))
+    run.change(nc.plan(run.model, "fp32", hardware=run.plan.hardware))
+    assert weight.stride() == average.stride() == (36, 1, 12, 4)
+    for _ in range(2):
+        before = averages(run)
+        step_of(run, shape=(6, 4, 3, 3))
+        assert_moved(run, before)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is asked of torch, but for views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_torchs_own_path_takes_as_few_operations_for_many_weights_as_for_one():
+    counts = []
+    for number in (1, 40):
+        weights = [nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(number)]
+        average = WeightAverage(weights, lambda p: p.detach(), decay=DECAY)
+        with Operations() as operations, torch.no_grad():
+            average.update(
+                range(number), lambda p: p.detach(), finite=torch.tensor(True, device=DEVICE)
+            )
+        counts.append(operations.count)
+    # The share of a step that may be skipped: a cast and a product; then the way, its share, a sum.
+    assert counts == [counts[0]] * 2
+    assert counts[0] <= 6

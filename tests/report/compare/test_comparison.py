@@ -1,0 +1,237 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.report.compare.comparison import compare
+from narrowcast.report.compare.intervals import mean_of
+from narrowcast.report.compare.rows import headline, rows
+from narrowcast.report.compare.runs import TRAINING, lower_is_better
+from narrowcast.runs import EvalRecord
+
+
+@pytest.fixture
+def make(make_run, step):
+    """Write a run whose evaluated loss falls from 3, each step taking so many seconds."""
+
+    def make(folder, *, steps=40, every=10, seconds=0.1, offset=0.0, metric="loss", **changes):
+        records = []
+        for n in range(1, steps + 1):
+            records.append(step(n, loss=3 - n / 40 + offset, seconds=seconds))
+            if every and n % every == 0:
+                records.append(EvalRecord(step=n, metrics={metric: 3 - n / 40 + offset}))
+        return str(make_run(records, steps=steps, folder=folder, **changes))
+
+    return make
+
+
+def test_runs_that_differ_only_in_the_seed_are_one_group_with_a_t_interval(make):
+    offsets = [0.0, 0.01, 0.05]
+    folders = [make(f"a{i}", seed=i, offset=x) for i, x in enumerate(offsets)]
+    (group,) = compare(folders).groups
+    expected = mean_of([2 + x for x in offsets])
+    assert group.at_step.mean == pytest.approx(expected.mean)
+    assert group.at_step.half_width == pytest.approx(expected.half_width)
+    assert group.seeds == (0, 1, 2)
+
+
+def test_a_name_or_a_description_does_not_part_runs(make):
+    found = compare([make("a", seed=0, name="x"), make("b", seed=1, name="y", description="z")])
+    assert len(found.groups) == 1
+    assert found.differing == {}
+
+
+def test_runs_with_other_schedules_are_named_by_their_phases(make):
+    phases = [{"policy": "fp32", "until": "30%"}, {"policy": None, "until": {"calm": 4}}, {}]
+    schedules = [{"precision.schedule": phases[:1] + phases[2:]}, {"precision.schedule": phases}]
+    folders = [make(f"s{i}", **{"precision.policy": "bf16"}, **s) for i, s in enumerate(schedules)]
+    assert [group.label for group in compare(folders).groups] == [
+        "fp32 until 30% → bf16",
+        "fp32 until 30% → bf16 until calm 4 → bf16",
+    ]
+
+
+def test_groups_are_named_by_what_differs(make):
+    folders = [make("a", **{"precision.policy": "bf16"}), make("b", **{"precision.policy": "fp32"})]
+    found = compare(folders)
+    assert [group.label for group in found.groups] == [
+        "precision.policy=bf16",
+        "precision.policy=fp32",
+    ]
+    assert found.differing == {"precision.policy": ("bf16", "fp32")}
+
+
+def test_at_equal_seconds_the_faster_run_is_ahead_though_at_equal_step_they_are_level(make):
+    slow = make("slow", seconds=0.2, clip_norm=2.0)
+    fast = make("fast", seconds=0.1, clip_norm=1.0)
+    found = compare([slow, fast])
+    assert found.terms.step == 40
+    assert found.terms.seconds == pytest.approx(4.0)
+    first, second = found.groups
+    assert first.at_step.mean == second.at_step.mean == pytest.approx(2.0)
+    assert first.at_seconds.mean == pytest.approx(2.5)
+    assert second.at_seconds.mean == pytest.approx(2.0)
+    assert second.tokens_per_second == pytest.approx(2 * first.tokens_per_second)
+
+
+def test_the_time_to_a_loss_is_that_of_the_first_evaluation_as_good(make):
+    folders = [make("a", seconds=0.2, clip_norm=2.0), make("b", seconds=0.1, clip_norm=1.0)]
+    found = compare(folders, target=2.6)
+    assert [group.steps_to.mean for group in found.groups] == [20, 20]
+    assert [group.seconds_to.mean for group in found.groups] == pytest.approx([4.0, 2.0])
+
+
+def test_without_a_target_every_run_reaches_it(make):
+    folders = [make("a", clip_norm=2.0, offset=0.3), make("b", clip_norm=1.0)]
+    found = compare(folders)
+    assert found.terms.target == pytest.approx(2.3)
+    assert [group.reached for group in found.groups] == [1, 1]
+    assert [group.steps_to.mean for group in found.groups] == [40, 30]
+
+
+def test_a_target_that_was_not_reached_is_told(make):
+    folders = [make("a", seed=0), make("b", seed=1, offset=0.5)]
+    (row,) = rows(compare(folders, target=2.2))
+    assert row.seconds_to == "4.0 s, 40 steps (1 of 2 runs)"
+    assert rows(compare(folders, target=0.1))[0].seconds_to == "not reached"
+
+
+def test_the_same_seeds_are_compared_pair_by_pair(make):
+    folders = []
+    for seed, luck in enumerate((0.0, 0.4, -0.3)):
+        for norm, gap in ((1.0, 0.0), (2.0, 0.02 + 0.001 * seed)):
+            name = f"{norm}-{seed}"
+            folders.append(make(name, seed=seed, clip_norm=norm, offset=luck + gap))
+    first, second = compare(folders).groups
+    assert first.against is None
+    assert second.against.mean == pytest.approx(0.021)
+    assert second.against.half_width == pytest.approx(mean_of([0.02, 0.021, 0.022]).half_width)
+    assert second.against.half_width < first.at_step.half_width / 50
+    assert "more than chance" in headline(compare(folders))
+
+
+def test_other_seeds_are_compared_by_welch_s_interval(make):
+    folders = [make(f"a{s}", seed=s, offset=s / 10) for s in (0, 1)]
+    folders += [make(f"b{s}", seed=s, offset=s / 10, clip_norm=3.0) for s in (2, 3)]
+    _, second = compare(folders).groups
+    assert second.against.mean == pytest.approx(0.2)
+    # Equal spreads of two each: 2 degrees of freedom, so 4.303 standard errors.
+    assert second.against.half_width == pytest.approx(4.303 * math.sqrt(2 * 0.05**2), rel=1e-3)
+    assert "do not tell it apart from clip_norm=3.0" in headline(compare(folders))
+
+
+def test_two_runs_of_one_seed_are_no_two_seeds(make):
+    found = compare([make("a", seed=0), make("b", seed=0, offset=0.1)])
+    (group,) = found.groups
+    assert group.at_step.n == 1
+    assert group.at_step.half_width is None
+    assert group.at_step.mean == pytest.approx(2.05)
+    assert any("2 runs share recipe and seed 0" in note for note in found.notes)
+
+
+def test_runs_that_were_never_evaluated_are_compared_by_their_training_loss(make):
+    found = compare([make("a", every=0), make("b", every=0, seed=1)])
+    assert found.terms.metric == TRAINING
+    assert found.groups[0].at_step.mean == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_shorter_run_sets_the_step(make):
+    found = compare([make("a", steps=40), make("b", steps=25)])
+    assert found.terms.step == 20
+    assert [group.at_step.mean for group in found.groups] == pytest.approx([2.5, 2.5])
+
+
+def test_runs_that_share_no_evaluated_step_are_taken_at_their_last_before_it(make):
+    found = compare([make("a", every=7), make("b", every=11, clip_norm=2.0)])
+    assert found.terms.step == 33
+    assert any("not evaluated at the same steps" in note for note in found.notes)
+
+
+def test_runs_of_different_workloads_are_refused_with_what_each_is(make):
+    a, b = make("a", workload="lm"), make("b", workload="forecast")
+    with pytest.raises(
+        RecipeError, match=r"different things.*is lm.*is forecast; name runs of one"
+    ):
+        compare([a, b])
+
+
+def test_runs_of_different_data_have_no_best(make):
+    found = compare([make("a", **{"data.text": "x"}), make("b", **{"data.text": "y"})])
+    assert headline(found) == (
+        "The runs read different data, so their evaluated loss does not compare."
+    )
+    assert not any(row.best for row in rows(found))
+
+
+@pytest.mark.parametrize("again", ["a", "a/", "./a"])
+def test_a_run_is_not_compared_with_itself(again, make, tmp_path, monkeypatch):
+    make("a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="two or more different run folders"):
+        compare(["a", again])
+
+
+@pytest.mark.parametrize("target", [math.nan, math.inf])
+def test_a_target_that_is_no_number_is_refused(target, make):
+    with pytest.raises(RecipeError, match="write a finite number"):
+        compare([make("a"), make("b", seed=1)], target=target)
+
+
+def test_one_run_is_no_comparison(make):
+    with pytest.raises(RecipeError, match="two or more"):
+        compare([make("a")])
+
+
+def test_a_run_without_a_step_is_refused(make, make_run):
+    empty = str(make_run([], steps=3, folder="empty"))
+    with pytest.raises(CheckpointError, match="empty holds no step yet"):
+        compare([make("a"), empty])
+
+
+def test_a_run_that_was_never_finite_is_refused(make, make_run, step):
+    lost = str(make_run([step(1, loss=math.nan)], steps=1, folder="lost"))
+    with pytest.raises(RecipeError, match=r"training loss was never finite in .*lost"):
+        compare([make("a"), lost])
+
+
+def test_a_metric_that_some_run_lacks_is_refused_with_those_there_are(make):
+    with pytest.raises(
+        RecipeError, match=r"--metric crps: not every .* write one of loss, 'training"
+    ):
+        compare([make("a"), make("b", seed=1)], metric="crps")
+
+
+@pytest.mark.parametrize(
+    ("metric", "lower"),
+    [("loss", True), ("bits_per_byte", True), ("accuracy", False), ("val_accuracy", False),
+     ("auroc", False), ("perplexity", True), ("f1", False)],
+)  # fmt: skip
+def test_the_better_direction_is_known_by_the_name(metric, lower):
+    assert lower_is_better(metric) is lower
+
+
+def test_where_higher_is_better_the_highest_is_best(make):
+    folders = [
+        make("a", metric="accuracy", offset=0.2, clip_norm=2.0),
+        make("b", metric="accuracy"),
+    ]
+    found = compare(folders)
+    assert [row.best for row in rows(found)] == [True, False]
+
+
+def test_an_unfinished_run_is_told(make, make_run, step):
+    short = str(make_run([step(1), EvalRecord(step=1, metrics={"loss": 2.0})], steps=9, folder="s"))
+    assert any("has done 1 of its 9 steps" in note for note in compare([make("a"), short]).notes)
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_curve(make_run, step):
+    losses = [2.0, math.nan, 1.5]
+    evals = [EvalRecord(step=n, metrics={"loss": x}) for n, x in enumerate(losses, 1)]
+    folders = [
+        str(make_run([*(step(n) for n in (1, 2, 3)), *evals], steps=3, folder=f"r{s}", seed=s))
+        for s in (0, 1)
+    ]
+    (group,) = compare(folders).groups
+    assert [p.step for p in group.runs[0].points] == [1, 3]
+    assert replace(group.at_step, half_width=None).mean == 1.5

@@ -1,0 +1,51 @@
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from narrowcast.errors import CheckpointError
+from narrowcast.training.checkpoints.export import export_weights
+from narrowcast.training.trainer import train
+
+
+def trained(made):
+    list(train(made.prepared, made.task, made.recipe))
+    return made
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-pure", "aggressive"])
+def test_a_plain_model_loads_every_weight_with_all_its_digits(ready, tmp_path, policy):
+    made = trained(ready(policy, steps=5))
+    export_weights(made.prepared, tmp_path / "model.safetensors")
+    plain = type(made.task.model)()
+    missing, unexpected = load_model(plain, tmp_path / "model.safetensors")
+    assert not missing
+    assert not unexpected
+    for name, full in made.prepared.full_weights().items():
+        assert torch.equal(plain.state_dict()[name], full.to(plain.state_dict()[name].dtype))
+
+
+def test_a_tied_weight_is_in_the_file_once(ready, tmp_path):
+    made = ready("aggressive")
+    export_weights(made.prepared, tmp_path / "model.safetensors")
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names == set(made.task.model.state_dict()) - {"second.weight"}
+
+
+def test_equal_weights_give_equal_bytes(ready, tmp_path):
+    files = [tmp_path / "one", tmp_path / "other"]
+    for file in files:
+        export_weights(ready().prepared, file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_file_that_was_there_is_replaced_whole(ready, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("older")
+    export_weights(ready().prepared, path)
+    assert load_file(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_folder_that_is_not_there_is_said(ready, tmp_path):
+    with pytest.raises(CheckpointError, match="the last checkpoint holds the same weights"):
+        export_weights(ready().prepared, tmp_path / "missing" / "model.safetensors")
