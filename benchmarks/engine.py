@@ -67,8 +67,8 @@ def quickstart_step(policy: str | None, *, batch_size: int | None = None) -> Cal
             optimizer.zero_grad()
 
         return plain
-    choices = nc.plan(task.model, recipe.precision.policy, hardware=nc.probe("cpu"))
-    run = prepare_recipe(recipe, task.model, choices=choices)
+    planned = nc.plan(task.model, recipe.precision.policy, hardware=nc.probe("cpu"))
+    run = prepare_recipe(recipe, task.model, plan=planned)
 
     def ours() -> None:
         with run.compute():

@@ -34,7 +34,7 @@ from narrowcast.config.sections import DataSection, FaultSection, Recipe, Sectio
 from narrowcast.hardware import probe
 from narrowcast.health.diagnose.places import ROLES
 from narrowcast.health.faults.faults import Fault, Faults
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import FindingRecord, Record, StepRecord, describe_environment
 from narrowcast.training.data import Order
@@ -212,8 +212,8 @@ def recipe_of(case: Case) -> Recipe:
 
 def tried(case: Case) -> Result:
     task, recipe = task_of(case.model, seed=case.seed), recipe_of(case)
-    choices = plan(task.model, case.policy, hardware=probe("cpu"))
-    prepared = prepare_recipe(recipe, task.model, choices=choices)
+    planned = make_plan(task.model, case.policy, hardware=probe("cpu"))
+    prepared = prepare_recipe(recipe, task.model, plan=planned)
     records: list[Record] = []
     result = Result(case=case)
     before = after = weights(prepared)
@@ -242,7 +242,7 @@ def is_visible(case: Case, task: Task, prepared: Prepared) -> bool:
     faults = Faults(prepared.model, [case.fault], seed=case.seed).at(case.fault.step)
     assert faults is not None
     found = []
-    with prepared.aside():
+    with prepared.isolated():
         for number in range(1, case.accumulate + 1):
             batch = task.train_data.__getitems__(order.indices(first + number - 1))
             with faults.during(number):

@@ -49,7 +49,7 @@ CASES: dict[str, list[str]] = {
     "bf16, stochastic": ["precision.policy=bf16, params=bf16, master=stochastic"],
     "fp16 params, groups": [
         "precision.policy=fp16, params=fp16, master=fp32",
-        'precision.loss_scale.groups=["blocks.0", "blocks.1"]',
+        'precision.loss_scale.scale_groups=["blocks.0", "blocks.1"]',
     ],
     "adapting to a fault": [
         "precision.policy=fp8-delayed",

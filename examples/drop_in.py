@@ -35,4 +35,4 @@ for step in range(60):
         print(f"step {outcome.step} skipped: {outcome.why}")
 with torch.no_grad():
     accuracy = (model(inputs).argmax(1) == labels).float().mean()
-print(f"accuracy {accuracy:.3f} after {run.steps_applied} of {run.steps_seen} steps")
+print(f"accuracy {accuracy:.3f} after {run.steps_applied} of {run.steps_attempted} steps")

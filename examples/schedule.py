@@ -19,9 +19,9 @@ labels = inputs[:, :16].argmax(1)  # something that can be learnt
 phases = {10: "fp8-delayed", 50: "bf16, params=bf16, master=split"}
 for step in range(60):
     if step in phases:
-        choices = nc.plan(model, phases[step], hardware=run.plan.hardware)
+        planned = nc.plan(model, phases[step], hardware=run.plan.hardware)
         before = run.full_weights()["0.weight"].clone()
-        for change in run.change(choices):
+        for change in run.change(planned):
             print(f"step {step + 1}: {change.module}: {change.before} → {change.after}")
         assert torch.equal(run.full_weights()["0.weight"], before)  # to the last bit
     rows = torch.randint(0, 4096, (128,))
@@ -30,4 +30,4 @@ for step in range(60):
     run.step(loss)
 with torch.no_grad():
     accuracy = (model(inputs).argmax(1) == labels).float().mean()
-print(f"accuracy {accuracy:.3f} after {run.steps_applied} of {run.steps_seen} steps")
+print(f"accuracy {accuracy:.3f} after {run.steps_applied} of {run.steps_attempted} steps")

@@ -6,68 +6,54 @@ Names are imported when first used, so that a command that needs no torch does n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from narrowcast.hardware import Hardware, probe
-    from narrowcast.health.diagnose.explain import explain
-    from narrowcast.health.diagnose.verdict import Verdict
-    from narrowcast.health.watch import watch
-    from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
-    from narrowcast.precision.gradients.loss_scale import LossScale
-    from narrowcast.precision.plan.plan import Plan, plan
-    from narrowcast.precision.plan.policy import Policy
-    from narrowcast.precision.plan.presets import PRESETS
-    from narrowcast.precision.plan.presets import policy_from as policy
-    from narrowcast.precision.step.outcome import Outcome
-    from narrowcast.precision.step.prepare import Prepared, prepare
+if TYPE_CHECKING:  # the same names, for those who read types rather than run
+    from narrowcast.hardware import Hardware as Hardware
+    from narrowcast.hardware import probe as probe
+    from narrowcast.health.diagnose.explain import explain as explain
+    from narrowcast.health.diagnose.verdict import Verdict as Verdict
+    from narrowcast.health.watch import watch as watch
+    from narrowcast.precision.fused.linear_cross_entropy import (
+        linear_cross_entropy as linear_cross_entropy,
+    )
+    from narrowcast.precision.gradients.loss_scale import LossScale as LossScale
+    from narrowcast.precision.plan.plan import Plan as Plan
+    from narrowcast.precision.plan.plan import make_plan as plan  # noqa: F401
+    from narrowcast.precision.plan.policy import Policy as Policy
+    from narrowcast.precision.plan.presets import PRESETS as PRESETS
+    from narrowcast.precision.plan.presets import policy_from as policy  # noqa: F401
+    from narrowcast.precision.step.outcome import Outcome as Outcome
+    from narrowcast.precision.step.prepare import Prepared as Prepared
+    from narrowcast.precision.step.prepare import prepare as prepare
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Hardware": ("narrowcast.hardware", "Hardware"),
-    "LossScale": ("narrowcast.precision.gradients.loss_scale", "LossScale"),
-    "Outcome": ("narrowcast.precision.step.outcome", "Outcome"),
-    "PRESETS": ("narrowcast.precision.plan.presets", "PRESETS"),
-    "Plan": ("narrowcast.precision.plan.plan", "Plan"),
-    "Policy": ("narrowcast.precision.plan.policy", "Policy"),
-    "Prepared": ("narrowcast.precision.step.prepare", "Prepared"),
-    "Verdict": ("narrowcast.health.diagnose.verdict", "Verdict"),
-    "explain": ("narrowcast.health.diagnose.explain", "explain"),
-    "linear_cross_entropy": (
-        "narrowcast.precision.fused.linear_cross_entropy",
-        "linear_cross_entropy",
-    ),
-    "plan": ("narrowcast.precision.plan.plan", "plan"),
-    "policy": ("narrowcast.precision.plan.presets", "policy_from"),
-    "prepare": ("narrowcast.precision.step.prepare", "prepare"),
-    "probe": ("narrowcast.hardware", "probe"),
-    "watch": ("narrowcast.health.watch", "watch"),
+    "PRESETS": "precision.plan.presets",
+    "Hardware": "hardware",
+    "LossScale": "precision.gradients.loss_scale",
+    "Outcome": "precision.step.outcome",
+    "Plan": "precision.plan.plan",
+    "Policy": "precision.plan.policy",
+    "Prepared": "precision.step.prepare",
+    "Verdict": "health.diagnose.verdict",
+    "explain": "health.diagnose.explain",
+    "linear_cross_entropy": "precision.fused.linear_cross_entropy",
+    "plan": "precision.plan.plan:make_plan",
+    "policy": "precision.plan.presets:policy_from",
+    "prepare": "precision.step.prepare",
+    "probe": "hardware",
+    "watch": "health.watch",
 }
+"""Every public name, the module it lives in, and what it is called there if not the same."""
 
-__all__ = [
-    "PRESETS",
-    "Hardware",
-    "LossScale",
-    "Outcome",
-    "Plan",
-    "Policy",
-    "Prepared",
-    "Verdict",
-    "__version__",
-    "explain",
-    "linear_cross_entropy",
-    "plan",
-    "policy",
-    "prepare",
-    "probe",
-    "watch",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"narrowcast has no {name!r}")
-    module, attribute = _HOMES[name]
-    return getattr(import_module(module), attribute)
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(f"narrowcast.{module}"), attribute or name)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ from narrowcast.bench.updates import copying, ours, torch_native
 from narrowcast.bench.updates.ours import pass_bytes
 from narrowcast.bench.updates.weights import draw
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.workloads import load_recipe
 
 BUILDS = {
@@ -43,8 +43,8 @@ def test_an_update_moves_every_weight(name, tiny):
     ],
 )
 def test_bytes_of_one_pass_are_counted_by_format(policy, each):
-    choices = plan(nn.Linear(8, 8, bias=False), policy, hardware=probe("cpu"))
-    assert pass_bytes(choices) == 64 * each
+    planned = make_plan(nn.Linear(8, 8, bias=False), policy, hardware=probe("cpu"))
+    assert pass_bytes(planned) == 64 * each
 
 
 def test_a_copy_reads_and_writes_every_number(tiny):

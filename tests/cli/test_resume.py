@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from narrowcast.runs import PrecisionRecord, Record, RunFolder, StepRecord, same_course
+from narrowcast.runs import PrecisionRecord, Record, RunFolder, StepRecord, same_trajectory
 
 
 def records_of(folder: Path) -> list[Record]:
@@ -17,7 +17,7 @@ def records_of(folder: Path) -> list[Record]:
 
 
 def same(a: list[Record], b: list[Record]) -> bool:
-    return len(a) == len(b) and all(same_course(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(same_trajectory(x, y) for x, y in zip(a, b, strict=True))
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:

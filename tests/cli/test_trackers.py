@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from narrowcast.runs import RunFolder, StepRecord, same_course
+from narrowcast.runs import RunFolder, StepRecord, same_trajectory
 
 pytest.importorskip("tensorboard", reason="needs the package tensorboard")
 pytest.importorskip("wandb", reason="needs the package wandb")
@@ -48,7 +48,7 @@ def test_both_trackers_have_what_the_records_have_and_change_nothing(narrowcast,
     assert losses(told) == [(r.step, pytest.approx(r.loss, rel=2**-20)) for r in recorded(told)]
     assert len(list((told / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
     pairs = zip(recorded(told), recorded(plain), strict=True)
-    assert all(same_course(a, b) for a, b in pairs)
+    assert all(same_trajectory(a, b) for a, b in pairs)
 
 
 def test_a_killed_run_that_is_resumed_has_each_step_once(narrowcast, start, tiny, tmp_path):

@@ -67,7 +67,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(narrowcast, tiny, t
         (["precision.policy=fp17"], 2, "no preset is named 'fp17'; did you mean fp16"),
         (["precision.policy=fp8-row", "precision.emulate=false"], 3, "without emulation"),
         (["precision.overrides={nosuch.*: fp32}"], 2, "nosuch.*: fp32 matches no module"),
-        (["precision.loss_scale.groups=[nosuch]"], 2, "'nosuch' matches no module"),
+        (["precision.loss_scale.scale_groups=[nosuch]"], 2, "'nosuch' matches no module"),
         (["precision.loss_scale.growth=3"], 2, "only powers of two scale exactly"),
         (["batch_size=1e9"], 2, "asks for more than the"),
         (["data.text=nowhere.txt"], 2, "nowhere.txt"),

@@ -36,7 +36,7 @@ import pytest
         ("precision.policy=", "needs text that is not empty, got ''; e.g. precision.policy=default"),
         ("precision.overrides=fp32", "needs a mapping of names to text, got 'fp32'"),
         ("precision.overrides={a: 1}", "needs a mapping of names to text, got {\"a\": 1}"),
-        ("precision.loss_scale.groups=head", "needs a list: text each, got 'head'"),
+        ("precision.loss_scale.scale_groups=head", "needs a list: text each, got 'head'"),
         ("precision.loss_scale.growth=1", "needs a number of at least 2, got 1; e.g. precision.loss_scale.growth=2"),
         ("precision.loss_scale.growth=3", "growth=3: only powers of two scale exactly; write 2"),
         ("precision.loss_scale.backoff=.3", "backoff=.3: only powers of two scale exactly; write 0.25"),

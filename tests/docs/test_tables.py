@@ -10,7 +10,7 @@ import narrowcast
 from narrowcast import errors, numerics
 from narrowcast.hardware import Hardware
 from narrowcast.numerics import FORMATS, BlockFormat, Format
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.workloads import load_recipe
@@ -100,7 +100,9 @@ def test_the_bytes_a_weight_are_those_of_the_plan(docs):
     rows = list(docs.table_rows(docs.DOCS / "ideas/master-weights.md", header="| policy | weight"))
     assert rows
     for policy, *shown in rows:
-        counted = plan(nn.Linear(16, 16, bias=False), policy.strip("`"), hardware=machine).bytes
+        counted = make_plan(
+            nn.Linear(16, 16, bias=False), policy.strip("`"), hardware=machine
+        ).bytes
         each = [counted[role] // 256 for role in ("params", "grads", "master", "moments")]
         assert [int(n) for n in shown] == [*each, sum(each)], policy
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.hardware import Hardware
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 
 # Every CPU can emulate every format; a probe would try in a child process what this one can do.
 EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
@@ -56,7 +56,7 @@ def net():
     def make(policy="fp32", *, lr=1e-2, **settings):
         torch.manual_seed(0)
         model = Net()
-        chosen = plan(model, policy, hardware=EMULATING)
+        chosen = make_plan(model, policy, hardware=EMULATING)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         run = nc.prepare(model, optimizer, policy=chosen, clip_norm=1.0, **settings)
         return run, lambda batch: F.cross_entropy(model(batch[0]).float(), batch[1])

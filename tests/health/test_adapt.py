@@ -44,10 +44,10 @@ def test_calm_counts_from_when_the_narrower_format_would_hold_what_is_seen():
     adaptation.decide(overflowing, step=5)
     assert adaptation.overrides == {"a": "fp32"}
     # From fp32 to bf16 it goes whatever fp16 would do, and from there it does not.
-    (move,) = adaptation.decide(set(), step=60, unfit=["a"])
+    (move,) = adaptation.decide(set(), step=60, unsafe_to_lower=["a"])
     assert move[:3] == ("a", "fp32", "bf16")
     for step in range(70, 200, 10):
-        assert adaptation.decide(set(), step=step, unfit=["a"]) == []
+        assert adaptation.decide(set(), step=step, unsafe_to_lower=["a"]) == []
     again = adapting("fp16", cooldown=1, calm=50)
     again.load_state_dict(json.loads(json.dumps(adaptation.state_dict())))
     for each in (adaptation, again):
@@ -87,12 +87,12 @@ def test_whatever_happens_formats_stay_within_their_limits(course, form, cooldow
     now, changed = dict.fromkeys(MODULES, form), {}
     for i, modules in enumerate(course):
         step = 7 * i
-        troubles = saturating(*sorted(modules))
+        issues = saturating(*sorted(modules))
         if i == stop:  # a resumed run decides the same
             again.load_state_dict(json.loads(json.dumps(adaptation.state_dict())))
-        moves = adaptation.decide(sorted(troubles), step=step)
+        moves = adaptation.decide(sorted(issues), step=step)
         if i >= stop:
-            assert again.decide(sorted(troubles), step=step) == moves
+            assert again.decide(sorted(issues), step=step) == moves
         for module, before, after, _ in moves:
             assert now[module] == before
             assert abs(RANK[after] - RANK[before]) == 1

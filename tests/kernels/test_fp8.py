@@ -31,7 +31,7 @@ def by(how):
     """Let the kernel or its plain twin do the work."""
     with pytest.MonkeyPatch.context() as patch:
         if how == "plain":
-            patch.setattr(fp8, "why_not", lambda device: "the plain twin was asked for")
+            patch.setattr(fp8, "unsupported_reason", lambda device: "the plain twin was asked for")
         yield
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowcast.kernels import launch
-from narrowcast.kernels.launch import interpreted, why_not
+from narrowcast.kernels.launch import interpreted, unsupported_reason
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WITHOUT_TRITON = """
@@ -15,8 +15,8 @@ sys.modules["triton"] = None  # as if it were not installed
 import torch
 import narrowcast
 from narrowcast.kernels.fp8 import quantize
-from narrowcast.kernels.launch import why_not
-print(why_not(torch.device("cpu")))
+from narrowcast.kernels.launch import unsupported_reason
+print(unsupported_reason(torch.device("cpu")))
 print(quantize(torch.full((1, 16), 3.0), torch.float8_e4m3fn).rows.float().max().item())
 """
 
@@ -31,7 +31,7 @@ def _asked_again():
 def test_the_interpreter_runs_kernels_anywhere(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert interpreted()
-    assert why_not(CPU) == why_not(CUDA) == ""
+    assert unsupported_reason(CPU) == unsupported_reason(CUDA) == ""
 
 
 @pytest.mark.parametrize("value", [None, "0", ""])
@@ -40,15 +40,15 @@ def test_without_it_only_cuda_has_kernels(monkeypatch, value):
     if value is not None:
         monkeypatch.setenv("TRITON_INTERPRET", value)
     assert not interpreted()
-    assert why_not(CPU) == "Triton has no kernels for cpu"
-    assert why_not(torch.device("mps")) == "Triton has no kernels for mps"
-    assert why_not(CUDA) == ""
+    assert unsupported_reason(CPU) == "Triton has no kernels for cpu"
+    assert unsupported_reason(torch.device("mps")) == "Triton has no kernels for mps"
+    assert unsupported_reason(CUDA) == ""
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_without_triton_there_are_no_kernels_at_all(monkeypatch, device):
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert why_not(device) == "Triton is not installed"
+    assert unsupported_reason(device) == "Triton is not installed"
 
 
 def test_a_machine_without_triton_imports_narrowcast_and_quantises_plainly():

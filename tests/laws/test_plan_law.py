@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from narrowcast.hardware import Hardware, Support, probe
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 
 POLICIES = (
     "fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp8-tensor", "fp8-row", "fp8-delayed",
@@ -72,8 +72,8 @@ def test_planning_twice_gives_one_plan_and_leaves_the_model_as_it_is(
     hardware = Hardware(device="cuda:0", name="drawn", memory_bytes=1, products=products)
     model = build()
     before = snapshot(model)
-    first = plan(model, policy + exceptions, hardware=hardware, emulate=emulate)
-    second = plan(model, policy + exceptions, hardware=hardware, emulate=emulate)
+    first = make_plan(model, policy + exceptions, hardware=hardware, emulate=emulate)
+    second = make_plan(model, policy + exceptions, hardware=hardware, emulate=emulate)
     assert first == second
     assert first.to_json() == second.to_json()
     assert_same(before, snapshot(model))
@@ -83,7 +83,7 @@ def test_planning_draws_no_random_number():
     state = torch.get_rng_state()
     model = build()
     torch.set_rng_state(state)
-    plan(model, "aggressive", hardware=probe("cpu"))
+    make_plan(model, "aggressive", hardware=probe("cpu"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -92,4 +92,6 @@ def test_a_copy_of_the_model_has_the_same_plan(policy):
     model = build()
     hardware = probe("cpu")
     copied = copy.deepcopy(model)
-    assert plan(model, policy, hardware=hardware) == plan(copied, policy, hardware=hardware)
+    assert make_plan(model, policy, hardware=hardware) == make_plan(
+        copied, policy, hardware=hardware
+    )

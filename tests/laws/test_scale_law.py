@@ -18,8 +18,8 @@ def scale_settings(draw):
     low, middle, high = sorted(draw(st.tuples(POWERS, POWERS, POWERS)))
     return LossScale(
         initial=2.0**middle,
-        smallest=2.0**low,
-        largest=2.0**high,
+        min=2.0**low,
+        max=2.0**high,
         growth=2.0 ** draw(st.integers(1, 3)),
         backoff=2.0 ** -draw(st.integers(1, 3)),
         growth_interval=draw(st.integers(1, 5)),
@@ -35,11 +35,11 @@ def reference(chosen, history):
         if chosen.dynamic and finite:
             strikes, calm = 0, calm + 1
             if calm == chosen.growth_interval:
-                value, calm = min(value * chosen.growth, chosen.largest), 0
+                value, calm = min(value * chosen.growth, chosen.max), 0
         elif chosen.dynamic:
             calm, strikes = 0, strikes + 1
             if strikes >= chosen.hysteresis:
-                value = max(value * chosen.backoff, chosen.smallest)
+                value = max(value * chosen.backoff, chosen.min)
         seen.append(value)
     return seen
 
@@ -52,7 +52,7 @@ def test_the_scale_follows_its_rule_and_stays_a_power_of_two_within_its_bounds(c
     for finite in history:
         scale.update(torch.tensor(finite))
         value = float(scale.value)
-        assert 0 < chosen.smallest <= value <= chosen.largest
+        assert 0 < chosen.min <= value <= chosen.max
         assert math.log2(value).is_integer()
         seen.append(value)
     assert seen == reference(chosen, history)
@@ -71,7 +71,7 @@ def test_every_scale_of_a_run_obeys_whatever_happens(history, parts):
         torch.optim.SGD(model.parameters(), lr=0.01),
         policy="fp32",
         loss_scale=LossScale(initial=4.0, growth_interval=2),
-        scaled_parts=parts,
+        scale_groups=parts,
         patience=1000,
     )
     for factor in history:

@@ -9,7 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.numerics import BF16, FP16, TF32
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.products.regions import EmulatedProducts
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
@@ -64,8 +64,8 @@ def test_a_traced_model_is_one_graph_with_the_numbers_of_the_eager_one(policy):
 
 
 def test_a_part_with_its_own_scale_is_traced_too():
-    _, weights = trained("fp16", scaled_parts=["up"])
-    _, compiled = trained("fp16", backend="aot_eager", scaled_parts=["up"])
+    _, weights = trained("fp16", scale_groups=["up"])
+    _, compiled = trained("fp16", backend="aot_eager", scale_groups=["up"])
     assert all(torch.equal(compiled[name], value) for name, value in weights.items())
 
 
@@ -101,7 +101,7 @@ def test_a_policy_that_returns_is_not_compiled_again(cpu):
     counts = []
     policies = ("bf16", "fp8-delayed", "aggressive", "bf16; up: fp32")
     for policy in policies * 2:
-        run.change(plan(model, policy, hardware=run.plan.hardware, emulate=True))
+        run.change(make_plan(model, policy, hardware=run.plan.hardware, emulate=True))
         for _ in range(2):
             with run.compute():
                 loss = F.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())

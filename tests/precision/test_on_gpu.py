@@ -25,17 +25,17 @@ def products(policy, *, emulate):
     x = torch.randn(ROWS, IN, device="cuda", requires_grad=True)
     # Small enough for the loss scale to leave them inside fp16.
     weights = torch.randn(ROWS, OUT, device="cuda") * 2.0**-10
-    choices = nc.plan(
+    planned = nc.plan(
         model, policy, hardware=nc.probe(), emulate=emulate, only_faster=False
     )  # or a plan keeps layers as small as this one in bf16
     hows = {"emulated"} if emulate else {"native"}
-    assert {m.how for m in choices.modules} == hows
-    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy=choices)
+    assert {m.how for m in planned.modules} == hows
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), policy=planned)
     with run.compute():
         y = model(x)
     run.backward((y.float() * weights).sum())
     scale = run.stats().scale_history[0][1] if run.stats().scale_history else 65536.0
-    scale = scale if choices.policy.needs_loss_scale else 1.0
+    scale = scale if planned.policy.needs_loss_scale else 1.0
     magnitudes = (
         x.detach().abs() @ layer.weight.detach().abs().t() + 1,
         weights.abs() @ layer.weight.detach().abs(),
@@ -88,7 +88,7 @@ def test_a_step_never_waits_for_the_device_and_a_skip_moves_nothing(policy, one_
         return run.step(loss if factor is None else loss * factor)
 
     step()
-    run.settle()
+    run.sync()
     torch.cuda.set_sync_debug_mode("error")
     try:
         outcomes = [step(), step(bad), step()]

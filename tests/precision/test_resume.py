@@ -67,7 +67,7 @@ def test_a_run_goes_on_bit_for_bit_in_fresh_objects(policy, fused, same_state):
 
 
 def test_parts_go_on_where_they_stood(same_state):
-    settings = {"scaled_parts": ["0", "3"], **scale_for("fp16")}
+    settings = {"scale_groups": ["0", "3"], **scale_for("fp16")}
     straight = fresh("fp16", **settings)
     train(straight, 0, 6)
     resumed = fresh("fp16", **settings)
@@ -95,7 +95,7 @@ def test_the_lost_update_meter_looks_at_the_same_steps():
         with run.compute():
             loss = run.model(X).square().mean()
         assert run.step(loss).lost_updates is None
-    assert resumed.steps_seen == straight.steps_seen == 5
+    assert resumed.steps_attempted == straight.steps_attempted == 5
 
 
 def test_the_state_is_tensors_and_plain_data():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from narrowcast.numerics import cast_loss, plain_format, round_to, snr_db
-from narrowcast.report.run_data import Story, by_kind
+from narrowcast.report.run_data import RunData, by_kind
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
@@ -372,11 +372,11 @@ def course_fixture() -> Callable[..., list[Record]]:
 
 
 @pytest.fixture(scope="session", name="story_of")
-def story_fixture() -> Callable[..., Story]:
+def story_fixture() -> Callable[..., RunData]:
     """Make the story of a run from its records."""
 
-    def make(records: Iterable[Record], *, steps: int, **changes: Any) -> Story:
-        return Story(
+    def make(records: Iterable[Record], *, steps: int, **changes: Any) -> RunData:
+        return RunData(
             **by_kind(records), settings=settings(steps, **changes), recipe_text="", sessions=()
         )
 

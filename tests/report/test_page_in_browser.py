@@ -140,7 +140,7 @@ def test_a_reader_can_choose_quantity_tensors_and_order_and_read_cells_by_keyboa
 def test_the_rows_that_are_drawn_are_those_of_the_records(growing, tmp_path):
     names = [f"blocks.{i}.{part}" for i in range(20) for part in ("attn", "mlp")]
     heat = heat_map(growing(range(10, 101, 10), names))
-    choices = [
+    planned = [
         {"measure": measure, "role": role, "order": order, "all": everything}
         for measure in ("snr_db", "overflow")
         for role in ("worst", "each", "role:input")
@@ -151,7 +151,7 @@ def test_the_rows_that_are_drawn_are_those_of_the_records(growing, tmp_path):
     page = tmp_path / "heat.html"
     page.write_text(
         f"<body><script>{code} const data = {json.dumps(heat.data)};"
-        f"const choices = {json.dumps(choices)};"
+        f"const choices = {json.dumps(planned)};"
         """
         const found = choices.map((choice) => {
           const { rows, of } = heatMap.figure(data, choice, { range: [0, 1], quiet: "red" });
@@ -165,7 +165,7 @@ def test_the_rows_that_are_drawn_are_those_of_the_records(growing, tmp_path):
     elements, complaints = open_page(page, tmp_path / "profile")
     assert complaints == []
     drawn = json.loads(re.search(r"<body>(.*)</body>", elements, re.DOTALL)[1])
-    for choice, found in zip(choices, drawn, strict=True):
+    for choice, found in zip(planned, drawn, strict=True):
         expected = rows_by_hand(heat.data, choice)
         assert found["of"] == len(expected)
         if choice["order"] == "model" and choice["all"]:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from narrowcast.errors import RecipeError
-from narrowcast.runner.out_dir import place_for
+from narrowcast.runner.out_dir import out_dir_for
 from narrowcast.runs import RunFolder
 
 
@@ -13,28 +13,28 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_the_first_run_of_a_name_gets_it():
-    assert place_for("lm/gpt-124m", None).path == Path("runs/lm-gpt-124m")
+    assert out_dir_for("lm/gpt-124m", None).path == Path("runs/lm-gpt-124m")
 
 
 def test_a_name_that_is_taken_is_numbered_and_said():
     Path("runs/quickstart").mkdir(parents=True)
     Path("runs/quickstart-2").mkdir()
-    place = place_for("quickstart", None)
+    place = out_dir_for("quickstart", None)
     assert place.path == Path("runs/quickstart-3")
     assert str(place) == "runs/quickstart-3 (runs/quickstart is taken)"
 
 
 @pytest.mark.parametrize("name", ["..", "/", "a/../../b", "", "my run"])
 def test_no_name_leads_out_of_the_folder_of_runs(name):
-    path = place_for(name, None).path
+    path = out_dir_for(name, None).path
     assert path.resolve().parent == Path("runs").resolve()
 
 
 def test_a_chosen_folder_that_holds_a_run_is_refused():
     RunFolder.create("mine", recipe_text="", resolved={}, environment={})
     with pytest.raises(RecipeError, match="mine already holds a run; choose another --out"):
-        place_for("quickstart", "mine")
+        out_dir_for("quickstart", "mine")
 
 
 def test_a_chosen_folder_that_is_not_there_is_taken():
-    assert place_for("quickstart", "mine").path == Path("mine")
+    assert out_dir_for("quickstart", "mine").path == Path("mine")

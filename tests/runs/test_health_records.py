@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from narrowcast.errors import CheckpointError
 from narrowcast.numerics import E4M3, cast_loss, round_to, snr_db
-from narrowcast.runs import HealthRecord, from_line, same_course, to_line
+from narrowcast.runs import HealthRecord, from_line, same_trajectory, to_line
 from narrowcast.runs.health_records import NAMES, NUMBERS, SHARES
 
 SHARE = st.floats(0, 1)
@@ -76,7 +76,7 @@ def test_a_line_read_and_written_again_is_the_same_line(record):
     assert line.isascii()
     assert "\n" not in line
     assert to_line(from_line(line)) == line
-    assert same_course(record, from_line(line))
+    assert same_trajectory(record, from_line(line))
 
 
 def test_real_tensors_are_read_back_with_what_they_lost(record):
@@ -110,7 +110,7 @@ def test_the_ends_of_what_a_float_can_hold_are_read_back_as_they_are_written(x, 
     odd = replace(record, amax=(x, 1.0, 2.0, 3.0, x))
     found = from_line(to_line(odd))
     assert all(map(math.isfinite, found.amax))
-    assert same_course(odd, found)
+    assert same_trajectory(odd, found)
 
 
 def test_a_line_of_600_tensors_is_read_in_milliseconds_and_is_below_50_kilobytes():

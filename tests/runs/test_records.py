@@ -15,7 +15,7 @@ from narrowcast.runs import (
     PrecisionRecord,
     StepRecord,
     from_line,
-    same_course,
+    same_trajectory,
     to_line,
 )
 
@@ -110,7 +110,7 @@ def test_a_line_is_one_line_of_strict_json_with_its_kind_first(record):
 
 @given(RECORDS)
 def test_a_record_is_of_the_same_course_as_itself(record):
-    assert same_course(record, from_line(to_line(record)))
+    assert same_trajectory(record, from_line(to_line(record)))
 
 
 def test_a_step_is_written_as_the_design_says():
@@ -134,7 +134,7 @@ def test_formats_before_and_after_are_called_from_and_to_on_the_line():
 
 @pytest.mark.parametrize("field", ["seconds", "peak_bytes"])
 def test_what_a_meter_read_is_no_part_of_the_course(field):
-    assert same_course(STEP, replace(STEP, **{field: 99}))
+    assert same_trajectory(STEP, replace(STEP, **{field: 99}))
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,18 @@ def test_what_a_meter_read_is_no_part_of_the_course(field):
 )
 def test_everything_else_is_part_of_the_course(field):
     value = {"applied": False, "why": "overflow", "lost_updates": 0.5}.get(field, 99)
-    assert not same_course(STEP, replace(STEP, **{field: value}))
+    assert not same_trajectory(STEP, replace(STEP, **{field: value}))
 
 
 def test_checkpoints_of_one_step_are_of_the_same_course_whatever_they_cost():
     a = CheckpointRecord(step=1, seconds_blocked=1.0, seconds_total=2.0, bytes=3)
     b = CheckpointRecord(step=1, seconds_blocked=9.0, seconds_total=9.0, bytes=9)
-    assert same_course(a, b)
-    assert not same_course(a, replace(b, step=2))
+    assert same_trajectory(a, b)
+    assert not same_trajectory(a, replace(b, step=2))
 
 
 def test_records_of_different_kinds_are_of_different_courses():
-    assert not same_course(STEP, EvalRecord(step=7))
+    assert not same_trajectory(STEP, EvalRecord(step=7))
 
 
 @pytest.mark.parametrize("name", ["kind", "step"])

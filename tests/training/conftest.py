@@ -68,7 +68,7 @@ class SineTask:
         self.device = device
 
     @property
-    def rows(self):
+    def gemm_rows(self):
         return 8  # the batch size of `sine_recipe`
 
     def loss(self, model, batch):
@@ -122,7 +122,7 @@ def ready():
         recipe = sine_recipe(policy, **settings)
         task = task or SineTask(seed=recipe.seed, samples=samples, device=device)
         hardware = probe(device) if device != "cpu" else EMULATING
-        choices = plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)[0]
-        return Ready(task, recipe, prepare_recipe(recipe, task.model, choices=choices))
+        planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
+        return Ready(task, recipe, prepare_recipe(recipe, task.model, plan=planned))
 
     return make

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from conftest import EMULATING, SineTask, sine_recipe
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import RunFolder
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.setup import prepare_recipe
@@ -38,8 +38,8 @@ def main(verb, *words):
     every = int(settings["checkpoint.every"])
     recipe = sine_recipe("fp16", steps=STEPS, checkpoint={"every": every}, ema={"decay": 0.9})
     task = SineTask()
-    choices = plan(task.model, "fp16", hardware=EMULATING)
-    prepared = prepare_recipe(recipe, task.model, choices=choices)
+    planned = make_plan(task.model, "fp16", hardware=EMULATING)
+    prepared = prepare_recipe(recipe, task.model, plan=planned)
     if "forgetful" in words and state is not None:
         state["random"]["torch"] = torch.get_rng_state()
     records = train(prepared, task, recipe, folder=Path(run.path), resume=state)

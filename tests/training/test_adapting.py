@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from narrowcast.hardware import Hardware
-from narrowcast.runs import FindingRecord, HealthRecord, PrecisionRecord, StepRecord, same_course
+from narrowcast.runs import (
+    FindingRecord,
+    HealthRecord,
+    PrecisionRecord,
+    StepRecord,
+    same_trajectory,
+)
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
 from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.phase_plans import plan_phases
@@ -166,8 +172,8 @@ def test_a_rehearsed_fault_has_one_origin_and_raises_nothing(policy, value):
     ).recipe  # fmt: skip
     task = build_task(recipe, device=torch.device("cpu"))
     hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
-    choices = plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)[0]
-    records = list(train(prepare_recipe(recipe, task.model, choices=choices), task, recipe))
+    planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
+    records = list(train(prepare_recipe(recipe, task.model, plan=planned), task, recipe))
     assert [r.step for r in of(StepRecord, records) if not r.applied] == [8]
     assert 8 in [r.step for r in of(HealthRecord, records)]
     told = [(f.module, f.role) for f in of(FindingRecord, records) if f.step == 8]
@@ -211,7 +217,7 @@ def test_a_resumed_run_decides_as_one_that_was_not(run, tmp_path, cut):
     state = load_checkpoint(tmp_path / "checkpoints" / f"step-{cut:06d}")
     rest, other = run("fp16", precision=ADAPT, resume=state)
     expected = [record for record in straight if record.step > cut]
-    assert all(same_course(a, b) for a, b in zip(expected, rest, strict=True))
+    assert all(same_trajectory(a, b) for a, b in zip(expected, rest, strict=True))
     assert first_difference(one.state_dict(), other.state_dict()) is None
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.hardware import Hardware
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.training.compiling import compiled, repeated_blocks
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.settings import LmModel
@@ -157,14 +157,14 @@ class Blocks(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(graphs):
     model, hardware = Blocks(), Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
-    choices = plan(model, "fp32", hardware=hardware)
-    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=choices)
+    planned = make_plan(model, "fp32", hardware=hardware)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=planned)
     compiled(model, WANTED)
     policies = ("fp32", "bf16", "fp8-delayed", "fp8-row", "fp16", "bf16; blocks.1: fp32")
     counts = []
     for policy in policies * 2:
         scale = nc.LossScale(initial=256.0)
-        run.change(plan(model, policy, hardware=hardware), loss_scale=scale)
+        run.change(make_plan(model, policy, hardware=hardware), loss_scale=scale)
         with run.compute():
             loss = model(torch.ones(2, 16)).sum()
         assert run.step(loss).applied

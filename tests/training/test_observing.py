@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.runs import FindingRecord, HealthRecord, same_course
+from narrowcast.runs import FindingRecord, HealthRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
 from narrowcast.training.trainer import train
 
@@ -65,7 +65,7 @@ def test_what_was_counted_between_two_readings_survives_a_checkpoint(growing, tm
     rest = growing("fp8-delayed", resume=state, **settings)
     expected = [record for record in straight if record.step > cut]
     assert len(of(HealthRecord, expected)) >= 2
-    assert all(same_course(a, b) for a, b in zip(expected, rest, strict=True))
+    assert all(same_trajectory(a, b) for a, b in zip(expected, rest, strict=True))
 
 
 INFINITE = {"module": "first", "role": "grad_output", "value": "inf"}

@@ -8,7 +8,7 @@ import pytest
 
 from narrowcast.config.phases import ConditionSection
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
-from narrowcast.runs import EvalRecord, PrecisionRecord, StepRecord, same_course
+from narrowcast.runs import EvalRecord, PrecisionRecord, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import load_checkpoint
 from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.phase_plans import phases_json, plan_phases
@@ -113,7 +113,7 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(phases, accumulate, 
         resumed, other = run(*phases, resume=state, **settings)
         rest = [r for r in straight if r.step > step and not hasattr(r, "seconds_total")]
         assert len(resumed) == len(rest), f"resumed from step {step}"
-        assert all(map(same_course, resumed, rest)), f"resumed from step {step}"
+        assert all(map(same_trajectory, resumed, rest)), f"resumed from step {step}"
         found = first_difference(other.state_dict(), prepared.state_dict(), where="")
         assert found is None, f"resumed from step {step}"
 
@@ -178,7 +178,7 @@ def test_overrides_of_the_recipe_hold_in_every_phase_and_a_phase_adds_its_own(sc
         precision={"policy": "bf16", "overrides": {"rise": "fp32"}},
     )  # fmt: skip
     hardware = made.prepared.plan.hardware
-    first, second = plan_phases(made.recipe, made.task.model, hardware=hardware, rows=8)
+    first, second = plan_phases(made.recipe, made.task.model, hardware=hardware, gemm_rows=8)
     assert [m.name for m in first.modules if m.policy.forward == "fp32"] == ["rise"]
     assert second.policy.exceptions == (("rise", "fp32"), ("fall", "fp32"))
 
@@ -217,14 +217,14 @@ def test_moments_that_the_optimizer_cannot_keep_are_refused_before_the_run(sched
 
 def test_a_model_prepared_in_another_policy_is_brought_into_the_first_phase(scheduled, run, ready):
     made, other = scheduled(*COURSE), ready("aggressive")
-    prepared = prepare_recipe(made.recipe, other.prepared.release(), choices=other.prepared.plan)
+    prepared = prepare_recipe(made.recipe, other.prepared.release(), plan=other.prepared.plan)
     records = list(train(prepared, other.task, made.recipe))
     assert losses(records) == losses(run(*COURSE)[0])
 
 
 def test_a_checkpoint_of_a_longer_schedule_is_refused(scheduled):
     made = scheduled({"until": 4}, {"policy": "bf16"})
-    schedule = PrecisionSchedule(made.prepared, made.recipe, rows=8)
+    schedule = PrecisionSchedule(made.prepared, made.recipe, gemm_rows=8)
     state = {**dataclasses.asdict(Progress(phase=2, since=9)), "losses": []}
     with pytest.raises(CheckpointError, match="of phase 3 of a schedule"):
         schedule.restore(state)
@@ -235,7 +235,10 @@ def test_the_plan_of_a_run_tells_what_each_phase_gives_each_module(scheduled):
         {"policy": "fp32", "until": 3}, {"policy": "bf16", "overrides": {"fall": "fp32"}}
     )
     plans = plan_phases(
-        made.recipe, made.task.model, hardware=made.prepared.plan.hardware, rows=made.task.rows
+        made.recipe,
+        made.task.model,
+        hardware=made.prepared.plan.hardware,
+        gemm_rows=made.task.gemm_rows,
     )
     told = phases_json(made.recipe, plans)
     assert told["modules"] == made.prepared.plan.to_json()["modules"]

@@ -11,7 +11,7 @@ from torch import nn
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, probe
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.training.schedules import lr_factor
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import WARM_UP, Stepper
@@ -50,8 +50,8 @@ def made(policy="fp32", *, device="cpu", **settings):
     model = nn.Sequential(*layers).to(device)
     asked = recipe(policy, **settings)
     hardware = EMULATING if device == "cpu" else probe(device)
-    chosen = plan(model, policy, hardware=hardware, only_faster=False)
-    prepared = prepare_recipe(asked, model, choices=chosen)
+    chosen = make_plan(model, policy, hardware=hardware, only_faster=False)
+    prepared = prepare_recipe(asked, model, plan=chosen)
     return Stepper(prepared, Task(model), asked), prepared
 
 
@@ -229,8 +229,8 @@ def test_another_policy_is_captured_anew_and_steps_as_the_launched_one(compiled)
     for policy in ("bf16", "fp8-delayed", "aggressive", "bf16"):
         for stepper, prepared in ((replayed, mine), (launched, theirs)):
             hardware = prepared.plan.hardware
-            prepared.change(plan(prepared.model, policy, hardware=hardware, only_faster=False))
-            stepper.renew()
+            prepared.change(make_plan(prepared.model, policy, hardware=hardware, only_faster=False))
+            stepper.drop_graphs()
         for taken in range(WARM_UP + 3):
             given = batches(step, device="cuda")
             (_, loss), (_, other) = replayed(given), launched(given)
@@ -251,7 +251,7 @@ def test_the_schedule_moves_under_replay():
     assert [o.lr for o in outcomes] == [0.01 * factor(step) for step in range(STEPS)]
     # And not in words only: without a rate no weight moves, whatever its gradient.
     before = weights(prepared)
-    prepared.settle()
+    prepared.sync()
     for group in prepared.optimizer.param_groups:
         group["lr"] = 0.0
     stepper(batches(STEPS, device="cuda"))

@@ -17,7 +17,7 @@ from narrowcast.runs import (
     FindingRecord,
     HealthRecord,
     StepRecord,
-    same_course,
+    same_trajectory,
 )
 from narrowcast.training.checkpoints.checkpoint import checkpoints, latest, load_checkpoint
 from narrowcast.training.checkpoints.identity import first_difference
@@ -280,7 +280,7 @@ def test_a_run_with_faults_is_resumed_bit_for_bit(ready, tmp_path):
     resumed = ready("fp16", **settings)
     rest = run(resumed, folder=tmp_path / "resumed", resume=state)
     later = [r for r in records if r.step > 4]
-    assert all(same_course(a, b) for a, b in zip(later, rest, strict=True))
+    assert all(same_trajectory(a, b) for a, b in zip(later, rest, strict=True))
     ends = [made.prepared.state_dict() for made in (whole, resumed)]
     assert first_difference(*ends) is None
 
@@ -298,7 +298,7 @@ def test_evaluations_and_checkpoints_come_when_asked_and_at_the_end(ready, tmp_p
 def test_evaluating_more_often_changes_nothing_in_training(ready):
     often, once = (ready(steps=12, eval={"every": every}) for every in (1, 0))
     same = zip(steps_of(run(often)), steps_of(run(once)), strict=True)
-    assert all(same_course(a, b) for a, b in same)
+    assert all(same_trajectory(a, b) for a, b in same)
     assert first_difference(often.prepared.state_dict(), once.prepared.state_dict()) is None
 
 
@@ -348,7 +348,7 @@ def test_a_run_that_a_signal_ended_goes_on_as_if_it_had_not(ready, tmp_path):
     again = ready(**settings)
     after = run(again, resume=load_checkpoint(tmp_path / "checkpoints/step-000003"))
     assert len(before) + len(after) == len(expected)
-    assert all(map(same_course, [*before, *after], expected))
+    assert all(map(same_trajectory, [*before, *after], expected))
     assert first_difference(again.prepared.state_dict(), straight.prepared.state_dict()) is None
 
 
@@ -429,7 +429,7 @@ def test_workers_do_not_change_the_course(ready):
     alone = ready(steps=8)
     helped = ready(steps=8, data=DataSection(workers=1))
     same = zip(run(alone), run(helped), strict=True)
-    assert all(same_course(a, b) for a, b in same)
+    assert all(same_trajectory(a, b) for a, b in same)
     assert first_difference(alone.prepared.state_dict(), helped.prepared.state_dict()) is None
 
 

@@ -18,7 +18,7 @@ from narrowcast.bench.peers.float8 import convert
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.hardware.replay import captured
-from narrowcast.precision.plan.plan import Plan, plan
+from narrowcast.precision.plan.plan import Plan, make_plan
 
 LARGEST_E4M3 = 448.0
 SAMPLE_SEED = 0
@@ -66,7 +66,7 @@ def layer_builder(contender: Contender, *, device: torch.device) -> Made:
 def layer_plan(shape: Shape, device: torch.device, policy: str) -> Plan:
     """Return what a policy chooses for a layer of this shape, on this device."""
     layer = _layer(shape, torch.device("meta"))
-    return plan(layer, policy, hardware=probe(str(device)), tokens=shape.tokens)
+    return make_plan(layer, policy, hardware=probe(str(device)), gemm_rows=shape.tokens)
 
 
 def _plain_builder(contender: Contender, *, device: torch.device) -> Made:

@@ -20,7 +20,7 @@ from narrowcast.bench.measure.timing import held_bytes
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
@@ -80,16 +80,16 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
     hardware = probe(recipe.device)
     task = build_task(recipe, device=torch.device(hardware.device))
     precision = recipe.precision
-    choices = plan(
+    plan = make_plan(
         task.model,
         precision.policy,
         hardware=hardware,
         overrides=precision.overrides,
         emulate=precision.emulate,
-        tokens=task.rows,
+        gemm_rows=task.gemm_rows,
         only_faster=precision.only_faster,
     )
-    prepared = prepare_recipe(recipe, task.model, choices=choices)
+    prepared = prepare_recipe(recipe, task.model, plan=plan)
     steps: list[StepRecord] = []
     metrics: dict[str, float] = {}
     told = time.monotonic()

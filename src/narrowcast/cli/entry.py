@@ -27,7 +27,7 @@ from narrowcast.cli.watch import watch
 from narrowcast.errors import NarrowcastError
 
 INTERRUPTED = 130
-"""128 + SIGINT, as shells count."""
+"""128 + SIGINT, as fp32_params count."""
 
 VERBS = (
     doctor,

@@ -38,7 +38,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         click.echo(json.dumps(described, indent=2, ensure_ascii=False))
         return
     print_phases(console, loaded.recipe, plans)
-    for number, (title, choices) in enumerate(zip(titles(loaded.recipe), plans, strict=True)):
+    for number, (title, plan) in enumerate(zip(titles(loaded.recipe), plans, strict=True)):
         if number:
             console.print()
-        print_plan(console, choices, title=title, every=every)
+        print_plan(console, plan, title=title, every=every)

@@ -23,7 +23,7 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
     with RunFolder.open(folder) as run:
         before, loaded = continued(run, overrides)
         with working(console, "loading the run"):
-            from narrowcast.cli.run_loop import conduct
+            from narrowcast.cli.run_loop import run_loop
             from narrowcast.cli.view.summary import already_done, introduce
             from narrowcast.report.trackers import require_trackers
             from narrowcast.runner.assemble import assemble
@@ -44,13 +44,13 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
         records = begin(prepared, task, loaded.recipe, folder=run.path, resume=state)
         # From here on the folder changes; another process that writes to it is refused first.
         rewind_to(run, state)
-        changes = notices(run, before.recipe, loaded.recipe, choices=prepared.plan)
+        changes = notices(run, before.recipe, loaded.recipe, plan=prepared.plan)
         run.write_json("resolved.json", loaded.resolved())
         run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
         run.add_session(environment)
         step = state["step"] if state else 0
-        introduce(console, loaded.recipe, choices=prepared.plan, folder=str(run.path))
+        introduce(console, loaded.recipe, plan=prepared.plan, folder=str(run.path))
         say(console, "from", f"step {step}" if step else "the beginning: it has no checkpoint yet")
         for notice in changes:
             say(console, "note", notice, style="yellow")
-        conduct(run, records, console=console, loaded=loaded, choices=prepared.plan)
+        run_loop(run, records, console=console, loaded=loaded, plan=prepared.plan)

@@ -18,13 +18,13 @@ from narrowcast.runs import Record, RunFolder, StepRecord
 from narrowcast.runs.tally import Tally
 
 
-def conduct(
+def run_loop(
     run: RunFolder,
     records: Iterator[Record],
     *,
     console: Console,
     loaded: LoadedRecipe,
-    choices: Plan,
+    plan: Plan,
 ) -> None:
     """Write and show each record as it comes, then write the report and say where all of it is.
 
@@ -34,7 +34,7 @@ def conduct(
     tally = Tally(steps=recipe.steps)
     for record in earlier:
         tally = tally.after(record) if isinstance(record, StepRecord) else tally
-    display = RunDisplay(console, tally, scaled=is_scaled(loaded.recipe, choices))
+    display = RunDisplay(console, tally, scaled=is_scaled(loaded.recipe, plan))
     trackers = open_trackers(
         recipe.trackers,
         folder=run.path,

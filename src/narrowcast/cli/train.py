@@ -18,14 +18,14 @@ from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argu
 def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
     """Train RECIPE, show how it goes, and write a report."""
     from narrowcast.cli.view.screen import screen, working
-    from narrowcast.runner.out_dir import place_for
+    from narrowcast.runner.out_dir import out_dir_for
     from narrowcast.workloads import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    place = place_for(loaded.recipe.name, out)
+    place = out_dir_for(loaded.recipe.name, out)
     console = screen(quiet=quiet)
     with working(console, "building the model"):
-        from narrowcast.cli.run_loop import conduct
+        from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import introduce
         from narrowcast.report.trackers import require_trackers
         from narrowcast.runner.assemble import assemble
@@ -41,6 +41,6 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         place.path, recipe_text=loaded.text, resolved=loaded.resolved(), environment=environment
     ) as run:
         run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
-        introduce(console, loaded.recipe, choices=prepared.plan, folder=str(place))
+        introduce(console, loaded.recipe, plan=prepared.plan, folder=str(place))
         records = begin(prepared, task, loaded.recipe, folder=run.path)
-        conduct(run, records, console=console, loaded=loaded, choices=prepared.plan)
+        run_loop(run, records, console=console, loaded=loaded, plan=prepared.plan)

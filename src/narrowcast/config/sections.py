@@ -146,7 +146,7 @@ class LossScaleSection(Section):
     patience: int = Field(
         default=50, ge=1, description="overflows in a row at the floor before giving up"
     )
-    groups: tuple[str, ...] = Field(
+    scale_groups: tuple[str, ...] = Field(
         default=(), description="globs of modules that get a scale of their own"
     )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @final
-class Arriving:
+class AsyncCopy:
     """The values of a tensor as they are now; they may change afterwards."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -21,7 +21,7 @@ class Arriving:
         else:
             self._host = tensor.detach().clone()
 
-    def landed(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Return them, on the host. Waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -64,23 +64,23 @@ class Adaptation:
 
     def decide(
         self,
-        troubles: Collection[tuple[str, str, str]],
+        issues: Collection[tuple[str, str, str]],
         *,
         step: int,
         seen: int | None = None,
-        unfit: Collection[str] = (),
+        unsafe_to_lower: Collection[str] = (),
     ) -> list[Move]:
-        """Return the changes to make after `step`, given all troubles: (kind, module, role).
+        """Return the changes to make after `step`, given all issues: (kind, module, role).
 
         `seen` is the step they were seen in, which may be an earlier one: a module whose format has
-        changed since then is judged by what its new one shows. `unfit` are the raised modules whose
-        own format would not have held what was seen.
+        changed since then is judged by what its new one shows. `unsafe_to_lower` are the raised
+        modules whose own format would not have held what was seen.
         """
-        for module in unfit:
+        for module in unsafe_to_lower:
             if self.overrides.get(module) == WIDER.get(self.formats[module]):
                 self._troubled[module] = step
         reasons: dict[str, str] = {}
-        for kind, module, role in troubles:
+        for kind, module, role in issues:
             changed_since = self._changed.get(module, -1) >= (step if seen is None else seen)
             if kind in REASONS and module in self.formats and not changed_since:
                 reasons.setdefault(module, f"its {role} {REASONS[kind]}")

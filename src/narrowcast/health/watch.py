@@ -24,7 +24,7 @@ from narrowcast.health.findings.findings import Findings
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.health.statistics.reading import Reading
 from narrowcast.numerics import format_named
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.runs import FindingRecord, HealthRecord
 
@@ -49,8 +49,8 @@ class Watch:
 
     def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
         device = _device_of(model)
-        choices = plan(model, policy, hardware=probe(str(device)), only_faster=False)
-        self._probes, self._every = Probes(model, choices), every
+        plan = make_plan(model, policy, hardware=probe(str(device)), only_faster=False)
+        self._probes, self._every = Probes(model, plan), every
         self._findings, self._waits = Findings(), device.type == "cuda"
         self._readings: deque[Reading] = deque()
         self._latest: Reading | None = None

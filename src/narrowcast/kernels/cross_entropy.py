@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import why_not
+from narrowcast.kernels.launch import unsupported_reason
 
 BLOCK = 16384
 """Logits a program holds at once: 16 for each of 1024 threads, two 16-byte loads of 16-bit ones."""
@@ -38,7 +38,7 @@ def cross_entropy_(
     and destroyed only for a gradient. A row to be ignored has loss and gradient zero. One whose
     target is no column has NaN for both, so that a mistake in the data is seen without a wait.
     """
-    if why_not(logits.device):
+    if unsupported_reason(logits.device):
         return cross_entropy_twin_(
             logits,
             targets,

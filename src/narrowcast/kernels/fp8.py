@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.kernels.launch import why_not
+from narrowcast.kernels.launch import unsupported_reason
 
 MULTIPLE = 16
 """cuBLAS asks it of every dimension of an fp8 product, the summed one included."""
@@ -87,7 +87,7 @@ def quantize_into(into: Quantized, x: Tensor, *, notes: Tensor | None, by_itself
     if not by_itself:
         by_itself = into.inverse.data_ptr() not in _calibrated
         trust(into.inverse)
-    work = _by_triton if not why_not(x.device) else _plainly
+    work = _by_triton if not unsupported_reason(x.device) else _plainly
     largest = LARGEST[into.rows.dtype]
     # As `.data`: other layers' notes lie in the same memory, and autograd may be keeping those.
     scale, noted = into.inverse.data, None if notes is None else notes.data
@@ -154,7 +154,7 @@ def _quantize(
     given = fresh if inverse is None else inverse
     if inverse is not None:
         _calibrated.add(inverse.data_ptr())
-    work = _by_triton if not why_not(x.device) else _plainly
+    work = _by_triton if not unsupported_reason(x.device) else _plainly
     # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
     # they may be set for the first time.
     given, noted = given.data, None if notes is None else notes.data

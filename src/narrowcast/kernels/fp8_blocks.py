@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels.fp8 import LARGEST, LocallyQuantized, castable, inverse_for
-from narrowcast.kernels.launch import why_not
+from narrowcast.kernels.launch import unsupported_reason
 
 BLOCK = 128
 
@@ -56,7 +56,7 @@ def _quantize(
             scales.fill_(1)  # what fills a line up is read, and multiplies nothing
     if not x.numel():
         return results
-    if why_not(x.device):
+    if unsupported_reason(x.device):
         _plainly(x, *results, largest=LARGEST[target], square=square)
     else:
         from narrowcast.kernels.quantize_blocks import quantize_blocks_into

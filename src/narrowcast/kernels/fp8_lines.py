@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.kernels.fp8 import LARGEST, MULTIPLE, LocallyQuantized, castable, inverse_for
-from narrowcast.kernels.launch import why_not
+from narrowcast.kernels.launch import unsupported_reason
 
 
 def quantize_lines(
@@ -47,7 +47,7 @@ def _quantize(
     if not x.numel():
         for scales in results[2:]:
             scales.fill_(1)
-    elif why_not(x.device):
+    elif unsupported_reason(x.device):
         _plainly(x, *results, largest=LARGEST[target])
     else:
         from narrowcast.kernels.quantize_lines import quantize_lines_into

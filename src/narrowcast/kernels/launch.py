@@ -16,7 +16,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_not(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     """Say why no kernel can run on a device; nothing where it can."""
     if not _triton_is_installed():
         return "Triton is not installed"

@@ -10,7 +10,7 @@ from narrowcast.report.charts.spread import spread_charts, spread_note
 from narrowcast.report.in_force import in_force
 from narrowcast.report.layers import format_shares, layers
 from narrowcast.report.rendering import render, write_page
-from narrowcast.report.run_data import Story, read_story
+from narrowcast.report.run_data import RunData, read_story
 from narrowcast.report.sentences import sentences
 from narrowcast.report.speed import speed_table
 from narrowcast.report.summary import ending, facts, headline
@@ -27,7 +27,7 @@ def write_report(run_path: str | Path) -> Path:
     return write_page(path / FILE, page_of(read_story(path)))
 
 
-def page_of(story: Story) -> str:
+def page_of(story: RunData) -> str:
     """Make the page of a run."""
     loss = loss_chart(story) if story.steps else None
     scale = scale_chart(story) if story.steps else None
@@ -51,7 +51,7 @@ def _drawn(heat: HeatMap | None) -> dict[str, Any] | None:
     return None if heat is None else heat.data
 
 
-def _told(story: Story) -> dict[str, Any]:
+def _told(story: RunData) -> dict[str, Any]:
     return {
         "story": story,
         "ending": ending(story),
@@ -61,7 +61,7 @@ def _told(story: Story) -> dict[str, Any]:
     }
 
 
-def _tables(story: Story) -> dict[str, Any]:
+def _tables(story: RunData) -> dict[str, Any]:
     chosen, defaults = tables.settings(story)
     ended = in_force(story.modules, story.changes, phases=story.phases)
     return {

@@ -20,7 +20,7 @@ from narrowcast.runs.records import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class RunData:
     """A run as its folder tells it; what was not written is empty."""
 
     steps: tuple[StepRecord, ...] = ()
@@ -64,7 +64,7 @@ class Story:
         return list((self.plan or {}).get("phases", []))
 
 
-def read_story(path: Path) -> Story:
+def read_story(path: Path) -> RunData:
     """Read the folder of a run, at whatever point the run is."""
     with RunFolder.open(path) as run:
         records = run.records()
@@ -73,7 +73,7 @@ def read_story(path: Path) -> Story:
         has_environment = (path / "environment.json").exists()
         environment = run.read_json("environment.json") if has_environment else {}
         recipe_text = run.recipe_text if (path / "recipe.yaml").exists() else ""
-    return Story(
+    return RunData(
         **by_kind(records),
         plan=plan,
         settings=settings,

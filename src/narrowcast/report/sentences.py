@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from narrowcast.report.in_force import WHOLE, in_force
 from narrowcast.report.phrases import capital, count, share
-from narrowcast.report.run_data import Story
+from narrowcast.report.run_data import RunData
 from narrowcast.report.summary import Tone
 from narrowcast.report.tables import Finding, findings
 from narrowcast.runs.records import PrecisionRecord
@@ -15,7 +15,7 @@ INJECTED = "fault injected"
 """What a run calls a fault that its recipe asks for."""
 
 
-def sentences(story: Story) -> list[tuple[Tone, str]]:
+def sentences(story: RunData) -> list[tuple[Tone, str]]:
     """Tell what happened that an owner would want to know, the most serious first."""
     if not story.steps:
         return []
@@ -58,7 +58,7 @@ def _finding(found: Finding) -> str:
     return f"{told.rstrip('.')}.{advice}"
 
 
-def _skips(story: Story) -> list[tuple[Tone, str]]:
+def _skips(story: RunData) -> list[tuple[Tone, str]]:
     skipped = [record for record in story.steps if not record.applied]
     if not skipped:
         return []
@@ -75,7 +75,7 @@ def _skips(story: Story) -> list[tuple[Tone, str]]:
     ]
 
 
-def _changes(story: Story) -> list[tuple[Tone, str]]:
+def _changes(story: RunData) -> list[tuple[Tone, str]]:
     if not story.changes:
         return []
     told: list[tuple[Tone, str]] = []

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 
 from narrowcast.report.phrases import count, duration, large, share
-from narrowcast.report.run_data import Story
+from narrowcast.report.run_data import RunData
 
 
-def speed_table(story: Story) -> list[tuple[str, str, str]]:
+def speed_table(story: RunData) -> list[tuple[str, str, str]]:
     """List what took time: a name, a figure, and what it is of; empty before the first step."""
     seconds = [r.seconds for r in story.steps if math.isfinite(r.seconds)]
     total = math.fsum(seconds)

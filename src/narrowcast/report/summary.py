@@ -6,7 +6,7 @@ from typing import Literal
 
 from narrowcast.report.layers import format_shares
 from narrowcast.report.phrases import count, duration, large, scale, share, size, value
-from narrowcast.report.run_data import Story
+from narrowcast.report.run_data import RunData
 from narrowcast.runs.records import StepRecord
 
 Tone = Literal["good", "fair", "bad"]
@@ -31,7 +31,7 @@ class Fact:
     note: str = ""
 
 
-def ending(story: Story) -> Ending:
+def ending(story: RunData) -> Ending:
     """Judge from the records alone where the run stands."""
     done, asked = len(story.steps), int(story.setting("steps", 0))
     if not done:
@@ -77,7 +77,7 @@ def ending(story: Story) -> Ending:
     )
 
 
-def headline(story: Story) -> str:
+def headline(story: RunData) -> str:
     """Say in one sentence what trained, in which policy, and how well."""
     if not story.steps:
         return f"{story.name} is set up to train {_in_policy(story)} and has not run a step."
@@ -86,7 +86,7 @@ def headline(story: Story) -> str:
     return f"{story.name} trained {_in_policy(story)} for {steps}: {_quality(story)}."
 
 
-def facts(story: Story) -> list[Fact]:
+def facts(story: RunData) -> list[Fact]:
     """Collect the numbers beside the headline; those that were not measured are left out."""
     if not story.steps:
         return []
@@ -99,12 +99,12 @@ def facts(story: Story) -> list[Fact]:
     ]
 
 
-def metric(story: Story) -> str:
+def metric(story: RunData) -> str:
     """Name the metric that evaluations are headed by; empty where there are none."""
     return next((key for record in story.evals for key in record.metrics), "")
 
 
-def _in_policy(story: Story) -> str:
+def _in_policy(story: RunData) -> str:
     """Say `in fp16 (emulated)`, or `with the default policy, mostly bf16`."""
     most = next((part.name for part in format_shares(story.modules)), "")
     ways = {m.get("how") for m in story.modules if m.get("forward") == most}
@@ -116,7 +116,7 @@ def _in_policy(story: Story) -> str:
     return f"with the {name} policy{mostly}" if name.isalpha() else f"with policy {name}{mostly}"
 
 
-def _gave_up(story: Story) -> str:
+def _gave_up(story: RunData) -> str:
     """Say how the run gave up, if it ended on as many overflows in a row as the recipe allows.
 
     Only those at one scale count: while the scale still falls, a run has not given up.
@@ -149,7 +149,7 @@ def _lost_at(steps: tuple[StepRecord, ...]) -> int | None:
     return since
 
 
-def _quality(story: Story) -> str:
+def _quality(story: RunData) -> str:
     key = metric(story)
     found = [(r.step, r.metrics[key]) for r in story.evals if key in r.metrics]
     if not found:
@@ -176,7 +176,7 @@ def _training_loss(steps: tuple[StepRecord, ...]) -> str:
     return f"training loss {course}" + (f", not finite from step {count(lost)} on" if lost else "")
 
 
-def _loss_fact(story: Story) -> list[Fact]:
+def _loss_fact(story: RunData) -> list[Fact]:
     key = metric(story)
     found = [(r.step, r.metrics) for r in story.evals if key in r.metrics]
     if not found:
@@ -217,6 +217,6 @@ def _speed_facts(steps: tuple[StepRecord, ...]) -> list[Fact]:
     ]
 
 
-def _memory_fact(story: Story) -> list[Fact]:
+def _memory_fact(story: RunData) -> list[Fact]:
     peak = max(record.peak_bytes for record in story.steps)
     return [Fact(label="Peak memory", value=size(peak), note="measured")] if peak > 0 else []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowcast.report.phrases import count, share, size, value
-from narrowcast.report.run_data import Story
+from narrowcast.report.run_data import RunData
 from narrowcast.report.settings_text import written
 from narrowcast.runs.records import FindingRecord
 
@@ -80,7 +80,7 @@ class Surrounding:
     values: tuple[str, ...]
 
 
-def eval_table(story: Story) -> tuple[list[str], list[list[str]]]:
+def eval_table(story: RunData) -> tuple[list[str], list[list[str]]]:
     """List the evaluations: the names of the metrics, then a row of texts each."""
     names = list(dict.fromkeys(key for record in story.evals for key in record.metrics))
     rows = [
@@ -93,7 +93,7 @@ def eval_table(story: Story) -> tuple[list[str], list[list[str]]]:
     return names, rows
 
 
-def reasons(story: Story) -> list[Reason]:
+def reasons(story: RunData) -> list[Reason]:
     """Count the skipped steps by reason, the most frequent first.
 
     What a skip did to the loss scale is not its reason, and differs each time.
@@ -109,7 +109,7 @@ def reasons(story: Story) -> list[Reason]:
     return sorted(found, key=lambda reason: -reason.times)
 
 
-def findings(story: Story) -> list[Finding]:
+def findings(story: RunData) -> list[Finding]:
     """List the findings in the order they first came up, those that say the same as one."""
     groups: dict[tuple[str, ...], list[FindingRecord]] = {}
     for r in story.findings:
@@ -148,7 +148,7 @@ def bytes_by_role(plan: Mapping[str, Any]) -> tuple[list[Bytes], str]:
     return rows, size(total)
 
 
-def settings(story: Story) -> tuple[list[Setting], list[Setting]]:
+def settings(story: RunData) -> tuple[list[Setting], list[Setting]]:
     """List the recipe: what somebody set, and what was left at its default."""
     found = [
         Setting(key=key, value=written(entry.get("value")), origin=str(entry.get("origin", "")))
@@ -158,7 +158,7 @@ def settings(story: Story) -> tuple[list[Setting], list[Setting]]:
     return chosen, [setting for setting in found if setting.origin == "default"]
 
 
-def surroundings(story: Story) -> list[Surrounding]:
+def surroundings(story: RunData) -> list[Surrounding]:
     """List the environment of the run's sessions."""
     flat = [dict(_flattened(session)) for session in story.sessions]
     keys = dict.fromkeys(key for session in flat for key in session)

@@ -31,23 +31,23 @@ def assemble(recipe: Recipe) -> Assembled:
     """Build what `recipe` asks for on the device it asks for, or say why that cannot be."""
     hardware = probe(recipe.device)
     phases = planned(recipe, hardware)
-    _require_memory(max(phases, key=lambda choices: sum(choices.bytes.values())))
+    _require_memory(max(phases, key=lambda plan: sum(plan.bytes.values())))
     task = build_task(recipe, device=torch.device(hardware.device))
     # The trainer would find a batch that is too large only once the run has begun.
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
-    prepared = prepare_recipe(recipe, task.model, choices=phases[0])
+    prepared = prepare_recipe(recipe, task.model, plan=phases[0])
     return Assembled(task=task, prepared=prepared, plans=phases)
 
 
 def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:
     """Plan each phase of `recipe` from its model's shapes alone: no weight is allocated."""
     task = build_task(recipe, device=torch.device("meta"))
-    return plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)
+    return plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
 
 
-def _require_memory(choices: Plan) -> None:
+def _require_memory(plan: Plan) -> None:
     """Refuse a model whose weights and optimizer alone are larger than the device."""
-    hardware, needed = choices.hardware, sum(choices.bytes.values())
+    hardware, needed = plan.hardware, sum(plan.bytes.values())
     if needed > hardware.memory_bytes:
         raise UnsupportedError(
             f"weights, gradients and optimizer take {size(needed)}, and {hardware.name} "

@@ -40,7 +40,7 @@ def continued(run: RunFolder, overrides: Sequence[str]) -> tuple[LoadedRecipe, L
     return before, after
 
 
-def notices(run: RunFolder, before: Recipe, after: Recipe, *, choices: Plan) -> list[str]:
+def notices(run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan) -> list[str]:
     """Say where the rest of `run` will not be what it would have been."""
     found = []
     if before.steps != after.steps and after.lr_schedule.name != "constant":
@@ -54,11 +54,11 @@ def notices(run: RunFolder, before: Recipe, after: Recipe, *, choices: Plan) -> 
             "longer where they would have"
         )
     was = run.read_json("plan.json") if (run.path / "plan.json").exists() else {}
-    was.pop("phases", None)  # `choices` are the first one's
-    if was and was != choices.to_json():
+    was.pop("phases", None)  # `plan` is the first one's
+    if was and was != plan.to_json():
         found.append(
             f"the run began on {was.get('hardware')}; its formats run differently on "
-            f"{choices.to_json()['hardware']}, so it is not continued bit for bit"
+            f"{plan.to_json()['hardware']}, so it is not continued bit for bit"
         )
     return found
 

@@ -23,7 +23,7 @@ class Place:
         return f"{self.path} ({self.taken} is taken)" if self.taken else str(self.path)
 
 
-def place_for(name: str, out: str | None) -> Place:
+def out_dir_for(name: str, out: str | None) -> Place:
     """Return the place of a new run called `name`: `out`, or the first free one of that name.
 
     Makes nothing. An `out` that holds a run already is refused here, before any work is done.

@@ -12,7 +12,7 @@ from narrowcast.runs.records import (
     Record,
     StepRecord,
     from_line,
-    same_course,
+    same_trajectory,
     to_line,
 )
 
@@ -28,6 +28,6 @@ __all__ = [
     "StepRecord",
     "describe_environment",
     "from_line",
-    "same_course",
+    "same_trajectory",
     "to_line",
 ]

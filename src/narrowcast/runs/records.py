@@ -26,7 +26,7 @@ __all__ = [
     "Record",
     "StepRecord",
     "from_line",
-    "same_course",
+    "same_trajectory",
     "to_line",
 ]
 
@@ -153,7 +153,7 @@ def from_line(line: str) -> Record:
         ) from None
 
 
-def same_course(a: Record, b: Record) -> bool:
+def same_trajectory(a: Record, b: Record) -> bool:
     """Say whether two records are equal apart from what a clock or a memory meter read."""
     return _course(a) == _course(b)
 

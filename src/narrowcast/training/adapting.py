@@ -11,23 +11,23 @@ from typing import Any, final
 from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Limits
 from narrowcast.health.findings.rules import GRADIENTS
-from narrowcast.precision.plan.module_kinds import products_of
-from narrowcast.precision.plan.plan import Plan, plan
+from narrowcast.precision.plan.module_kinds import multiplies
+from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.step.prepare import Prepared
 from narrowcast.runs import PrecisionRecord
 from narrowcast.training.optimizers import moments_of
 
-Troubles = list[tuple[str, str, str]]
+Issues = list[tuple[str, str, str]]
 
 
 @final
 class Adapter:
     """Gives modules in trouble a wider format, and back their own after a calm."""
 
-    def __init__(self, prepared: Prepared, recipe: Recipe, *, rows: int) -> None:
-        self._prepared, self._recipe, self._rows = prepared, recipe, rows
-        self._seen: deque[tuple[int, Troubles, list[str]]] = deque()
+    def __init__(self, prepared: Prepared, recipe: Recipe, *, gemm_rows: int) -> None:
+        self._prepared, self._recipe, self._gemm_rows = prepared, recipe, gemm_rows
+        self._seen: deque[tuple[int, Issues, list[str]]] = deque()
         self.begin()
 
     def begin(self) -> None:
@@ -36,7 +36,7 @@ class Adapter:
         self._seen.clear()  # in other formats
         self._own = self._prepared.plan
         self._adaptation = Adaptation(
-            {m.name: m.policy.forward for m in self._own.modules if products_of(m.kind)},
+            {m.name: m.policy.forward for m in self._own.modules if multiplies(m.kind)},
             Limits(most=settings.most, cooldown=settings.cooldown, calm=settings.calm),
         )
 
@@ -44,15 +44,17 @@ class Adapter:
         """Return what the policy gives to each module that has a wider format now."""
         return {name: self._own.module(name).policy for name in self._adaptation.overrides}
 
-    def note(self, step: int, troubles: Troubles, *, unfit: list[str], loss_scale: float) -> None:
+    def note(
+        self, step: int, issues: Issues, *, unsafe_to_lower: list[str], loss_scale: float
+    ) -> None:
         """Take in what the reading of a step with this loss scale has shown.
 
-        `unfit` are the modules that would not fit what the policy gives them.
+        `unsafe_to_lower` are the modules that would not fit what the policy gives them.
         """
         if not self._recipe.precision.adapt.enabled:
             return
-        left = [t for t in troubles if not self._is_left_to_scale(t[0], t[2], loss_scale)]
-        self._seen.append((step, left, unfit))
+        left = [t for t in issues if not self._is_left_to_scale(t[0], t[2], loss_scale)]
+        self._seen.append((step, left, unsafe_to_lower))
 
     def blame(self, step: int, module: str, role: str, *, loss_scale: float) -> None:
         """Take in that a verdict on a step says where it overflowed."""
@@ -61,11 +63,13 @@ class Adapter:
             self._seen.append((step, [("overflow", module, role)], []))
 
     def decide(self, step: int) -> list[PrecisionRecord]:
-        """Return the changes that hold from the step after this one; `carry_out` makes them."""
+        """Return the changes that hold from the step after this one; `apply` makes them."""
         found = []
         while self._seen and self._seen[0][0] < step:
-            seen, troubles, unfit = self._seen.popleft()
-            moves = self._adaptation.decide(troubles, seen=seen, step=step, unfit=unfit)
+            seen, issues, unsafe_to_lower = self._seen.popleft()
+            moves = self._adaptation.decide(
+                issues, seen=seen, step=step, unsafe_to_lower=unsafe_to_lower
+            )
             found += [
                 PrecisionRecord(
                     step=step + 1,
@@ -78,13 +82,16 @@ class Adapter:
             ]
         return found
 
-    def carry_out(self) -> None:
+    def apply(self) -> None:
         """Let the model have the formats decided on."""
         self._prepared.change(self._planned())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the changes to come."""
-        seen = [[step, [list(t) for t in found], list(unfit)] for step, found, unfit in self._seen]
+        seen = [
+            [step, [list(t) for t in found], list(unsafe_to_lower)]
+            for step, found, unsafe_to_lower in self._seen
+        ]
         return {"adaptation": self._adaptation.state_dict(), "seen": seen}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -92,11 +99,11 @@ class Adapter:
         self.begin()
         self._adaptation.load_state_dict(state["adaptation"])
         self._seen = deque(
-            (step, [(kind, module, role) for kind, module, role in troubles], list(unfit))
-            for step, troubles, unfit in state["seen"]
+            (step, [(kind, module, role) for kind, module, role in issues], list(unsafe_to_lower))
+            for step, issues, unsafe_to_lower in state["seen"]
         )
         if self._adaptation.overrides:
-            self.carry_out()
+            self.apply()
 
     def _is_left_to_scale(self, kind: str, role: str, loss_scale: float) -> bool:
         """Say whether the loss scale gives way by itself; a wider format would only hide it."""
@@ -106,13 +113,13 @@ class Adapter:
 
     def _planned(self) -> Plan:
         precision = self._recipe.precision
-        return plan(
+        return make_plan(
             self._prepared.model,
             self._own.policy,
             hardware=self._own.hardware,
             overrides=self._adaptation.overrides,
             emulate=precision.emulate,
             moments=moments_of(self._recipe.optimizer),
-            tokens=self._rows,
+            gemm_rows=self._gemm_rows,
             only_faster=precision.only_faster,
         )

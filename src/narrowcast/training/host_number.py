@@ -4,7 +4,7 @@ from typing import final
 
 from torch import Tensor
 
-from narrowcast.hardware.async_copy import Arriving
+from narrowcast.hardware.async_copy import AsyncCopy
 
 
 @final
@@ -12,8 +12,8 @@ class HostNumber:
     """The value of a tensor without dimensions, as it is now; it may change afterwards."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._arriving = Arriving(tensor)
+        self._arriving = AsyncCopy(tensor)
 
     def value(self) -> float:
         """Return the number. Waits for the device."""
-        return float(self._arriving.landed().item())
+        return float(self._arriving.wait().item())

@@ -38,12 +38,12 @@ class Observer:
         self._probes: Probes | None = None
         self.looked = 0
         """The step of the latest reading that has been judged."""
-        self.unfit: list[str] = []
+        self.unsafe_to_lower: list[str] = []
         """The modules that it has shown not to fit their own formats."""
         self._install()
 
     @property
-    def troubles(self) -> list[tuple[str, str, str]]:
+    def issues(self) -> list[tuple[str, str, str]]:
         """What the latest reading that was judged has shown to be wrong: kind, module, role."""
         return self._findings.present
 
@@ -77,8 +77,8 @@ class Observer:
                 yield told
                 if isinstance(told, HealthRecord) and not explained:
                     self.looked = told.step
-                    scaled = scaling is not None and record.loss_scale > scaling.smallest
-                    self.unfit = reading.unfit(scaled=scaled)
+                    scaled = scaling is not None and record.loss_scale > scaling.min
+                    self.unsafe_to_lower = reading.unsafe_to_lower(scaled=scaled)
                     yield from self._findings.look(
                         told, scaling=scaling, loss_scale=record.loss_scale
                     )

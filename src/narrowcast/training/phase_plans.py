@@ -10,7 +10,7 @@ from narrowcast.config.sections import PrecisionSection, Recipe
 from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.diff import formats_text
-from narrowcast.precision.plan.plan import Plan, plan
+from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.training.optimizers import moments_of
 
 _Item = TypeVar("_Item")
@@ -31,14 +31,14 @@ def phases_of(precision: PrecisionSection) -> tuple[PhaseSection, ...]:
 
 
 def plan_phases(
-    recipe: Recipe, model: nn.Module, *, hardware: Hardware, rows: int
+    recipe: Recipe, model: nn.Module, *, hardware: Hardware, gemm_rows: int
 ) -> tuple[Plan, ...]:
     """Plan every phase of a run, or say all that is wrong with any of them."""
     phases = phases_of(recipe.precision)
     if len(phases) == 1:
-        return (_planned(recipe, phases[0], model, hardware=hardware, rows=rows),)
+        return (_planned(recipe, phases[0], model, hardware=hardware, gemm_rows=gemm_rows),)
     return each_phase(
-        phases, lambda phase: _planned(recipe, phase, model, hardware=hardware, rows=rows)
+        phases, lambda phase: _planned(recipe, phase, model, hardware=hardware, gemm_rows=gemm_rows)
     )
 
 
@@ -71,10 +71,10 @@ def phases_json(recipe: Recipe, plans: Sequence[Plan]) -> dict[str, Any]:
     return told
 
 
-def text_of(phase: PhaseSection, choices: Plan) -> str:
+def text_of(phase: PhaseSection, plan: Plan) -> str:
     """Return a phase's policy as it was written; where that is `auto`, what it stands for."""
     if phase.policy is None or phase.policy.startswith("auto"):
-        return str(choices.policy)
+        return str(plan.policy)
     return "; ".join([phase.policy, *(f"{glob}: {text}" for glob, text in phase.overrides.items())])
 
 
@@ -95,16 +95,16 @@ def end_text(until: Until | None, *, steps: int) -> str:
 
 
 def _planned(
-    recipe: Recipe, phase: PhaseSection, model: nn.Module, *, hardware: Hardware, rows: int
+    recipe: Recipe, phase: PhaseSection, model: nn.Module, *, hardware: Hardware, gemm_rows: int
 ) -> Plan:
     assert phase.policy is not None
-    return plan(
+    return make_plan(
         model,
         phase.policy,
         hardware=hardware,
         overrides=phase.overrides,
         emulate=recipe.precision.emulate,
         moments=moments_of(recipe.optimizer),
-        tokens=rows,
+        gemm_rows=gemm_rows,
         only_faster=recipe.precision.only_faster,
     )

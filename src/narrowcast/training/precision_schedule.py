@@ -61,7 +61,7 @@ class Progress:
 class PrecisionSchedule:
     """Brings a prepared model into the policy of each phase of its run."""
 
-    def __init__(self, prepared: Prepared, recipe: Recipe, *, rows: int) -> None:
+    def __init__(self, prepared: Prepared, recipe: Recipe, *, gemm_rows: int) -> None:
         self._prepared, self._steps = prepared, recipe.steps
         self._scale = loss_scale_of(recipe.precision.loss_scale)
         self._phases: Sequence[PhaseSection] = ()
@@ -69,7 +69,9 @@ class PrecisionSchedule:
         self._progress = Progress()
         if recipe.precision.schedule:
             self._phases, hardware = phases_of(recipe.precision), prepared.plan.hardware
-            self._plans = plan_phases(recipe, prepared.model, hardware=hardware, rows=rows)
+            self._plans = plan_phases(
+                recipe, prepared.model, hardware=hardware, gemm_rows=gemm_rows
+            )
             each_phase(self._plans, prepared.refuse_impossible)  # before the run, not in it
 
     def note(self, record: StepRecord) -> None:
@@ -87,7 +89,7 @@ class PrecisionSchedule:
         while self.is_due(step):
             self._progress = Progress(phase=self._progress.phase + 1, since=step + 1)
         now = self._progress.phase
-        self.bring_about()
+        self.apply_phase()
         return PrecisionRecord(
             step=step + 1,
             module=WHOLE,
@@ -96,7 +98,7 @@ class PrecisionSchedule:
             reason=f"phase {now + 1} of {len(self._phases)} begins: {reason}",
         )
 
-    def bring_about(self) -> None:
+    def apply_phase(self) -> None:
         """Let the model have the policy of its phase, whatever it has now."""
         if self._phases and self._prepared.plan.policy != self._plan.policy:
             self._prepared.change(self._plan, loss_scale=self._scale)
@@ -113,7 +115,7 @@ class PrecisionSchedule:
                 f"has {len(self._phases)}; write the precision.schedule the run began with"
             )
         self._progress = Progress(**{**state, "losses": tuple(state["losses"])})
-        self.bring_about()
+        self.apply_phase()
 
     @property
     def _plan(self) -> Plan:

@@ -11,18 +11,18 @@ from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.schedules import lr_factor
 
 
-def prepare_recipe(recipe: Recipe, model: nn.Module, *, choices: Plan) -> Prepared:
-    """Carry out `choices` on `model`, with the optimizer, schedule and scale of `recipe`."""
+def prepare_recipe(recipe: Recipe, model: nn.Module, *, plan: Plan) -> Prepared:
+    """Carry out `plan` on `model`, with the optimizer, schedule and scale of `recipe`."""
     optimizer = build_optimizer(recipe.optimizer, model, device=next(model.parameters()).device)
     settings = recipe.precision.loss_scale
     return prepare(
         model,
         optimizer,
-        policy=choices,
+        policy=plan,
         clip_norm=recipe.clip_norm,
         scheduler=LambdaLR(optimizer, lr_factor(recipe.lr_schedule, recipe.steps)),
-        loss_scale=loss_scale_of(settings) if choices.policy.needs_loss_scale else None,
-        scaled_parts=settings.groups,
+        loss_scale=loss_scale_of(settings) if plan.policy.needs_loss_scale else None,
+        scale_groups=settings.scale_groups,
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
     )
@@ -35,8 +35,8 @@ def loss_scale_of(settings: LossScaleSection) -> LossScale:
         growth=settings.growth,
         backoff=settings.backoff,
         growth_interval=settings.growth_interval,
-        smallest=settings.min,
-        largest=settings.max,
+        min=settings.min,
+        max=settings.max,
         hysteresis=settings.hysteresis,
         dynamic=settings.dynamic,
     )

@@ -41,7 +41,7 @@ class Stepper:
         self._prepared, self._task, self._recipe = prepared, task, recipe
         self._model = compiled(prepared.model, recipe)
         self._graphs: _Graphs | None = None
-        self.renew()
+        self.drop_graphs()
 
     @property
     def model(self) -> nn.Module:
@@ -53,7 +53,7 @@ class Stepper:
         """Whether steps are replayed as CUDA graphs now."""
         return self._graphs is not None
 
-    def renew(self) -> None:
+    def drop_graphs(self) -> None:
         """Begin as with the first step: the model has other formats now, and graphs do not know.
 
         They are captured anew rather than kept for each policy: their memory stays with them.
@@ -143,7 +143,7 @@ class _Graphs:
     def __init__(self, stepper: Stepper, prepared: Prepared, batches: Sequence[Batch]) -> None:
         self._prepared = prepared
         self._inputs = [tuple(tensor.clone() for tensor in batch) for batch in batches]
-        prepared.settle()
+        prepared.sync()
         prepared.captured.write_settings()  # a change of them must not be captured
         # The graph must make fp8 weights anew, even if an evaluation has just done so.
         torch.autograd.graph.increment_version(
@@ -202,7 +202,7 @@ def _shapes(batches: Sequence[Batch]) -> list[list[Any]]:
 
 def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:
     """Say whether steps are to be captured; refuse where that was asked and cannot be."""
-    why = prepared.captured.why_not
+    why = prepared.captured.unsupported_reason
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
     if recipe.faults and not why:

@@ -34,8 +34,8 @@ class Task(Protocol):
         ...
 
     @property
-    def rows(self) -> int:
-        """How many rows the linear layers of the model multiply at once: tokens a micro-batch."""
+    def gemm_rows(self) -> int:
+        """Rows that the linear layers of the model multiply at once: tokens per micro-batch."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch, /) -> Tensor:

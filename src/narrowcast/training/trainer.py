@@ -24,8 +24,8 @@ from narrowcast.errors import (
     RecipeError,
 )
 from narrowcast.hardware.peak import peak_bytes
-from narrowcast.health.diagnose.investigator import Account, Inquiry
-from narrowcast.health.diagnose.replay import Scene
+from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
+from narrowcast.health.diagnose.replay import ReplayInputs
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepare import Prepared
@@ -86,11 +86,11 @@ class _Attempt:
     outcome: Outcome
     loss: HostNumber
     tokens: int
-    scene: Scene | None
+    replay_inputs: ReplayInputs | None
     """What it was given, kept while it may have to be looked into."""
 
 
-_PARTS = ("schedule", "inquiry", "observer", "adapter", "prepared")
+_PARTS = ("schedule", "investigator", "observer", "adapter", "prepared")
 """What has a state of its own in a checkpoint."""
 
 
@@ -103,12 +103,12 @@ class _Course:
     ) -> None:
         self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
         self._device = next(prepared.model.parameters()).device
-        self._schedule = PrecisionSchedule(prepared, recipe, rows=task.rows)
-        self._schedule.bring_about()
-        self._adapter = Adapter(prepared, recipe, rows=task.rows)
+        self._schedule = PrecisionSchedule(prepared, recipe, gemm_rows=task.gemm_rows)
+        self._schedule.apply_phase()
+        self._adapter = Adapter(prepared, recipe, gemm_rows=task.gemm_rows)
         self._observer = Observer(prepared, every=recipe.health.every, own=self._adapter.own)
         self._stepper = Stepper(prepared, task, recipe)
-        self._inquiry = Inquiry(
+        self._investigator = Investigator(
             prepared,
             lambda batch: task.loss(self._stepper.model, batch),
             verdicts=recipe.health.verdicts,
@@ -179,7 +179,7 @@ class _Course:
                 except DivergedError as error:
                     # What led to it is told; the last checkpoint, of a better time, stays.
                     yield from self._read(leaving=0)
-                    raise self._inquiry.named(error) from error
+                    raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         if self._folder is not None:
             export_weights(self._prepared, self._folder / "model.safetensors")
@@ -212,8 +212,8 @@ class _Course:
             with self._observer.aside():
                 record = self._schedule.advance(self._step)
                 self._adapter.begin()
-            self._inquiry.begin_row()
-            self._stepper.renew()
+            self._investigator.begin_row()
+            self._stepper.drop_graphs()
             yield record
             self._since = time.perf_counter()
 
@@ -223,9 +223,9 @@ class _Course:
         if records:
             yield from self._read(leaving=0)
             with self._observer.aside():
-                self._adapter.carry_out()
-            self._inquiry.begin_row()
-            self._stepper.renew()
+                self._adapter.apply()
+            self._investigator.begin_row()
+            self._stepper.drop_graphs()
             yield from records
             self._since = time.perf_counter()
 
@@ -237,8 +237,8 @@ class _Course:
         """Queue one step: forward and backward of each micro-batch, then the update."""
         count = self._recipe.accumulate
         batches = list(islice(data, count))
-        scene = self._inquiry.before(batches)
-        faults = self._inquiry.faults_at(self._step + 1)
+        replay_inputs = self._investigator.before(batches)
+        faults = self._investigator.faults_at(self._step + 1)
         between = self._observer.before_step(self._step + 1)
         outcome, loss = self._stepper(batches, faults=faults, between=between)
         self._step += 1
@@ -249,7 +249,7 @@ class _Course:
             outcome=outcome,
             loss=HostNumber(loss),
             tokens=sum(self._task.tokens(batch) for batch in batches),
-            scene=scene,
+            replay_inputs=replay_inputs,
         )
 
     def _read(self, *, leaving: int) -> Iterator[Record]:
@@ -259,11 +259,11 @@ class _Course:
             outcome = attempt.outcome
             applied = outcome.applied  # waits, so the clock is read after it
             now, loss = time.perf_counter(), attempt.loss.value()
-            told = self._inquiry.account(
+            told = self._investigator.account(
                 attempt.step,
                 outcome,
                 loss=loss,
-                scene=attempt.scene,
+                replay_inputs=attempt.replay_inputs,
                 moved=partial(self._has_moved_since, attempt),
                 known=self._found_in(attempt.step),
             )
@@ -287,20 +287,20 @@ class _Course:
             yield from told.findings
             yield from self._observe(record, told)
 
-    def _observe(self, record: StepRecord, told: Account) -> Iterator[Record]:
+    def _observe(self, record: StepRecord, told: StepDiagnosis) -> Iterator[Record]:
         """Yield what is seen in a step beside its record, and let the adapter know."""
         looked = self._observer.looked
         yield from self._observer.account(record, explained=told.explained)
-        if told.rehearsed:
+        if told.injected:
             return  # what was put there on purpose is no reason to change a format
-        if told.outgrown is not None:
-            module, role = told.outgrown
+        if told.overflowed_at is not None:
+            module, role = told.overflowed_at
             self._adapter.blame(record.step, module, role, loss_scale=record.loss_scale)
         elif self._observer.looked != looked:
             self._adapter.note(
                 self._observer.looked,
-                self._observer.troubles,
-                unfit=self._observer.unfit,
+                self._observer.issues,
+                unsafe_to_lower=self._observer.unsafe_to_lower,
                 loss_scale=record.loss_scale,
             )
 
@@ -326,7 +326,7 @@ class _Course:
             "samples": len(self._task.train_data),
             "shapes": shapes(self._prepared.model),
             "random": capture_randomness(self._device),
-            "inquiry": self._inquiry.state_dict(),
+            "investigator": self._investigator.state_dict(),
             "observer": self._observer.state_dict(),
             "adapter": self._adapter.state_dict(),
             "schedule": self._schedule.state_dict(),
@@ -345,8 +345,8 @@ class _Course:
             self._adapter.restore(state["adapter"])
         self._observer.load_state_dict(state["observer"])
         self._prepared.load_state_dict(state["prepared"])
-        self._inquiry.load_state_dict(state["inquiry"])
-        self._stepper.renew()
+        self._investigator.load_state_dict(state["investigator"])
+        self._stepper.drop_graphs()
         self._step, self._batches = state["step"], state["batches"]
         self._evaluated, self._saved = state["evaluated"], state["step"]
         if not restore_randomness(state["random"], self._device):

@@ -6,25 +6,27 @@ from functools import partial
 import torch
 
 from narrowcast.errors import DivergedError
-from narrowcast.health.diagnose.investigator import AGAIN, FREE, SHARE, Inquiry
+from narrowcast.health.diagnose.investigator import AGAIN, FREE, SHARE, Investigator
 
 
 def told(net, batch, step, bad, *, verdicts=True, policy="bf16"):
     """Take steps, those in `bad` with an infinity in the stream; return the accounts of all."""
     run, loss_of = net(policy, patience=10**6)
-    inquiry = Inquiry(run, loss_of, verdicts=verdicts)
+    investigator = Investigator(run, loss_of, verdicts=verdicts)
     accounts = []
     for number, is_bad in enumerate(bad, start=1):
         factor = torch.tensor(math.inf if is_bad else 1.0)
         run.model.between = partial(torch.mul, factor)
         given = [batch(number)]
-        scene = inquiry.before(given)
+        replay_inputs = investigator.before(given)
         outcome = step(run, loss_of, given)
         loss = math.nan if is_bad else 1.0
         accounts.append(
-            inquiry.account(number, outcome, loss=loss, scene=scene, moved=lambda: False)
+            investigator.account(
+                number, outcome, loss=loss, replay_inputs=replay_inputs, moved=lambda: False
+            )
         )
-    return accounts, inquiry
+    return accounts, investigator
 
 
 def test_a_verdict_is_the_reason_of_the_step_and_a_finding(net, batch, step):
@@ -52,26 +54,30 @@ def test_of_a_long_row_the_first_and_then_every_fiftieth_is_replayed(net, batch,
 
 
 def test_replays_are_a_small_share_of_the_steps_of_a_run(net, batch, step):
-    accounts, inquiry = told(net, batch, step, [n % 2 == 0 for n in range(60)])
-    assert sum(bool(account.findings) for account in accounts) == inquiry.state_dict()["replays"]
-    assert inquiry.state_dict()["replays"] <= FREE + SHARE * 60 < 6
+    accounts, investigator = told(net, batch, step, [n % 2 == 0 for n in range(60)])
+    assert (
+        sum(bool(account.findings) for account in accounts) == investigator.state_dict()["replays"]
+    )
+    assert investigator.state_dict()["replays"] <= FREE + SHARE * 60 < 6
 
 
 def test_without_verdicts_nothing_is_kept_and_nothing_replayed(net, batch, step):
-    accounts, inquiry = told(net, batch, step, [True], verdicts=False)
-    assert inquiry.before([batch()]) is None
+    accounts, investigator = told(net, batch, step, [True], verdicts=False)
+    assert investigator.before([batch()]) is None
     assert "nearest the loss" in accounts[0].why
     assert accounts[0].findings == []
 
 
 def test_what_a_replay_does_not_show_is_said_with_the_names_there_are(net, batch, step):
     run, loss_of = net("bf16")
-    inquiry = Inquiry(run, loss_of, verdicts=True)
-    scene = inquiry.before([batch()])
+    investigator = Investigator(run, loss_of, verdicts=True)
+    replay_inputs = investigator.before([batch()])
     run.model.between = partial(torch.mul, torch.tensor(math.inf))
     outcome = step(run, loss_of, [batch()])
     run.model.between = partial(torch.mul, torch.tensor(1.0))  # gone, when it is looked for
-    account = inquiry.account(1, outcome, loss=math.nan, scene=scene, moved=lambda: True)
+    account = investigator.account(
+        1, outcome, loss=math.nan, replay_inputs=replay_inputs, moved=lambda: True
+    )
     assert "nearest the loss" in account.why
     assert account.why.endswith("; a replay, with the weights of a later step, did not show it")
 
@@ -82,57 +88,61 @@ def test_a_replay_that_finds_no_memory_does_not_end_the_run(net, batch, step):
     def exhausted(each):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    inquiry = Inquiry(run, exhausted, verdicts=True)
-    scene = inquiry.before([batch()])
+    investigator = Investigator(run, exhausted, verdicts=True)
+    replay_inputs = investigator.before([batch()])
     run.model.between = partial(torch.mul, torch.tensor(math.inf))
     outcome = step(run, loss_of, [batch()])
-    account = inquiry.account(1, outcome, loss=math.nan, scene=scene, moved=lambda: False)
+    account = investigator.account(
+        1, outcome, loss=math.nan, replay_inputs=replay_inputs, moved=lambda: False
+    )
     assert account.why.endswith("no memory was left for a replay; loss scale 65536 → 32768")
 
 
 def test_it_goes_on_counting_after_a_resume(net, batch, step):
-    _, inquiry = told(net, batch, step, [True] * 3)
+    _, investigator = told(net, batch, step, [True] * 3)
     run, loss_of = net("bf16")
-    other = Inquiry(run, loss_of, verdicts=True)
-    other.load_state_dict(inquiry.state_dict())
+    other = Investigator(run, loss_of, verdicts=True)
+    other.load_state_dict(investigator.state_dict())
     state = other.state_dict()
     assert (state["replays"], state["row"]) == (1, 3)
 
 
 def test_a_run_that_gives_up_names_what_was_found_in_the_steps_that_led_to_it(net, batch, step):
     given = DivergedError("50 steps in a row", "Look at head")
-    _, inquiry = told(net, batch, step, [True] * 3)
-    resumed = Inquiry(*net("bf16"), verdicts=True)
-    resumed.load_state_dict(inquiry.state_dict())
-    for each in (inquiry, resumed):
+    _, investigator = told(net, batch, step, [True] * 3)
+    resumed = Investigator(*net("bf16"), verdicts=True)
+    resumed.load_state_dict(investigator.state_dict())
+    for each in (investigator, resumed):
         assert str(each.named(given)).startswith("50 steps in a row. In step 1 blocks.1 input")
     _, recovered = told(net, batch, step, [True, False])
     assert recovered.named(given) is given
 
 
 def test_a_row_is_explained_by_its_verdict_until_a_good_step_or_other_formats(net, batch, step):
-    accounts, inquiry = told(net, batch, step, [False, True, True, False])
+    accounts, investigator = told(net, batch, step, [False, True, True, False])
     assert [each.explained for each in accounts] == [False, True, True, False]
-    _, inquiry = told(net, batch, step, [True, True])
-    inquiry.begin_row()
-    assert (inquiry.state_dict()["row"], inquiry.state_dict()["explained"]) == (0, False)
-    assert inquiry.state_dict()["named"].startswith("In step 1")  # for an error to come
+    _, investigator = told(net, batch, step, [True, True])
+    investigator.begin_row()
+    assert (investigator.state_dict()["row"], investigator.state_dict()["explained"]) == (0, False)
+    assert investigator.state_dict()["named"].startswith("In step 1")  # for an error to come
 
 
 def test_what_outgrew_its_format_is_told_in_the_whole_row_and_after_a_resume(net, batch, step):
     run, loss_of = net("fp16", patience=10**6)
     run.model.between = partial(torch.mul, torch.tensor(1e8))
 
-    def account(inquiry, number):
+    def account(investigator, number):
         given = [batch(number)]
-        scene = inquiry.before(given)
+        replay_inputs = investigator.before(given)
         outcome = step(run, loss_of, given)
-        return inquiry.account(number, outcome, loss=math.inf, scene=scene, moved=lambda: False)
+        return investigator.account(
+            number, outcome, loss=math.inf, replay_inputs=replay_inputs, moved=lambda: False
+        )
 
-    first, second = (Inquiry(run, loss_of, verdicts=True) for _ in range(2))
+    first, second = (Investigator(run, loss_of, verdicts=True) for _ in range(2))
     told = [account(first, 1), account(first, 2)]
     second.load_state_dict(first.state_dict())
     told.append(account(second, 3))
     (finding,) = told[0].findings
-    assert {each.outgrown for each in told} == {(finding.module, finding.role)}
+    assert {each.overflowed_at for each in told} == {(finding.module, finding.role)}
     assert not told[1].findings

@@ -61,7 +61,7 @@ def test_a_loss_scale_is_blamed_for_what_it_can_have_done():
 
 
 @pytest.mark.parametrize(
-    ("role", "amax", "format", "outgrown"),
+    ("role", "amax", "form", "outgrew"),
     [
         ("input", 7e4, "fp16", True),
         ("output", math.inf, "fp16", True),
@@ -73,5 +73,5 @@ def test_a_loss_scale_is_blamed_for_what_it_can_have_done():
         ("batch", math.inf, "", False),
     ],
 )
-def test_only_what_more_range_would_have_held_has_outgrown_its_format(role, amax, format, outgrown):  # noqa: A002
-    assert verdict(role, amax=amax, format=format).outgrew_format is outgrown
+def test_only_what_more_range_would_have_held_has_outgrown_its_format(role, amax, form, outgrew):
+    assert verdict(role, amax=amax, format=form).outgrew_format is outgrew

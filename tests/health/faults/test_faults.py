@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowcast.errors import RecipeError
-from narrowcast.health.diagnose.replay import Scene, replay
+from narrowcast.health.diagnose.replay import ReplayInputs, replay
 from narrowcast.health.faults.faults import Fault, Faults
 
 ROLES = ["input", "weight", "output", "grad_output", "grad_weight"]
@@ -37,7 +37,7 @@ def test_a_fault_is_skipped_named_and_gone_afterwards(net, batch, step, policy, 
     faults = faults_of(run, role=role, value=value, micro_batch=2).at(1)
     before = {name: t.clone() for name, t in run.full_weights().items()}
     given = [batch(0), batch(1), batch(2)]
-    scene = Scene.before(run, given)
+    replay_inputs = ReplayInputs.before(run, given)
     outcome = faulty_step(run, loss_of, given, faults)
     after = run.full_weights()
     if value == "large" and outcome.applied:
@@ -46,7 +46,7 @@ def test_a_fault_is_skipped_named_and_gone_afterwards(net, batch, step, policy, 
         return
     assert not outcome.applied
     assert all(torch.equal(before[name], after[name]) for name in before)
-    verdict = replay(run, scene, loss_of, around=faults.during)
+    verdict = replay(run, replay_inputs, loss_of, around=faults.during)
     assert (verdict.module, verdict.role, verdict.micro_batch) == ("blocks.0.up", role, 2)
     assert verdict.kind == value or value == "large"
     assert all(step(run, loss_of, [batch(seed)]).applied for seed in range(3, 6))

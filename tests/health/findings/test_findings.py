@@ -131,7 +131,7 @@ def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not(
 
 
 def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_room():
-    scaling = LossScale(initial=64.0, largest=2.0**18, growth_interval=500)
+    scaling = LossScale(initial=64.0, max=2.0**18, growth_interval=500)
     tensors = (
         ("a", "grad_output", "fp16", drawn(times=1.0)),
         ("b", "grad_output", "fp16", drawn(times=1e-4)),
@@ -154,7 +154,7 @@ def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_
 @pytest.mark.parametrize(
     ("largest", "scaling"),
     [
-        (1e-5, LossScale(initial=64.0, largest=64.0)),  # as far as it may go
+        (1e-5, LossScale(initial=64.0, max=64.0)),  # as far as it may go
         (6e4, LossScale(initial=64.0)),  # another gradient would overflow
         (1e-5, None),
     ],

@@ -165,7 +165,7 @@ def test_evaluations_and_replays_are_not_counted(way):
             if looks:
                 with torch.no_grad(), run.compute():
                     run.model(batch(4))
-                with run.aside():
+                with run.isolated():
                     passes(run, 4)
             step_(run, probes, step)
         told.append(Reading(probes, step=3).records())

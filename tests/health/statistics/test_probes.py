@@ -308,8 +308,8 @@ class Recurrent(nn.Module):
 
 def test_the_first_tensor_of_several_is_looked_at():
     model = Recurrent()
-    choices = nc.plan(model, "fp32", hardware=EMULATING)
-    probes = Probes(model, choices)
+    planned = nc.plan(model, "fp32", hardware=EMULATING)
+    probes = Probes(model, planned)
     model(torch.randn(5, 3, 8)).square().sum().backward()
     assert all(
         site(probes, name, role).sample.any()
@@ -366,9 +366,9 @@ def test_a_replay_leaves_the_samples_of_the_step():
 def test_other_formats_for_a_watched_model_are_refused():
     model, run = made()
     Probes(model, run.plan)
-    choices = nc.plan(model, "bf16", hardware=run.plan.hardware)
+    planned = nc.plan(model, "bf16", hardware=run.plan.hardware)
     with pytest.raises(RecipeError, match=r"change\(\): this model is watched.*close\(\)"):
-        run.change(choices)
+        run.change(planned)
 
 
 def test_a_model_is_not_watched_twice():

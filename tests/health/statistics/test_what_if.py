@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowcast.health.statistics.sites import site_of
-from narrowcast.health.statistics.what_if import Supposition, unfit
+from narrowcast.health.statistics.what_if import WhatIf, unsafe_to_lower
 from narrowcast.precision.plan.presets import policy_from
 
 
@@ -15,8 +15,8 @@ def drawn(*, times=1.0):
 
 def misfits(policy, role, sample, *, scaled=False):
     there = [site_of("a", role, policy_from("bf16"), sample=sample)]
-    supposed = Supposition(there, {"a": policy_from(policy)})
-    return [*unfit(supposed.sites, supposed.rows().tolist(), scaled=scaled)]
+    supposed = WhatIf(there, {"a": policy_from(policy)})
+    return [*unsafe_to_lower(supposed.sites, supposed.rows().tolist(), scaled=scaled)]
 
 
 @pytest.mark.parametrize("role", ["input", "weight", "output", "grad_output"])
@@ -47,12 +47,12 @@ def test_a_module_is_named_once_and_others_are_not():
         for name in ("a", "b")
         for role in ("input", "output", "update")
     ]
-    supposed = Supposition(sites, {"b": policy_from("fp16")})
+    supposed = WhatIf(sites, {"b": policy_from("fp16")})
     assert len(supposed.sites) == 2
-    assert [*unfit(supposed.sites, supposed.rows().tolist(), scaled=False)] == ["b"]
+    assert [*unsafe_to_lower(supposed.sites, supposed.rows().tolist(), scaled=False)] == ["b"]
 
 
 def test_where_nothing_is_raised_there_is_nothing_to_ask():
-    supposed = Supposition([site_of("a", "input", policy_from("bf16"), sample=drawn())], {})
+    supposed = WhatIf([site_of("a", "input", policy_from("bf16"), sample=drawn())], {})
     assert supposed.sites == []
     assert supposed.rows().numel() == 0

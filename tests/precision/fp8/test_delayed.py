@@ -23,7 +23,9 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 def _without_the_interpreter(monkeypatch):
     """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(fp8, "why_not", lambda device: "the interpreter takes its time")
+        monkeypatch.setattr(
+            fp8, "unsupported_reason", lambda device: "the interpreter takes its time"
+        )
 
 
 def histories(modules=1):

@@ -35,7 +35,9 @@ pytestmark = pytest.mark.skipif(
 def _without_the_interpreter(monkeypatch):
     """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(fp8, "why_not", lambda device: "the interpreter takes its time")
+        monkeypatch.setattr(
+            fp8, "unsupported_reason", lambda device: "the interpreter takes its time"
+        )
 
 
 def hardware():
@@ -362,13 +364,13 @@ def test_passes_aside_leave_the_course_of_a_run_as_it_is(policy, bad):
         for step, x in enumerate(drawn):
             given = x * float("nan") if step in bad else x
             for aside in (True, False) if looks else (False,):
-                with run.aside() if aside else contextlib.nullcontext():
+                with run.isolated() if aside else contextlib.nullcontext():
                     with run.compute():
                         loss = F.mse_loss(run.model(given * 3 if aside else given), given[:, :16])
                     run.backward(loss)
             assert run.step().applied is (step not in bad)
             if looks:
-                with run.aside(), run.compute():
+                with run.isolated(), run.compute():
                     run.model(given)
         ends.append([run.state_dict()["amax"], *run.full_weights().values()])
     (histories, *weights), (other_histories, *other_weights) = ends

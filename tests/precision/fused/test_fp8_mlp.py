@@ -10,7 +10,7 @@ from torch import nn
 from narrowcast.kernels import fp8
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.tensorwise import Fp8Linear
-from narrowcast.precision.fused.fp8_mlp import Fp8Chain, can_chain
+from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
@@ -43,11 +43,13 @@ pytestmark = pytest.mark.skipif(
 def _without_the_interpreter(monkeypatch):
     """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(fp8, "why_not", lambda device: "the interpreter takes its time")
+        monkeypatch.setattr(
+            fp8, "unsupported_reason", lambda device: "the interpreter takes its time"
+        )
 
 
 class Feed(nn.Module):
-    fused_chain = ("up", "gelu", "down")
+    fused_mlp = ("up", "gelu", "down")
 
     def __init__(self, *, up_bias=False, down_bias=True):
         super().__init__()
@@ -72,8 +74,8 @@ def layered(policy=POLICIES["tensor"], *, kind=Feed, **settings):
 
 def chained(policy=POLICIES["tensor"], **settings):
     module = layered(policy, **settings)
-    assert can_chain(module)
-    swap(module, Fp8Chain, nc_ends=("up", "down"))
+    assert can_fuse(module)
+    swap(module, Fp8Mlp, nc_layers=("up", "down"))
     return module
 
 
@@ -200,7 +202,7 @@ def test_a_hook_on_a_layer_sees_its_tensors_and_the_numbers_are_those_of_the_two
 
 
 class Tanh(Feed):
-    fused_chain = ("up", "gelu_tanh", "down")
+    fused_mlp = ("up", "gelu_tanh", "down")
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -213,7 +215,7 @@ class Silent(nn.Module):
 
 
 class Misnamed(Feed):
-    fused_chain = ("up", "gelu", "out")
+    fused_mlp = ("up", "gelu", "out")
 
 
 class Doubled(Feed):
@@ -224,16 +226,16 @@ class Doubled(Feed):
 
 
 def test_only_a_promise_that_can_be_kept_is_taken_up():
-    assert can_chain(layered())
-    assert can_chain(layered(down_bias=False))
-    assert not can_chain(layered(up_bias=True))
-    assert not can_chain(Feed())
+    assert can_fuse(layered())
+    assert can_fuse(layered(down_bias=False))
+    assert not can_fuse(layered(up_bias=True))
+    assert not can_fuse(Feed())
     for kind in (Tanh, Silent, Misnamed):
-        assert not can_chain(layered(kind=kind))
+        assert not can_fuse(layered(kind=kind))
 
 
 def test_a_promise_does_not_bind_a_subclass_that_computes_something_else():
-    assert not can_chain(layered(kind=Doubled))
+    assert not can_fuse(layered(kind=Doubled))
 
 
 @pytest.mark.parametrize(
@@ -246,13 +248,13 @@ def test_a_promise_does_not_bind_a_subclass_that_computes_something_else():
     ids=["two fp8", "wide weight", "wide gradients"],
 )
 def test_gradients_in_more_than_one_format_or_in_a_wide_one_are_not_chained(policy):
-    assert not can_chain(layered(policy))
+    assert not can_fuse(layered(policy))
 
 
 def test_layers_in_different_formats_are_not_chained():
     module = layered()
     module.down.nc_formats = ProductFormats.of(POLICIES["e4m3 throughout"])
-    assert not can_chain(module)
+    assert not can_fuse(module)
 
 
 def test_names_and_values_stay_and_restoring_gives_the_plain_class_back():

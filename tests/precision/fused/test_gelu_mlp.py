@@ -9,7 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.kernels import launch
-from narrowcast.precision.fused.gelu_mlp import GeluChain, can_chain
+from narrowcast.precision.fused.gelu_mlp import GeluMlp, can_fuse
 from narrowcast.precision.swap import restore, swap
 
 gpu = [
@@ -24,7 +24,7 @@ interpreter = pytest.mark.skipif(
 
 
 class Feed(nn.Module):
-    fused_chain = ("up", "gelu", "down")
+    fused_mlp = ("up", "gelu", "down")
 
     def __init__(self, *, bias=True):
         super().__init__()
@@ -43,7 +43,7 @@ class Doubled(Feed):
 def made(dtype, *, device, bias=True):
     torch.manual_seed(0)
     module = Feed(bias=bias).to(device)
-    swap(module, GeluChain, nc_ends=("up", "down"), nc_dtype=dtype)
+    swap(module, GeluMlp, nc_layers=("up", "down"), nc_dtype=dtype)
     return module
 
 
@@ -98,14 +98,14 @@ def test_somebody_who_watches_a_layer_sees_what_goes_through_it():
 
 def test_only_chains_of_plain_layers_on_a_gpu_are_joined():
     cuda = torch.device("cuda")
-    possible = not launch.why_not(cuda)
-    assert can_chain(Feed(), device=cuda) == possible
-    assert not can_chain(Feed(), device=torch.device("cpu"))
-    assert not can_chain(Doubled(), device=cuda)
-    assert not can_chain(nn.Linear(4, 4), device=cuda)
+    possible = not launch.unsupported_reason(cuda)
+    assert can_fuse(Feed(), device=cuda) == possible
+    assert not can_fuse(Feed(), device=torch.device("cpu"))
+    assert not can_fuse(Doubled(), device=cuda)
+    assert not can_fuse(nn.Linear(4, 4), device=cuda)
     narrowed = Feed()
     nc.prepare(narrowed, torch.optim.SGD(narrowed.parameters(), lr=0.1), policy="fp8-tensor")
-    assert not can_chain(narrowed, device=cuda)
+    assert not can_fuse(narrowed, device=cuda)
 
 
 @pytest.mark.gpu
@@ -113,9 +113,9 @@ def test_only_chains_of_plain_layers_on_a_gpu_are_joined():
 @pytest.mark.parametrize(
     ("policy", "kind"),
     [
-        ("bf16", GeluChain),
-        ("fp16", GeluChain),
-        ("bf16, params=bf16, master=split", GeluChain),
+        ("bf16", GeluMlp),
+        ("fp16", GeluMlp),
+        ("bf16, params=bf16, master=split", GeluMlp),
         ("fp32", Feed),
         ("tf32", Feed),
         ("bf16; *.up: fp32", Feed),
@@ -124,7 +124,7 @@ def test_only_chains_of_plain_layers_on_a_gpu_are_joined():
 def test_a_policy_of_16_bits_joins_them_on_a_gpu(policy, kind):
     model = nn.Sequential(Feed()).cuda()
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
-    assert isinstance(model[0], GeluChain) == (kind is GeluChain)
+    assert isinstance(model[0], GeluMlp) == (kind is GeluMlp)
     x = torch.randn(32, 64, device="cuda")
     with run.compute():
         loss = model(x).float().square().mean()

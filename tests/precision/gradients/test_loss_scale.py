@@ -22,11 +22,11 @@ def values(scale, history):
 def test_the_defaults_are_those_of_the_design():
     scale = LossScale()
     assert (scale.initial, scale.growth, scale.backoff) == (65536, 2, 0.5)
-    assert (scale.growth_interval, scale.smallest, scale.largest) == (2000, 1, 262144)
+    assert (scale.growth_interval, scale.min, scale.max) == (2000, 1, 262144)
 
 
 def test_the_default_scale_moves_as_torchs_grad_scaler_does():
-    scale = running(growth_interval=3, largest=2.0**40)
+    scale = running(growth_interval=3, max=2.0**40)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
@@ -64,7 +64,7 @@ def test_growth_starts_over_after_an_overflow():
 )
 def test_a_scale_is_rounded_down_to_a_power_of_two(value, expected):
     assert power_of_two_below(value) == expected
-    assert LossScale(initial=value, smallest=0.25, largest=1e30).initial == expected
+    assert LossScale(initial=value, min=0.25, max=1e30).initial == expected
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_what_is_refused_leaves_the_model_as_it_was():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RecipeError, match="only under one loss scale"):
-        nc.prepare(model, optimizer, policy="bf16-pure", scaled_parts=["*"])
+        nc.prepare(model, optimizer, policy="bf16-pure", scale_groups=["*"])
     assert type(model) is nn.Linear
     assert model.weight.dtype == torch.float32
     assert optimizer.param_groups[0]["params"][0] is model.weight

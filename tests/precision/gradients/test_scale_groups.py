@@ -21,7 +21,7 @@ def prepared(built, parts, *, policy="fp32", scale=None, **settings):
     scale = scale or nc.LossScale(growth_interval=1)
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
     return nc.prepare(
-        built, optimizer, policy=policy, loss_scale=scale, scaled_parts=parts, **settings
+        built, optimizer, policy=policy, loss_scale=scale, scale_groups=parts, **settings
     )
 
 
@@ -101,7 +101,7 @@ class Faint(nn.Module):
 
 @pytest.mark.usefixtures("guarded")
 def test_a_scale_of_its_own_rescues_gradients_that_fp16_flushes():
-    still = nc.LossScale(initial=1.0, largest=1.0, growth_interval=1)
+    still = nc.LossScale(initial=1.0, max=1.0, growth_interval=1)
 
     def first_moved(parts):
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_parts_without_a_loss_scale_are_refused():
     built = model()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
     with pytest.raises(RecipeError, match="a policy that uses it"):
-        nc.prepare(built, optimizer, policy="bf16", scaled_parts=["2"])
+        nc.prepare(built, optimizer, policy="bf16", scale_groups=["2"])
 
 
 @pytest.mark.usefixtures("guarded")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowcast as nc
 from narrowcast.errors import RecipeError
 from narrowcast.precision.modules.rewrite import rewrite
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 
 pytestmark = [
     pytest.mark.usefixtures("guarded"),
@@ -273,27 +273,27 @@ EXCEPTIONS = [
 def test_each_module_computes_in_the_format_its_plan_says(policy, on_grid, cpu):
     torch.manual_seed(0)
     model = Blocks()
-    choices = plan(model, policy, hardware=cpu)
-    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=choices)
+    planned = make_plan(model, policy, hardware=cpu)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=planned)
     for name, expected in on_grid.items():
         # The carrier of a bf16 stream is no evidence of what it was computed in.
         with run.compute():
             assert forward_is_on_the_bf16_grid(model, name, x(3, 16)) is expected, name
-    planned = {m.name: m.policy.output_format for m in choices.modules if m.name in on_grid}
+    planned = {m.name: m.policy.output_format for m in planned.modules if m.name in on_grid}
     assert planned == {name: "bf16" if on_grid[name] else "fp32" for name in planned}
 
 
 def test_a_weight_that_two_modules_share_takes_the_wider_format(cpu):
     model = tied()
-    choices = plan(model, "bf16, params=bf16, master=split; 2: params=fp32", hardware=cpu)
-    rewrite(model, choices)
+    planned = make_plan(model, "bf16, params=bf16, master=split; 2: params=fp32", hardware=cpu)
+    rewrite(model, planned)
     assert model[0].weight is model[2].weight
     assert model[0].weight.dtype == torch.float32
 
 
 def test_norms_keep_fp32_weights_among_bf16_ones(cpu):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
-    rewrite(model, plan(model, "bf16-pure", hardware=cpu))
+    rewrite(model, make_plan(model, "bf16-pure", hardware=cpu))
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     assert dtypes.pop("2.num_batches_tracked") == torch.int64
     assert {dtypes.pop(n) for n in ("0.weight", "0.bias")} == {torch.bfloat16}
@@ -303,7 +303,7 @@ def test_norms_keep_fp32_weights_among_bf16_ones(cpu):
 def test_each_narrowed_weight_is_handed_on_with_its_full_value(cpu):
     model = nn.Linear(4, 4)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    narrowed = rewrite(model, plan(model, "bf16-pure", hardware=cpu))
+    narrowed = rewrite(model, make_plan(model, "bf16-pure", hardware=cpu))
     names = {p: name for name, p in model.named_parameters()}
     assert {names[p] for p, _ in narrowed} == {"weight", "bias"}
     assert all(torch.equal(full, before[names[p]]) for p, full in narrowed)

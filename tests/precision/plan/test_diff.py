@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import narrowcast as nc
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.diff import PrecisionChange
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.swap import is_swapped
 
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -46,14 +46,14 @@ def fresh(policy, cpu, *, optimizer="adamw", model=None, **given_settings):
     return nc.prepare(
         model,
         made,
-        policy=plan(model, policy, hardware=cpu),
+        policy=make_plan(model, policy, hardware=cpu),
         scheduler=scheduler,
         **{"clip_norm": 0.5, **given_settings},
     )
 
 
 def planned(run, policy):
-    return plan(run.model, policy, hardware=run.plan.hardware)
+    return make_plan(run.model, policy, hardware=run.plan.hardware)
 
 
 def train(run, first, last, *, accumulate=1, overflow_at=()):
@@ -191,7 +191,7 @@ def test_a_switch_at_the_very_beginning_is_the_policy_itself(policy, optimizer, 
 def test_any_optimizer_goes_on_in_another_policy_and_back(name, policy, cpu):
     model = model_of()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
-    run = nc.prepare(model, optimizer, policy=plan(model, "fp32", hardware=cpu))
+    run = nc.prepare(model, optimizer, policy=make_plan(model, "fp32", hardware=cpu))
     train(run, 0, 2)
     for there in (policy, "fp32"):
         run.change(planned(run, there))
@@ -337,7 +337,7 @@ def test_only_the_modules_that_change_are_told_and_no_weight_is_touched(cpu):
     run = fresh("fp8-delayed", cpu)
     train(run, 0, 2)
     places = [p.data_ptr() for p in run.model.parameters()]
-    exception = plan(run.model, "fp8-delayed", hardware=cpu, overrides={"3": "bf16"})
+    exception = make_plan(run.model, "fp8-delayed", hardware=cpu, overrides={"3": "bf16"})
     assert run.change(exception) == [
         PrecisionChange(module="3", before="e4m3/e5m2 delayed", after="bf16")
     ]
@@ -357,7 +357,7 @@ def test_a_change_of_the_whole_model_says_what_becomes_of_weights(cpu):
 
 
 def test_a_prepared_model_is_planned_as_the_one_it_was(cpu):
-    plain = plan(model_of(), "fp8-tensor; 4: fp32", hardware=cpu)
+    plain = make_plan(model_of(), "fp8-tensor; 4: fp32", hardware=cpu)
     run = fresh("aggressive; 4: bf16", cpu)
     assert planned(run, "fp8-tensor; 4: fp32") == plain
 
@@ -407,7 +407,7 @@ def test_a_change_between_backward_and_step_is_refused(cpu):
 
 def test_a_plan_of_another_model_is_refused_and_changes_nothing(cpu):
     run = fresh("bf16", cpu)
-    other = plan(nn.ModuleDict({"one": nn.Linear(4, 4)}), "fp32", hardware=cpu)
+    other = make_plan(nn.ModuleDict({"one": nn.Linear(4, 4)}), "fp32", hardware=cpu)
     with pytest.raises(RecipeError, match="no module 'one'"):
         run.change(other)
     assert is_swapped(run.model)
@@ -422,7 +422,7 @@ def test_what_the_update_cannot_do_is_refused_and_changes_nothing(cpu):
 
 
 def test_parts_with_scales_of_their_own_are_refused_where_no_scale_is(cpu):
-    run = fresh("fp16", cpu, scaled_parts=["3"])
+    run = fresh("fp16", cpu, scale_groups=["3"])
     train(run, 0, 1)
     with pytest.raises(RecipeError, match="only under one loss scale"):
         run.change(planned(run, "bf16"))

@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Speeds, Support, probe
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import PRODUCTS, Policy
 
 
@@ -34,12 +34,12 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def rows(choices):
-    return {m.name: m for m in choices.modules}
+def rows(planned):
+    return {m.name: m for m in planned.modules}
 
 
 def test_a_row_is_made_for_every_module_that_multiplies_or_holds_weights(cpu):
-    names = [m.name for m in plan(Model(), "bf16", hardware=cpu).modules]
+    names = [m.name for m in make_plan(Model(), "bf16", hardware=cpu).modules]
     block = ["norm", "attention", "up"]
     expected = [f"blocks.{i}.{name}" for i in (0, 1) for name in block]
     assert names == ["embed", *expected, "head", "odd"]
@@ -64,19 +64,19 @@ REASONS = [
 
 @pytest.mark.parametrize(("policy", "name", "reason"), REASONS)
 def test_the_reason_says_what_was_decided_and_why(cpu, policy, name, reason):
-    assert rows(plan(Model(), policy, hardware=cpu))[name].reason.startswith(reason)
+    assert rows(make_plan(Model(), policy, hardware=cpu))[name].reason.startswith(reason)
 
 
 def test_a_shape_that_is_no_multiple_of_sixteen_is_kept_in_bf16_and_says_so(h200):
     with torch.device("meta"):
         head = nn.Linear(768, 50257)
-    chosen = plan(head, "fp8-tensor", hardware=h200).modules[0]
+    chosen = make_plan(head, "fp8-tensor", hardware=h200).modules[0]
     assert chosen.reason.startswith("kept bf16: 768×50257 is not a multiple of 16")
     assert chosen.policy.forward == "bf16"
 
 
 def test_eight_bit_products_are_for_linear_layers_and_the_plan_says_so(cpu):
-    chosen = rows(plan(Model(), "fp8-tensor", hardware=cpu))["blocks.0.attention"]
+    chosen = rows(make_plan(Model(), "fp8-tensor", hardware=cpu))["blocks.0.attention"]
     assert chosen.policy.forward == "bf16"
     assert "kept bf16: only linear layers have 8-bit products" in chosen.reason
 
@@ -86,20 +86,20 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_not_said_to_run_in_fp8(cpu)
         def forward(self, x):
             return F.linear(x, self.weight * 2, self.bias)
 
-    chosen = plan(Doubled(32, 32), "fp8-tensor", hardware=cpu).modules[0]
+    chosen = make_plan(Doubled(32, 32), "fp8-tensor", hardware=cpu).modules[0]
     assert chosen.policy.forward == "bf16"
     assert "has a forward of its own" in chosen.reason
 
 
 def test_formats_per_product_are_not_promised_to_a_convolution(cpu):
     policy = "bf16, grad_weight=fp32, output=fp32"
-    chosen = plan(nn.Conv1d(4, 4, 1), policy, hardware=cpu).modules[0].to_json()
+    chosen = make_plan(nn.Conv1d(4, 4, 1), policy, hardware=cpu).modules[0].to_json()
     assert (chosen["grad_weight"], chosen["output"]) == ("bf16", "bf16")
     assert "kept bf16" in chosen["reason"]
 
 
 def test_a_gpu_with_the_arithmetic_is_planned_natively(h200):
-    by_name = rows(plan(Model(), "fp8-tensor", hardware=h200))
+    by_name = rows(make_plan(Model(), "fp8-tensor", hardware=h200))
     assert by_name["blocks.0.up"].how == "native"
     measured = "its speed is not measured here"
     assert by_name["blocks.0.up"].reason == f"native: compute capability 9.0; {measured}"
@@ -134,7 +134,7 @@ def small_and_large():
 
 
 def test_a_layer_that_gains_nothing_is_kept_wider_and_the_reason_names_its_shape(measured):
-    by_name = rows(plan(small_and_large(), "fp8-tensor", hardware=measured, tokens=4096))
+    by_name = rows(make_plan(small_and_large(), "fp8-tensor", hardware=measured, gemm_rows=4096))
     small, large = by_name["small"], by_name["large"]
     assert {getattr(small.policy, role) for role in PRODUCTS} == {"bf16"}
     assert (small.policy.scaling, small.how) == ("none", "native")
@@ -156,20 +156,20 @@ def test_a_layer_that_gains_nothing_is_kept_wider_and_the_reason_names_its_shape
 )
 def test_the_rows_and_the_scaling_decide_with_the_shape(measured, policy, tokens, formats):
     """fp8-delayed gains twice as much in the table, and fp8-row is not in it."""
-    by_name = rows(plan(small_and_large(), policy, hardware=measured, tokens=tokens))
+    by_name = rows(make_plan(small_and_large(), policy, hardware=measured, gemm_rows=tokens))
     assert tuple(by_name[name].policy.forward for name in ("small", "large")) == formats
 
 
 def test_without_a_word_about_rows_there_are_many(measured):
-    choices = rows(plan(small_and_large(), "fp8-tensor", hardware=measured))
-    assert "2.00 × bf16 at 8192×4096×4096" in choices["large"].reason
+    planned = rows(make_plan(small_and_large(), "fp8-tensor", hardware=measured))
+    assert "2.00 × bf16 at 8192×4096×4096" in planned["large"].reason
 
 
 def test_what_is_asked_for_whatever_it_costs_is_given_and_its_cost_is_told(measured):
-    choices = plan(
-        small_and_large(), "fp8-tensor", hardware=measured, tokens=1024, only_faster=False
+    planned = make_plan(
+        small_and_large(), "fp8-tensor", hardware=measured, gemm_rows=1024, only_faster=False
     )
-    small = rows(choices)["small"]
+    small = rows(planned)["small"]
     assert (small.policy.forward, small.how) == ("e4m3", "native")
     assert small.reason.endswith("; 0.50 × bf16 at 1024×1024×1024")
 
@@ -186,7 +186,7 @@ EMULATED = [
 @pytest.mark.parametrize(("policy", "emulate"), EMULATED)
 def test_what_is_emulated_is_not_judged_by_its_speed(h200, measured, policy, emulate):
     with_table, without = (
-        plan(small_and_large(), policy, hardware=hardware, emulate=emulate, tokens=1024)
+        make_plan(small_and_large(), policy, hardware=hardware, emulate=emulate, gemm_rows=1024)
         for hardware in (measured, h200)
     )
     assert [m.how for m in with_table.modules] == ["emulated", "emulated"]
@@ -195,37 +195,37 @@ def test_what_is_emulated_is_not_judged_by_its_speed(h200, measured, policy, emu
 
 
 def test_a_uniform_policy_has_nothing_to_gain_and_says_nothing(measured):
-    choices = plan(small_and_large(), "bf16", hardware=measured, tokens=1024)
-    assert {m.reason for m in choices.modules} == {"native: compute capability 9.0"}
+    planned = make_plan(small_and_large(), "bf16", hardware=measured, gemm_rows=1024)
+    assert {m.reason for m in planned.modules} == {"native: compute capability 9.0"}
 
 
 def test_a_shape_that_fp8_cannot_have_is_not_looked_up(measured):
     with torch.device("meta"):
         head = nn.Linear(4096, 50257)
-    reason = plan(head, "fp8-tensor", hardware=measured).modules[0].reason
+    reason = make_plan(head, "fp8-tensor", hardware=measured).modules[0].reason
     assert reason.startswith("kept bf16: 4096×50257 is not a multiple of 16; native: ")
     assert "×" not in reason.partition("native: ")[2]
 
 
 def test_products_that_no_gpu_mixes_are_emulated_on_one_that_has_them_all(h200):
-    chosen = plan(nn.Linear(32, 32), "bf16, grad_weight=fp32", hardware=h200).modules[0]
+    chosen = make_plan(nn.Linear(32, 32), "bf16, grad_weight=fp32", hardware=h200).modules[0]
     assert (chosen.how, chosen.policy.grad_weight) == ("emulated", "fp32")
 
 
 def test_emulation_everywhere_is_said_to_have_been_asked_for(h200):
-    choices = plan(Model(), "bf16", hardware=h200, emulate=True)
-    assert choices.emulated
-    assert rows(choices)["odd"].reason == "emulated: asked for by emulate=true"
+    planned = make_plan(Model(), "bf16", hardware=h200, emulate=True)
+    assert planned.emulated
+    assert rows(planned)["odd"].reason == "emulated: asked for by emulate=true"
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp8-tensor", "fp32; odd: fp16"])
 def test_a_policy_that_needs_emulation_is_refused_where_none_is_wanted(cpu, policy):
     with pytest.raises(UnsupportedError, match=r"without emulation, but this CPU has no \w+ prod"):
-        plan(Model(), policy, hardware=cpu, emulate=False)
+        make_plan(Model(), policy, hardware=cpu, emulate=False)
 
 
 def test_a_native_policy_passes_where_no_emulation_is_wanted(h200):
-    assert not plan(Model(), "bf16", hardware=h200, emulate=False).emulated
+    assert not make_plan(Model(), "bf16", hardware=h200, emulate=False).emulated
 
 
 def test_what_no_device_here_can_run_is_refused_and_not_called_native(cpu):
@@ -234,21 +234,21 @@ def test_what_no_device_here_can_run_is_refused_and_not_called_native(cpu):
     with pytest.raises(
         UnsupportedError, match=r"the driver forbids it; write precision\.policy=fp32"
     ):
-        plan(Model(), "bf16", hardware=hardware)
+        make_plan(Model(), "bf16", hardware=hardware)
 
 
 def test_a_glob_that_matches_nothing_is_refused_with_the_nearest_name(cpu):
     with pytest.raises(RecipeError, match=r"`haed: fp32` matches no module; did you mean head"):
-        plan(Model(), "bf16; haed: fp32", hardware=cpu)
+        make_plan(Model(), "bf16; haed: fp32", hardware=cpu)
 
 
 def test_overrides_are_exceptions_that_win(cpu):
-    choices = plan(Model(), "bf16; head: fp32", hardware=cpu, overrides={"head": "tf32"})
-    assert rows(choices)["head"].policy.forward == "tf32"
+    planned = make_plan(Model(), "bf16; head: fp32", hardware=cpu, overrides={"head": "tf32"})
+    assert rows(planned)["head"].policy.forward == "tf32"
 
 
 def test_an_exception_on_a_list_of_modules_reaches_the_functions_of_each(cpu):
-    names = rows(plan(Model(), "bf16; blocks: fp32", hardware=cpu))
+    names = rows(make_plan(Model(), "bf16; blocks: fp32", hardware=cpu))
     assert {"blocks.0", "blocks.1"} <= names.keys()
     assert names["blocks.0"].policy.functional == "fp32"
     assert "blocks" not in names
@@ -256,10 +256,10 @@ def test_an_exception_on_a_list_of_modules_reaches_the_functions_of_each(cpu):
 
 def test_tied_weights_are_counted_once(cpu):
     model = Model()
-    choices = plan(model, "bf16", hardware=cpu)
+    planned = make_plan(model, "bf16", hardware=cpu)
     unique = sum(p.numel() for p in model.parameters())
-    assert sum(m.parameters for m in choices.modules) == unique
-    assert choices.bytes["params"] == 4 * unique
+    assert sum(m.parameters for m in planned.modules) == unique
+    assert planned.bytes["params"] == 4 * unique
 
 
 BYTES = [
@@ -277,13 +277,13 @@ BYTES = [
 @pytest.mark.parametrize(("policy", "params", "grads", "master", "moments"), BYTES)
 def test_bytes_are_those_of_the_formats(cpu, policy, params, grads, master, moments):
     layer = nn.Linear(32, 16, bias=False)
-    sizes = plan(layer, policy, hardware=cpu).bytes
+    sizes = make_plan(layer, policy, hardware=cpu).bytes
     expected = {"params": params, "grads": grads, "master": master, "moments": moments}
     assert sizes == {role: 512 * each for role, each in expected.items()}
 
 
 def test_a_plan_is_plain_data_that_json_can_carry(cpu):
-    data = plan(Model(), "fp8-row; head: bf16", hardware=cpu).to_json()
+    data = make_plan(Model(), "fp8-row; head: bf16", hardware=cpu).to_json()
     assert json.loads(json.dumps(data)) == data
     assert data["functional"]["format"] == "bf16"
     keys = "name kind forward grad_input grad_weight params output how reason parameters bytes"
@@ -293,24 +293,24 @@ def test_a_plan_is_plain_data_that_json_can_carry(cpu):
 def test_a_model_without_storage_can_be_planned(cpu):
     with torch.device("meta"):
         model = nn.Linear(4096, 4096)
-    assert plan(model, "fp8-tensor", hardware=cpu).modules[0].parameters == 4096 * 4097
+    assert make_plan(model, "fp8-tensor", hardware=cpu).modules[0].parameters == 4096 * 4097
 
 
 def test_this_machines_own_reasons_reach_the_plan():
     hardware = probe("cpu")
-    chosen = plan(nn.Linear(16, 16), "fp8-tensor", hardware=hardware).modules[0]
+    chosen = make_plan(nn.Linear(16, 16), "fp8-tensor", hardware=hardware).modules[0]
     assert chosen.reason == "emulated: no CPU has e4m3 products"
 
 
 @pytest.mark.parametrize("reduce", ["bf16", "fp32"])
 def test_a_norm_says_the_format_it_runs_in(cpu, reduce):
-    chosen = plan(nn.LayerNorm(4), f"bf16, reduce={reduce}", hardware=cpu).modules[0]
+    chosen = make_plan(nn.LayerNorm(4), f"bf16, reduce={reduce}", hardware=cpu).modules[0]
     assert chosen.reason == f"kept {reduce}: normalisation"
 
 
 def test_a_parametrised_weight_is_computed_in_fp32(cpu):
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
-    by_name = rows(plan(layer, "bf16-pure", hardware=cpu))
+    by_name = rows(make_plan(layer, "bf16-pure", hardware=cpu))
     assert by_name["parametrizations.weight"].policy == Policy()
     assert by_name[""].policy.forward == "bf16"
 
@@ -318,14 +318,14 @@ def test_a_parametrised_weight_is_computed_in_fp32(cpu):
 def test_planning_leaves_a_copy_equal_to_the_model(cpu):
     model = Model()
     before = copy.deepcopy(model.state_dict())
-    plan(model, "aggressive; head: fp32", hardware=cpu)
+    make_plan(model, "aggressive; head: fp32", hardware=cpu)
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 def test_weights_kept_in_fp8_are_counted_in_both_layouts(h200):
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 5))
-    found = plan(model, "fp8-tensor", hardware=h200)
+    found = make_plan(model, "fp8-tensor", hardware=h200)
     assert found.bytes["fp8"] == 2 * 64 * 32  # the second is no multiple of 16
-    assert plan(model, "fp8-row", hardware=h200).bytes["fp8"] == found.bytes["fp8"]
-    wide = plan(model, "fp8-tensor, grad_input=bf16", hardware=h200)
+    assert make_plan(model, "fp8-row", hardware=h200).bytes["fp8"] == found.bytes["fp8"]
+    wide = make_plan(model, "fp8-tensor, grad_input=bf16", hardware=h200)
     assert wide.bytes["fp8"] == 64 * 32

@@ -41,9 +41,9 @@ def test_gradients_and_buffers_are_the_same_tensors_with_the_same_values():
 def test_scales_of_another_step_are_in_force_inside_and_gone_afterwards():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = nc.prepare(model, optimizer, policy="fp16", scaled_parts=["1"])
+    run = nc.prepare(model, optimizer, policy="fp16", scale_groups=["1"])
     assert [v.item() for v in run.scale_values()] == [2.0**16, 1.0]
-    with run.aside([torch.tensor(8.0), torch.tensor(4.0)]):
+    with run.isolated([torch.tensor(8.0), torch.tensor(4.0)]):
         assert [v.item() for v in run.scale_values()] == [8.0, 4.0]
         with run.compute():
             loss = model(torch.ones(2, 4)).sum()
@@ -65,7 +65,7 @@ def test_a_bad_pass_aside_of_several_losses_lowers_no_scale():
             with run.compute():
                 loss = model(x).mean()
             if aside:
-                with run.aside():
+                with run.isolated():
                     run.backward(loss, name=name)
             else:
                 run.backward(loss, name=name)
@@ -81,7 +81,7 @@ def test_an_error_inside_gives_everything_back_too(policy):
     before = model[1].running_mean.clone()
 
     def broken():
-        with run.aside(), run.compute():
+        with run.isolated(), run.compute():
             model(torch.randn(8, 16))
             raise ValueError("in the middle")
 

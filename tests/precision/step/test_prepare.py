@@ -90,7 +90,7 @@ def test_nothing_moves_on_a_skipped_step(mlp, same_state, policy, fused):
     for part in ("weights", "master", "optimizer", "scheduler", "average"):
         assert same_state(after[part], before[part]), part
     assert optimizer.param_groups[0]["lr"] == lr
-    assert (run.steps_seen, run.steps_applied) == (2, 1)
+    assert (run.steps_attempted, run.steps_applied) == (2, 1)
     assert run.step(loss_of(run)).applied
     assert scheduler.last_epoch == 2
 
@@ -370,7 +370,7 @@ def test_release_gives_frozen_weights_back_in_fp32(mlp):
 def test_the_keys_of_the_state_are_those_of_the_plain_model(mlp):
     model = mlp()
     keys = list(model.state_dict())
-    run = prepared(model, policy="fp8-delayed; 0: fp32", scaled_parts=())
+    run = prepared(model, policy="fp8-delayed; 0: fp32", scale_groups=())
     assert list(model.state_dict()) == keys
     assert list(run.full_weights()) == keys
 
@@ -522,15 +522,15 @@ def test_a_model_without_weights_is_refused(mlp):
 
 def test_a_plan_made_before_is_carried_out(mlp, cpu):
     model = mlp()
-    choices = nc.plan(model, "bf16", hardware=cpu, overrides={"3": "fp32"})
-    run = prepared(model, policy=choices)
-    assert run.plan is choices
+    planned = nc.plan(model, "bf16", hardware=cpu, overrides={"3": "fp32"})
+    run = prepared(model, policy=planned)
+    assert run.plan is planned
     assert run.step(loss_of(run)).applied
 
 
 def test_a_huge_first_scale_backs_off_until_it_trains(mlp):
     """FIELD: `initial=1e30` recovers."""
-    run = prepared(mlp(), loss_scale=nc.LossScale(initial=1e30, largest=1e30))
+    run = prepared(mlp(), loss_scale=nc.LossScale(initial=1e30, max=1e30))
     for _ in range(100):
         outcome = run.step(loss_of(run))
         if outcome.applied:
@@ -542,7 +542,7 @@ def test_a_huge_first_scale_backs_off_until_it_trains(mlp):
 def test_gradients_that_fp16_flushes_are_rescued_by_the_scale():
     def moved(initial):
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
-        scale = nc.LossScale(initial=initial, smallest=1.0)
+        scale = nc.LossScale(initial=initial, min=1.0)
         run = prepared(model, policy="fp16", loss_scale=scale)
         before = model[0].weight.detach().clone()
         with run.compute():

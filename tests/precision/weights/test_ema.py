@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.precision.weights.ema import WeightAverage
-from narrowcast.precision.weights.fused_adamw import OnePass
+from narrowcast.precision.weights.fused_adamw import FusedAdamW
 
 DECAY = 0.75
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +98,7 @@ def on_path(path, policy, *, model=None):
     run = nc.prepare(model, optimizer, policy=policy, **settings)
     if path != "torch":  # on a machine without a GPU the kernel runs in Triton's interpreter
         weights, kernel = run._weights, path == "kernel"
-        weights.one_pass = OnePass(
+        weights.one_pass = FusedAdamW(
             optimizer, weights.all, weights.masters, policy=run.plan.policy, kernel=kernel
         )
     return run

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
-from narrowcast.precision.weights.fused_adamw import OnePass
+from narrowcast.precision.weights.fused_adamw import FusedAdamW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -164,7 +164,7 @@ def test_parts_with_scales_of_their_own_are_unscaled_each_by_its_own():
     scale = nc.LossScale(initial=1024.0)
     policy = "fp16, params=fp16, master=fp32, grads=fp32"
     runs = [
-        fresh(policy, one_pass=which, loss_scale=scale, scaled_parts=["0"])
+        fresh(policy, one_pass=which, loss_scale=scale, scale_groups=["0"])
         for which in (True, False)
     ]
     for run in runs:
@@ -321,7 +321,7 @@ def test_the_kernel_and_its_twin_train_alike(monkeypatch):
     for kernel in (True, False):
         run = fresh("fp32, params=bf16, master=split")
         weights = run._weights
-        weights.one_pass = OnePass(
+        weights.one_pass = FusedAdamW(
             run.optimizer, weights.all, weights.masters, policy=run.plan.policy, kernel=kernel
         )
         train(run, 0, 3, bad=(1,))

@@ -7,8 +7,8 @@ import torch
 from narrowcast.config.sections import CheckpointSection
 from narrowcast.errors import CheckpointError
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import plan
-from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord, same_course
+from narrowcast.precision.plan.plan import make_plan
+from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
 from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.checkpoints.randomness import capture_randomness
@@ -63,7 +63,7 @@ def difference_after_resume(ready, folder, policy, settings, device="cpu"):
     rest = course(fresh, resume=state, folder=folder / "resumed")
     at = next(i for i, r in enumerate(expected) if isinstance(r, CheckpointRecord)) + 1
     assert len(expected) - at > N - K  # there is something to resume
-    if len(rest) != len(expected) - at or not all(map(same_course, expected[at:], rest)):
+    if len(rest) != len(expected) - at or not all(map(same_trajectory, expected[at:], rest)):
         return f"records: {expected[at:]} and {rest}"
     return first_difference(everything(fresh, device), final)
 
@@ -104,9 +104,9 @@ def language_model(policy="bf16", *, device="cpu", **settings):
     recipe = load_recipe("quickstart", [*words, f"steps={settings['steps']}"]).recipe
     recipe = recipe.model_copy(update={"checkpoint": CheckpointSection(**settings["checkpoint"])})
     task = build_task(recipe, device=torch.device(device))
-    choices = plan(task.model, policy, hardware=probe(device))
+    planned = make_plan(task.model, policy, hardware=probe(device))
     return SimpleNamespace(
-        task=task, recipe=recipe, prepared=prepare_recipe(recipe, task.model, choices=choices)
+        task=task, recipe=recipe, prepared=prepare_recipe(recipe, task.model, plan=planned)
     )
 
 
@@ -150,7 +150,7 @@ def test_a_killed_run_is_taken_up_at_its_last_checkpoint(ready, tmp_path):
         for record in records:
             run.write(record)
         assert len(run.records()) == len(expected)
-        assert all(map(same_course, run.records(), expected))
+        assert all(map(same_trajectory, run.records(), expected))
 
 
 def test_a_checkpoint_that_was_saved_but_not_recorded_is_recorded_on_return(ready, tmp_path):
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_was_saved_but_not_recorded_is_recorded_on_return(read
     with RunFolder.open(tmp_path / "run") as run:
         rewind_to(run, latest_state(run))
         assert len(run.records()) == len(expected)
-        assert all(map(same_course, run.records(), expected))
+        assert all(map(same_trajectory, run.records(), expected))
         last = run.records()[-1]
         assert isinstance(last, CheckpointRecord)
         assert last.bytes == expected[-1].bytes

@@ -27,10 +27,10 @@ class Constant(nn.Module):
 
 
 def draw(
-    model: nn.Module, *, count: int, seed: int = 0, **choices: float | int | None
+    model: nn.Module, *, count: int, seed: int = 0, **planned: float | int | None
 ) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return list(sample(model, [65], count=count, context=8, generator=generator, **choices))
+    return list(sample(model, [65], count=count, context=8, generator=generator, **planned))
 
 
 def test_temperature_zero_takes_the_likeliest_token_each_time():
@@ -103,9 +103,9 @@ def test_a_diverged_model_is_said_to_be_one():
     ("choices", "why"),
     [({"temperature": -1.0}, "write 0 for the likeliest"), ({"top_k": 0}, "write 1 or more")],
 )
-def test_a_choice_without_meaning_is_refused(choices, why):
+def test_a_choice_without_meaning_is_refused(planned, why):
     with pytest.raises(RecipeError, match=why):
-        draw(MODEL, count=1, **choices)
+        draw(MODEL, count=1, **planned)
 
 
 def test_an_empty_prompt_is_refused():

@@ -21,8 +21,8 @@ def run(*words):
     recipe = load_recipe("health/saturating", [*SMALL, *words]).recipe
     task = build_task(recipe, device=torch.device("cpu"))
     hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
-    choices = plan_phases(recipe, task.model, hardware=hardware, rows=task.rows)[0]
-    return list(train(prepare_recipe(recipe, task.model, choices=choices), task, recipe))
+    planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
+    return list(train(prepare_recipe(recipe, task.model, plan=planned), task, recipe))
 
 
 def of(kind, records):

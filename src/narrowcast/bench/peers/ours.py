@@ -7,7 +7,7 @@ from torch import Tensor
 from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.model import Workbench
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import plan
+from narrowcast.precision.plan.plan import make_plan
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import Stepper
 
@@ -15,16 +15,16 @@ from narrowcast.training.stepping import Stepper
 def build(bench: Workbench, *, policy: str) -> Trial:
     """Return a step in a policy; compiled and captured if the recipe says so."""
     precision = bench.recipe.precision
-    choices = plan(
+    plan = make_plan(
         bench.model,
         policy,
         hardware=probe(str(bench.device)),
         overrides=precision.overrides,
         emulate=precision.emulate,
-        tokens=bench.task.rows,
+        gemm_rows=bench.task.gemm_rows,
         only_faster=precision.only_faster,
     )
-    prepared = prepare_recipe(bench.recipe, bench.model, choices=choices)
+    prepared = prepare_recipe(bench.recipe, bench.model, plan=plan)
     stepper = Stepper(prepared, bench.task, bench.recipe)
     batches, latest = bench.stream(), list[Tensor]()
 
@@ -37,7 +37,7 @@ def build(bench: Workbench, *, policy: str) -> Trial:
         about={
             "parameters": sum(p.numel() for p in bench.model.parameters()),
             "compiled": bench.recipe.compile,
-            "policy": str(choices.policy),
+            "policy": str(plan.policy),
             "update_path": prepared.update_path,
         },
         loss=lambda: float(latest[0]) if latest else None,

@@ -30,9 +30,9 @@ def build(weights: Weights, *, policy: str) -> Trial:
     return trial_of(weights, step, bytes_a_parameter=moved, update_path=prepared.update_path)
 
 
-def pass_bytes(choices: Plan) -> float:
+def pass_bytes(plan: Plan) -> float:
     """Return what one pass moves: 28 bytes a parameter with a split master and its norm."""
-    kept = choices.bytes
-    parameters = sum(module.parameters for module in choices.modules)
-    moments = 2 * parameters * MOMENT_BYTES[choices.policy.moments_format]
+    kept = plan.bytes
+    parameters = sum(module.parameters for module in plan.modules)
+    moments = 2 * parameters * MOMENT_BYTES[plan.policy.moments_format]
     return 2 * (kept["grads"] + kept["params"] + kept["master"] + moments)

@@ -31,9 +31,9 @@ ROOM_FOR_REASONS = 150
 ROOM_FOR_KINDS = 96
 
 
-def print_plan(console: Console, choices: Plan, *, title: str, every: bool) -> None:
-    """Print the table of `choices`; blocks that are alike share a row unless `every` is set."""
-    described = choices.to_json()
+def print_plan(console: Console, plan: Plan, *, title: str, every: bool) -> None:
+    """Print the table of `plan`; blocks that are alike share a row unless `every` is set."""
+    described = plan.to_json()
     modules = described["modules"]
     rows = [layers([module])[0] for module in modules] if every else layers(modules)
     console.print(Text.assemble((title, "bold"), f"  {described['policy']}"))
@@ -49,7 +49,7 @@ def print_plan(console: Console, choices: Plan, *, title: str, every: bool) -> N
         for reason, letter in letters.items():
             say(console, f"why {letter}", reason)
     say(console, "outside", _functional(described["functional"]))
-    parameters = sum(module.parameters for module in choices.modules)
+    parameters = sum(module.parameters for module in plan.modules)
     say(console, "in all", f"{count(len(modules), 'module')}, {large(parameters)} parameters")
     say(console, "memory", _memory(described["bytes"]))
 

@@ -31,12 +31,12 @@ def phases_json(recipe: Recipe, plans: Sequence[Plan]) -> dict[str, Any]:
     return {
         "phases": [
             {
-                "policy": text_of(phase, choices),
+                "policy": text_of(phase, plan),
                 "until": end_text(phase.until, steps=recipe.steps),
-                "bytes": dict(choices.bytes),
-                "modules": [module.to_json() for module in choices.modules],
+                "bytes": dict(plan.bytes),
+                "modules": [module.to_json() for module in plan.modules],
             }
-            for phase, choices in pairs
+            for phase, plan in pairs
         ]
     }
 
@@ -49,11 +49,11 @@ def course_text(recipe: Recipe) -> str:
     return "".join(f"; after {end} {phase.policy}" for end, phase in pairs)
 
 
-def is_scaled(recipe: Recipe, choices: Plan) -> bool:
+def is_scaled(recipe: Recipe, plan: Plan) -> bool:
     """Say whether any phase of a run has a loss scale, the first of which is planned as given."""
     later = phases_of(recipe.precision)[1:]
-    policies = [policy_from(phase.policy or "default", choices.hardware) for phase in later]
-    return any(policy.needs_loss_scale for policy in [choices.policy, *policies])
+    policies = [policy_from(phase.policy or "default", plan.hardware) for phase in later]
+    return any(policy.needs_loss_scale for policy in [plan.policy, *policies])
 
 
 def titles(recipe: Recipe) -> list[str]:

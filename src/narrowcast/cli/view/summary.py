@@ -18,26 +18,26 @@ from narrowcast.runs.tally import Tally
 from narrowcast.training.phase_plans import phases_of
 
 
-def introduce(console: Console, recipe: Recipe, *, choices: Plan, folder: str) -> None:
+def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> None:
     """Say what is about to be trained, how, on what, and where it is kept."""
-    parameters = sum(module.parameters for module in choices.modules)
+    parameters = sum(module.parameters for module in plan.modules)
     title = Text(recipe.name or recipe.workload, style="bold")
     console.print(title.append(f"  {recipe.description}", style="not bold"))
     batch = f"{recipe.accumulate} × " if recipe.accumulate > 1 else ""
     course = f"{count(recipe.steps, 'step')} of {batch}{count(recipe.batch_size, 'sample')}"
     say(console, "model", f"{large(parameters)} parameters, {course}")
-    say(console, "formats", formats(recipe, choices))
-    say(console, "device", f"{choices.hardware.name} ({choices.hardware.device})")
+    say(console, "formats", formats(recipe, plan))
+    say(console, "device", f"{plan.hardware.name} ({plan.hardware.device})")
     say_command(console, "folder", folder)
 
 
-def formats(recipe: Recipe, choices: Plan) -> str:
+def formats(recipe: Recipe, plan: Plan) -> str:
     """Say which policy a run has, and how much of it is native or emulated, and why."""
-    name, text = phases_of(recipe.precision)[0].policy, str(choices.policy)
+    name, text = phases_of(recipe.precision)[0].policy, str(plan.policy)
     written = text if name == text else f"{name} ({text})"
-    ways = Counter(module.how for module in choices.modules)
+    ways = Counter(module.how for module in plan.modules)
     parts = [f"{n} {'module' if n == 1 else 'modules'} {how}" for how, n in ways.items()]
-    emulated = next((m for m in choices.modules if m.how == "emulated"), None)
+    emulated = next((m for m in plan.modules if m.how == "emulated"), None)
     why = f": {bare_reason(emulated.to_json())}" if emulated else ""
     return f"{written}; {', '.join(parts)}{why}{course_text(recipe)}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.health.diagnose.replay import Scene, replay
+from narrowcast.health.diagnose.replay import ReplayInputs, replay
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.precision.step.prepare import Prepared
 
@@ -25,8 +25,8 @@ def explain(
     (`outcome.loss_scale`): after an overflow the scale in force is lower. Ask before the weights
     move again. Weights, gradients, buffers, scales and random numbers are left as they are.
     """
-    scene = Scene.before(prepared, batches)
-    if loss_scale is not None and scene.scales:
-        first, *others = scene.scales
-        scene = replace(scene, scales=[torch.full_like(first, loss_scale), *others])
-    return replay(prepared, scene, loss_of)
+    replay_inputs = ReplayInputs.before(prepared, batches)
+    if loss_scale is not None and replay_inputs.scales:
+        first, *others = replay_inputs.scales
+        replay_inputs = replace(replay_inputs, scales=[torch.full_like(first, loss_scale), *others])
+    return replay(prepared, replay_inputs, loss_of)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DivergedError
-from narrowcast.health.diagnose.replay import Scene, replay
+from narrowcast.health.diagnose.replay import ReplayInputs, replay
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.health.faults.faults import Faults, StepFaults
 from narrowcast.precision.step.outcome import Outcome
@@ -24,7 +24,7 @@ FREE, SHARE = 4, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class StepDiagnosis:
     """What is told of a step."""
 
     why: str
@@ -32,14 +32,14 @@ class Account:
     findings: Sequence[FindingRecord] = ()
     explained: bool = False
     """A verdict, on this step or on an earlier one of its row, says where it went wrong."""
-    rehearsed: bool = False
+    injected: bool = False
     """The step had faults that the recipe asks for."""
-    outgrown: tuple[str, str] | None = None
+    overflowed_at: tuple[str, str] | None = None
     """The module and role that overflowed a format, where a wider one would have held it."""
 
 
 @final
-class Inquiry:
+class Investigator:
     """Looks into the bad steps of a run."""
 
     def __init__(
@@ -57,9 +57,9 @@ class Inquiry:
         self._explained = False
         self._outgrown: tuple[str, str] | None = None
 
-    def before(self, batches: Sequence[Any]) -> Scene | None:
+    def before(self, batches: Sequence[Any]) -> ReplayInputs | None:
         """Return what has to be kept of a step until its outcome is known."""
-        return Scene.before(self._prepared, batches) if self._verdicts else None
+        return ReplayInputs.before(self._prepared, batches) if self._verdicts else None
 
     def faults_at(self, step: int) -> StepFaults | None:
         """Return the faults of a step; None where it has none."""
@@ -71,43 +71,47 @@ class Inquiry:
         outcome: Outcome,
         *,
         loss: float,
-        scene: Scene | None,
+        replay_inputs: ReplayInputs | None,
         moved: Callable[[], bool],
         known: Sequence[FindingRecord] = (),
-    ) -> Account:
+    ) -> StepDiagnosis:
         """Tell of a step whose outcome is known; `moved`: whether the weights have, since then.
 
         `known` is what the ledger has found in it; with a verdict that is one finding.
         """
-        rehearsed = self.faults_at(step)
-        told = [] if rehearsed is None else _announced(step, rehearsed)
+        injected = self.faults_at(step)
+        told = [] if injected is None else _announced(step, injected)
         if outcome.applied and math.isfinite(loss):
             self._named = ""
             self.begin_row()
-            return Account(why="", findings=[*told, *known], rehearsed=rehearsed is not None)
+            return StepDiagnosis(why="", findings=[*told, *known], injected=injected is not None)
         # A rehearsal is no part of a row: what it shows is not what is wrong with other steps.
-        self._row += rehearsed is None
+        self._row += injected is None
         # A rehearsal is there to be looked into.
-        due = rehearsed is not None or self._is_due(step)
+        due = injected is not None or self._is_due(step)
         why, verdict, later = outcome.why, None, ""
-        if scene is not None and due:
+        if replay_inputs is not None and due:
             later = ", with the weights of a later step," if moved() else ""
-            verdict, why = self._look_into(outcome, scene, rehearsed, later=later)
+            verdict, why = self._look_into(outcome, replay_inputs, injected, later=later)
         if verdict is None:
             told += known
         else:
             self._named = f"In step {step} {verdict.told}: {verdict.advice(loss_scale=1.0)}"
             finding = _finding(step, verdict, outcome, later=later)
             told += [_joined(finding, each, verdict, outcome) for each in known] or [finding]
-        if rehearsed is not None:
-            return Account(why=why, findings=told, explained=verdict is not None, rehearsed=True)
+        if injected is not None:
+            return StepDiagnosis(
+                why=why, findings=told, explained=verdict is not None, injected=True
+            )
         if verdict is not None:
             # What is wrong with the model is so in the next step too; another batch may be fine.
             self._explained = verdict.origin == "model"
-            outgrown = verdict.outgrew_format
-            self._outgrown = (verdict.module, verdict.role) if outgrown else None
+            overflowed_at = verdict.outgrew_format
+            self._outgrown = (verdict.module, verdict.role) if overflowed_at else None
         explained = verdict is not None or self._explained
-        return Account(why=why, findings=told, explained=explained, outgrown=self._outgrown)
+        return StepDiagnosis(
+            why=why, findings=told, explained=explained, overflowed_at=self._outgrown
+        )
 
     def begin_row(self) -> None:
         """Take the next bad step for the first of a row: formats have changed, or one was good."""
@@ -127,24 +131,29 @@ class Inquiry:
             "row": self._row,
             "named": self._named,
             "explained": self._explained,
-            "outgrown": self._outgrown and list(self._outgrown),
+            "overflowed_at": self._outgrown and list(self._outgrown),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood."""
         self._replays, self._row = state["replays"], state["row"]
         self._named, self._explained = state.get("named", ""), state.get("explained", False)
-        outgrown = state.get("outgrown")
-        self._outgrown = None if outgrown is None else (outgrown[0], outgrown[1])
+        overflowed_at = state.get("overflowed_at")
+        self._outgrown = None if overflowed_at is None else (overflowed_at[0], overflowed_at[1])
 
     def _look_into(
-        self, outcome: Outcome, scene: Scene, rehearsed: StepFaults | None, *, later: str
+        self,
+        outcome: Outcome,
+        replay_inputs: ReplayInputs,
+        injected: StepFaults | None,
+        *,
+        later: str,
     ) -> tuple[Verdict | None, str]:
         """Replay a step; return the verdict, if there is one, and the reason for its record."""
         self._replays += 1
         try:
-            around = None if rehearsed is None else rehearsed.during
-            verdict = replay(self._prepared, scene, self._loss_of, around=around)
+            around = None if injected is None else injected.during
+            verdict = replay(self._prepared, replay_inputs, self._loss_of, around=around)
         except torch.OutOfMemoryError:
             # Eager passes hold more than those of a compiled, or captured, step.
             torch.cuda.empty_cache()

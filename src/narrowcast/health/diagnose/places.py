@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrowcast.precision.plan.module_kinds import products_of
+from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.roles import Role
@@ -62,7 +62,7 @@ class Formats:
         if chosen is None:
             return ""
         policy = chosen.policy
-        if not products_of(chosen.kind):
+        if not multiplies(chosen.kind):
             return policy.params if chosen.kind == "embedding" else policy.reduce
         match role:
             case "input" | "weight":

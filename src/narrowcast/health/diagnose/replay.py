@@ -18,7 +18,7 @@ from narrowcast.health.diagnose.places import Formats, Place
 from narrowcast.health.diagnose.randomness import RandomState, drawing_from
 from narrowcast.health.diagnose.recording import Recorder, Seen
 from narrowcast.health.diagnose.verdict import Verdict, written
-from narrowcast.health.statistics.watched import unwatched
+from narrowcast.health.statistics.watched import probes_off
 from narrowcast.precision.nested import tensors_in
 from narrowcast.precision.step.prepare import Prepared
 
@@ -27,7 +27,7 @@ Around = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class ReplayInputs:
     """What a step was given: all that is needed to take it again while its weights are there."""
 
     batches: Sequence[Any]
@@ -35,15 +35,15 @@ class Scene:
     random: RandomState
 
     @classmethod
-    def before(cls, prepared: Prepared, batches: Sequence[Any]) -> "Scene":
-        """Return the scene of a step that is about to be taken. Waits for nothing."""
+    def before(cls, prepared: Prepared, batches: Sequence[Any]) -> "ReplayInputs":
+        """Return the replay_inputs of a step that is about to be taken. Waits for nothing."""
         device = next(prepared.model.parameters()).device
         return cls(batches=batches, scales=prepared.scale_values(), random=RandomState.now(device))
 
 
 def replay(
     prepared: Prepared,
-    scene: Scene,
+    replay_inputs: ReplayInputs,
     loss_of: Callable[[Any], Tensor],
     *,
     around: Around | None = None,
@@ -53,10 +53,10 @@ def replay(
     Waits for the device after each micro-batch, and ends with the first that went wrong.
     """
     recorder = Recorder(prepared.model, Formats(prepared.plan))
-    count = len(scene.batches)
-    aside = prepared.aside(scene.scales)
-    with aside, unwatched(prepared.model), drawing_from(scene.random), eagerly():
-        for number, batch in enumerate(scene.batches, start=1):
+    count = len(replay_inputs.batches)
+    aside = prepared.isolated(replay_inputs.scales)
+    with aside, probes_off(prepared.model), drawing_from(replay_inputs.random), eagerly():
+        for number, batch in enumerate(replay_inputs.batches, start=1):
             if verdict := _look_at_batch(batch, number, count):
                 return verdict
             faults = contextlib.nullcontext() if around is None else around(number)

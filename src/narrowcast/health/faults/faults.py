@@ -1,6 +1,6 @@
 """Faults put into a run on purpose: a number at a place, in one micro-batch of one step.
 
-What a run makes of a flipped bit or an overflow can be rehearsed this way. A fault lasts for the
+What a run makes of a flipped bit or an overflow can be injected this way. A fault lasts for the
 passes of its micro-batch; a weight has its own value again before the step decides what to do.
 """
 

@@ -1,4 +1,4 @@
-"""The troubles of a run: told when they begin, and again if they come back after a calm.
+"""The issues of a run: told when they begin, and again if they come back after a calm.
 
 Made from records alone, so a finished run can be asked as well as one that is running.
 """
@@ -28,7 +28,7 @@ from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
 @final
 @dataclass
 class Findings:
-    """Troubles of a run so far; goes into a checkpoint as plain data."""
+    """Issues of a run so far; goes into a checkpoint as plain data."""
 
     _amax: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -45,7 +45,7 @@ class Findings:
     def look(
         self, record: HealthRecord, *, scaling: LossScale | None = None, loss_scale: float = 1.0
     ) -> list[FindingRecord]:
-        """Take in the statistics of a step; return the troubles that begin with it.
+        """Take in the statistics of a step; return the issues that begin with it.
 
         `scaling` are the settings of the loss scale, if there is one, and it was `loss_scale`.
         """
@@ -64,7 +64,7 @@ class Findings:
         return self._told(told, step=record.step, asked=asked)
 
     def step(self, record: StepRecord, *, scaling: LossScale | None = None) -> list[FindingRecord]:
-        """Take in a step; return the troubles that begin with it."""
+        """Take in a step; return the issues that begin with it."""
         at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling)]
         fresh = self._told(at_floor, step=record.step, asked={floor.__name__})
         # Of an overflow at the floor the ledger tells, and of the floor with it.

@@ -14,7 +14,7 @@ SPARE = 16.0
 
 def floor(scale: float, settings: LossScale) -> Iterator[Trouble]:
     """A scale that overflows have brought down to its smallest value."""
-    if settings.dynamic and scale <= settings.smallest < settings.initial:
+    if settings.dynamic and scale <= settings.min < settings.initial:
         yield Trouble(
             "floor",
             "",
@@ -37,7 +37,7 @@ def low(seen: Sequence[Seen], scale: float, settings: LossScale) -> Iterator[Tro
     if not 0 < largest < FP16.largest:
         return
     worst = max(gradients, key=_below)
-    possible = power_of_two_below(min(settings.largest, scale * FP16.largest / (SPARE * largest)))
+    possible = power_of_two_below(min(settings.max, scale * FP16.largest / (SPARE * largest)))
     if _below(worst) > LOW and possible > scale:
         interval = f" or a precision.loss_scale.growth_interval below {settings.growth_interval}"
         yield Trouble(

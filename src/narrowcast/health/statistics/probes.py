@@ -18,11 +18,11 @@ from narrowcast.health.statistics.sampling import SAMPLE
 from narrowcast.health.statistics.sites import Site, site_of
 from narrowcast.health.statistics.watched import ATTRIBUTES, Switch, Watched
 from narrowcast.health.statistics.weight_samples import WeightSamples
-from narrowcast.health.statistics.what_if import Supposition
-from narrowcast.precision.fused.declared import promised_ends
-from narrowcast.precision.fused.fp8_mlp import Fp8Chain
-from narrowcast.precision.fused.gelu_mlp import GeluChain
-from narrowcast.precision.plan.module_kinds import products_of
+from narrowcast.health.statistics.what_if import WhatIf
+from narrowcast.precision.fused.declared import fused_mlp_layers
+from narrowcast.precision.fused.fp8_mlp import Fp8Mlp
+from narrowcast.precision.fused.gelu_mlp import GeluMlp
+from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
@@ -46,7 +46,7 @@ class Probes:
         # By the module that runs: a chain runs for its first and its last layer.
         taken: dict[nn.Module, dict[str, Tensor | None]] = {}
         chained = _ends_of_chains(model)
-        chosen = [each for each in plan.modules if products_of(each.kind)]
+        chosen = [each for each in plan.modules if multiplies(each.kind)]
         kept = {c.name: w for c in chosen if (w := _trained_weight(model, c)) is not None}
         self.weights = WeightSamples(list(kept.values()), self._device)
         for each in chosen:
@@ -71,7 +71,7 @@ class Probes:
         self.grouping = Grouping(self.sites)
         self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
         """What casts to fp8 have lost, where that is counted."""
-        self.supposition = Supposition(self.sites, supposed or {})
+        self.supposition = WhatIf(self.sites, supposed or {})
         """What the modules in `supposed` would lose with these policies."""
 
     def seen(self) -> list[bool]:
@@ -120,8 +120,8 @@ def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Mo
     """
     seen: dict[str, tuple[nn.Module | None, nn.Module | None]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Fp8Chain | GeluChain):
-            ends = promised_ends(module)
+        if isinstance(module, Fp8Mlp | GeluMlp):
+            ends = fused_mlp_layers(module)
             assert ends is not None
             first, last = (f"{name}.{end}".lstrip(".") for end in ends)
             seen[first], seen[last] = (module, None), (None, module)

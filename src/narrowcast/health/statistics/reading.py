@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from narrowcast.hardware.async_copy import Arriving
+from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.health.statistics.statistics import (
     COLUMNS,
@@ -18,7 +18,7 @@ from narrowcast.health.statistics.statistics import (
     trimmed,
     what_if,
 )
-from narrowcast.health.statistics.what_if import unfit
+from narrowcast.health.statistics.what_if import unsafe_to_lower
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 WORST = 4
@@ -38,22 +38,24 @@ class Reading:
             probes.counts.take_into(table)
             counts = self._grouping.rows(self._stacks, exponent_counts) if exponents else None
             self._supposed_sites = probes.supposition.sites
-            self._supposed = Arriving(probes.supposition.rows())
-        self._table = Arriving(table)
-        self._counts = None if counts is None else Arriving(counts)
+            self._supposed = AsyncCopy(probes.supposition.rows())
+        self._table = AsyncCopy(table)
+        self._counts = None if counts is None else AsyncCopy(counts)
 
     def records(self) -> list[HealthRecord | ExponentRecord]:
         """Return what was read. Waits until it has arrived."""
-        rows = self._table.landed().tolist()
+        rows = self._table.wait().tolist()
         health = self._record(rows, [site.format for site in self._sites])
         return [] if health is None else [health, *self._worst(rows)]
 
-    def unfit(self, *, scaled: bool) -> list[str]:
+    def unsafe_to_lower(self, *, scaled: bool) -> list[str]:
         """Return the modules whose supposed formats would not have held what passed.
 
         `scaled`: a loss scale gives way to gradients that are too large. Waits until it is there.
         """
-        return [*unfit(self._supposed_sites, self._supposed.landed().tolist(), scaled=scaled)]
+        return [
+            *unsafe_to_lower(self._supposed_sites, self._supposed.wait().tolist(), scaled=scaled)
+        ]
 
     def as_if(self, name: str) -> HealthRecord | None:
         """Return what these samples would lose to another format; None where nothing has passed.
@@ -94,7 +96,7 @@ class Reading:
         """Return the exponents of those tensors that lose most."""
         if self._counts is None:
             return []
-        counts = self._counts.landed().tolist()
+        counts = self._counts.wait().tolist()
         found = []
         there = [i for i, row in enumerate(rows) if self._seen[i] and _is_there(row)]
         for i in sorted(there, key=lambda i: _signal(rows[i]))[:WORST]:

@@ -76,7 +76,7 @@ class Watched(Onlooker):
 
 
 @contextlib.contextmanager
-def unwatched(model: nn.Module) -> Iterator[None]:
+def probes_off(model: nn.Module) -> Iterator[None]:
     """Let eager passes inside the block leave no samples."""
     switches = [each.nc_switch for each in model.modules() if isinstance(each, Watched)]
     before = [switch.on for switch in switches]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrowcast.health.statistics.sampling import SAMPLE, spacing, take
-from narrowcast.kernels.launch import why_not
+from narrowcast.kernels.launch import unsupported_reason
 
 if TYPE_CHECKING:
     from narrowcast.kernels.samples import SampleKernel
@@ -57,7 +57,7 @@ class WeightSamples:
 
 
 def _kernel(weights: Sequence[nn.Parameter], device: torch.device) -> "SampleKernel | None":
-    if not weights or why_not(device) or not all(map(_is_plain, weights)):
+    if not weights or unsupported_reason(device) or not all(map(_is_plain, weights)):
         return None
     from narrowcast.kernels.samples import SampleKernel
 

@@ -21,7 +21,7 @@ ROOM = 2.0
 
 
 @final
-class Supposition:
+class WhatIf:
     """The samples of some sites, as if their modules had other policies."""
 
     def __init__(self, sites: Sequence[Site], policies: Mapping[str, Policy]) -> None:
@@ -37,7 +37,9 @@ class Supposition:
         return self._grouping.rows(self._grouping.stacks(), statistics)
 
 
-def unfit(sites: Sequence[Site], rows: Sequence[Sequence[float]], *, scaled: bool) -> Iterator[str]:
+def unsafe_to_lower(
+    sites: Sequence[Site], rows: Sequence[Sequence[float]], *, scaled: bool
+) -> Iterator[str]:
     """Yield the modules whose sites would not hold what was seen, each once.
 
     `scaled`: a loss scale gives way to gradients that are too large.

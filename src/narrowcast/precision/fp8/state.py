@@ -55,7 +55,7 @@ class Fp8Model:
             self._histories.take_over(shared)
 
     @contextlib.contextmanager
-    def noting_nothing(self) -> Iterator[None]:
+    def amax_frozen(self) -> Iterator[None]:
         """Leave the magnitudes of weights that are only lent to the model out of its histories."""
         if self._histories is None:
             yield

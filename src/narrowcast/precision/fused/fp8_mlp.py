@@ -12,19 +12,19 @@ from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.precision.fp8.tensorwise import Fp8Linear, dtype_of, product
-from narrowcast.precision.fused.declared import is_watched, promised_ends
+from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
 from narrowcast.precision.products.operands import ProductFormats, is_narrow
 
 
-class Fp8Chain(nn.Module):
+class Fp8Mlp(nn.Module):
     """A module of two linear layers and a GELU, run as one."""
 
-    nc_ends: tuple[str, str]
+    nc_layers: tuple[str, str]
     """The names of its two linear layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(gelu(up(x))) in the formats of the two layers."""
-        first, last = (getattr(self, name) for name in self.nc_ends)
+        first, last = (getattr(self, name) for name in self.nc_layers)
         if is_watched(first, last):
             plain: Tensor = super().forward(x)  # somebody wants to see what is between them
             return plain
@@ -51,9 +51,9 @@ class Fp8Chain(nn.Module):
         return output.view(*x.shape[:-1], last.out_features)
 
 
-def can_chain(module: nn.Module) -> bool:
+def can_fuse(module: nn.Module) -> bool:
     """Say whether a module promises a chain whose two layers have products that can be joined."""
-    ends = promised_ends(module)
+    ends = fused_mlp_layers(module)
     if ends is None:
         return False
     first, last = (getattr(module, name, None) for name in ends)

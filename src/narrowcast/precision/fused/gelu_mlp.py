@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowcast.kernels.launch import why_not
-from narrowcast.precision.fused.declared import is_watched, promised_ends
+from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
 
 
-class GeluChain(nn.Module):
+class GeluMlp(nn.Module):
     """A module of two linear layers and a GELU, run as one."""
 
-    nc_ends: tuple[str, str]
+    nc_layers: tuple[str, str]
     """The names of its two linear layers."""
     nc_dtype: torch.dtype
     """What they multiply in."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(gelu(up(x))), multiplied in 16 bits."""
-        first, last = (getattr(self, name) for name in self.nc_ends)
+        first, last = (getattr(self, name) for name in self.nc_layers)
         if is_watched(first, last):
             plain: Tensor = super().forward(x)  # somebody wants to see what is between them
             return plain
@@ -35,10 +35,10 @@ class GeluChain(nn.Module):
         return result
 
 
-def can_chain(module: nn.Module, *, device: torch.device) -> bool:
+def can_fuse(module: nn.Module, *, device: torch.device) -> bool:
     """Say whether a module promises a chain of plain linear layers, on a device with kernels."""
-    ends = promised_ends(module)
-    if ends is None or device.type != "cuda" or why_not(device):
+    ends = fused_mlp_layers(module)
+    if ends is None or device.type != "cuda" or unsupported_reason(device):
         return False
     return all(type(getattr(module, name, None)) is nn.Linear for name in ends)
 

@@ -14,14 +14,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.kernels.launch import why_not
+from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.precision.fused.chunked_loss import LossTerms, chunked_loss, reduced
 from narrowcast.precision.fused.chunked_module import chunked_module_loss
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.products.regions import InRegion, Region
 from narrowcast.precision.swap import Onlooker, working_class
 
-_HAS_TRITON = not why_not(torch.device("cuda"))
+_HAS_TRITON = not unsupported_reason(torch.device("cuda"))
 
 
 def linear_cross_entropy(

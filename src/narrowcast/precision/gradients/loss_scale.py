@@ -30,9 +30,9 @@ class LossScale:
     """The factor after an overflow."""
     growth_interval: int = 2000
     """Calm steps before the scale grows."""
-    smallest: float = 1.0
+    min: float = 1.0
     """Overflows that go on here are told, and after some time training is given up."""
-    largest: float = 2.0**18
+    max: float = 2.0**18
     """The scale grows no further."""
     hysteresis: int = 1
     """Overflows in a row before the scale backs off."""
@@ -52,18 +52,18 @@ class LossScale:
                 f"loss_scale.growth={self.growth:g} and backoff={self.backoff:g}: growth must be "
                 "above 1 and backoff between 0 and 1; write growth=2 and backoff=0.5"
             )
-        for name in ("initial", "smallest", "largest"):
-            # Rounded down, so that `largest` holds whatever was asked.
+        for name in ("initial", "min", "max"):
+            # Rounded down, so that `max` holds whatever was asked.
             object.__setattr__(self, name, power_of_two_below(getattr(self, name)))
             if not SMALLEST_POWER <= getattr(self, name) <= LARGEST_POWER:
                 raise RecipeError(
                     f"loss_scale.{name}={getattr(self, name):g}: fp32 must hold it and its "
                     f"inverse; write a value from {SMALLEST_POWER:g} to {LARGEST_POWER:g}"
                 )
-        if not self.smallest <= self.initial <= self.largest:
+        if not self.min <= self.initial <= self.max:
             raise RecipeError(
-                f"loss_scale.initial={self.initial:g} lies outside min={self.smallest:g} … "
-                f"max={self.largest:g}; write all three so that min ≤ initial ≤ max"
+                f"loss_scale.initial={self.initial:g} lies outside min={self.min:g} … "
+                f"max={self.max:g}; write all three so that min ≤ initial ≤ max"
             )
         if self.growth_interval < 1 or self.hysteresis < 1:
             raise RecipeError(
@@ -90,7 +90,7 @@ class RunningScale:
     @property
     def can_give_way(self) -> Tensor:
         """Whether an overflow would still move the scale, now or after more of them."""
-        lowest = self.settings.smallest if self.settings.dynamic else self.settings.initial
+        lowest = self.settings.min if self.settings.dynamic else self.settings.initial
         return self.value > lowest
 
     def update(self, finite: Tensor) -> None:
@@ -105,7 +105,7 @@ class RunningScale:
         grow = calm >= s.growth_interval
         moved = torch.where(back_off, self.value * s.backoff, self.value)
         moved = torch.where(grow, moved * s.growth, moved)
-        self.value.copy_(moved.clamp(s.smallest, s.largest))
+        self.value.copy_(moved.clamp(s.min, s.max))
         self._calm.copy_(torch.where(grow, 0, calm))
 
     def state_dict(self) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Scales:
 
     def _part_settings(self) -> LossScale:
         whole = next(iter(self._losses.values())).settings
-        return replace(whole, initial=1.0, smallest=1 / PART_SPREAD, largest=PART_SPREAD)
+        return replace(whole, initial=1.0, min=1 / PART_SPREAD, max=PART_SPREAD)
 
     def _part_factors(self) -> Tensor:
         one = torch.ones((), device=self._part_of.device)

@@ -27,12 +27,12 @@ def find_parts(model: nn.Module, globs: Sequence[str]) -> dict[str, list[nn.Modu
     for glob in globs:
         found = [m for name, m in model.named_modules() if fnmatchcase(name, glob)]
         if not found:
-            raise RecipeError(f"loss_scale.groups: {glob!r} matches no module")
+            raise RecipeError(f"loss_scale.scale_groups: {glob!r} matches no module")
         for module in found:
             if inside & set(module.modules()):
                 raise RecipeError(
-                    f"loss_scale.groups: {glob!r} names a module that is in a group already, or "
-                    "holds one that is; write globs of which no module is part of two"
+                    f"loss_scale.scale_groups: {glob!r} names a module that is in a group "
+                    "already, or holds one that is; write globs of which no module is part of two"
                 )
             inside |= set(module.modules())
         parts[glob] = found
@@ -55,6 +55,7 @@ def _refuse_shared_weights(model: nn.Module, inside: set[nn.Module]) -> None:
         shared = module not in inside and within & set(module.parameters(recurse=False))
         if shared:
             raise RecipeError(
-                f"loss_scale.groups: {name} shares a weight with a group it is not in, and its "
-                "gradients would have two scales; write globs that name all its modules, or none"
+                f"loss_scale.scale_groups: {name} shares a weight with a group it is not in, and "
+                "its gradients would have two scales; write globs that name all its modules, or "
+                "none"
             )

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from narrowcast.kernels.launch import why_not
+from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.layers import native_linear
 from narrowcast.precision.fp8.tensorwise import Fp8Linear
-from narrowcast.precision.fused.declared import promised_ends
-from narrowcast.precision.fused.fp8_mlp import Fp8Chain, can_chain
-from narrowcast.precision.fused.gelu_mlp import GeluChain
-from narrowcast.precision.fused.gelu_mlp import can_chain as can_chain_16_bits
+from narrowcast.precision.fused.declared import fused_mlp_layers
+from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
+from narrowcast.precision.fused.gelu_mlp import GeluMlp
+from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
 from narrowcast.precision.modules.wrappers import MatchingInput, NarrowLinear, NarrowNorm, WideNorm
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
@@ -58,7 +58,7 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
                 if chosen.kind == "recurrent" and chosen.policy.params != "fp32":
                     swap(module, MatchingInput)
     _give_histories(model, plan)
-    _join_chains(model, plan)
+    _fuse_mlps(model, plan)
     _allow_kernels(model, plan)
     whole = regions[""]
     if whole != Region("fp32", False, device_type):
@@ -117,20 +117,20 @@ def _give_histories(model: nn.Module, plan: Plan) -> None:
         module.nc_history = histories.of(i)
 
 
-def _join_chains(model: nn.Module, plan: Plan) -> None:
+def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
     """Run modules as one that promise to be a chain of layers in the same formats."""
     chosen = {each.name: each for each in plan.modules}
     for name, module in list(model.named_modules()):
-        ends = promised_ends(module)
+        ends = fused_mlp_layers(module)
         if ends is None:
             continue
-        if can_chain(module):
-            swap(module, Fp8Chain, nc_ends=ends)
-        elif can_chain_16_bits(module, device=torch.device(plan.hardware.device)):
+        if can_fuse(module):
+            swap(module, Fp8Mlp, nc_layers=ends)
+        elif can_fuse_16_bits(module, device=torch.device(plan.hardware.device)):
             plans = [chosen.get(f"{name}.{end}".lstrip(".")) for end in ends]
             formats = {_format_of_16_bits(each) for each in plans}
             if len(formats) == 1 and (one := formats.pop()):
-                swap(module, GeluChain, nc_ends=ends, nc_dtype=_dtype(one))
+                swap(module, GeluMlp, nc_layers=ends, nc_dtype=_dtype(one))
 
 
 def _format_of_16_bits(chosen: ModulePlan | None) -> str:
@@ -144,7 +144,7 @@ def _allow_kernels(model: nn.Module, plan: Plan) -> None:
     """Let modules take the faster way they have for 16 bits on a GPU."""
     device = torch.device(plan.hardware.device)
     region = Region.of(plan)
-    if device.type != "cuda" or why_not(device) or region.emulated:
+    if device.type != "cuda" or unsupported_reason(device) or region.emulated:
         return
     if region.format_name in ("bf16", "fp16"):
         for module in model.modules():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from narrowcast.precision.plan.module_kinds import products_of
+from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import PRODUCTS
@@ -41,12 +41,12 @@ def _parts(module: ModulePlan, plan: Plan) -> Iterator[str]:
     policy = module.policy
     if module.kind == "normalisation":
         yield policy.reduce
-    elif products_of(module.kind):
+    elif multiplies(module.kind):
         formats = dict.fromkeys(getattr(policy, role) for role in PRODUCTS)
         scaling = "" if policy.scaling == "none" else f" {policy.scaling}"
         yield "/".join(formats) + scaling
     if policy.params != "fp32":
         master = "no master" if plan.policy.master == "none" else f"{plan.policy.master} master"
         yield f"weights {policy.params} with {master}"
-    elif not products_of(module.kind) and module.kind != "normalisation":
+    elif not multiplies(module.kind) and module.kind != "normalisation":
         yield "weights fp32"

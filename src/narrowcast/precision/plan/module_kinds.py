@@ -36,6 +36,6 @@ def kind_of(module: nn.Module) -> Kind:
     return "normalisation" if is_leaf and _CALLED_A_NORM.search(type(module).__name__) else "other"
 
 
-def products_of(kind: Kind) -> bool:
+def multiplies(kind: Kind) -> bool:
     """Return whether a module of this kind multiplies."""
     return kind not in ("embedding", "normalisation")

@@ -14,13 +14,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat
-from narrowcast.precision.plan.module_kinds import Kind, products_of
+from narrowcast.precision.plan.module_kinds import Kind, multiplies
 from narrowcast.precision.plan.policy import NARROW, PRODUCTS, Policy
 from narrowcast.precision.swap import plain_class
 
 How = Literal["native", "emulated", "unchanged"]
 
-WORTH_IT = 1.02
+MIN_SPEEDUP = 1.02
 """Below this gain two measurements of the same thing differ."""
 
 BLOCKS_AT = (9, 0)
@@ -48,7 +48,7 @@ class ModulePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        products = products_of(self.kind)
+        products = multiplies(self.kind)
         lookup = self.policy.params
         return {
             "name": self.name,
@@ -72,13 +72,13 @@ class Choice:
         hardware: Hardware,
         emulate: bool | None,
         *,
-        tokens: int,
+        gemm_rows: int,
         only_faster: bool,
     ) -> None:
         self._policy, self._hardware, self._emulate = policy, hardware, emulate
-        self._tokens, self._only_faster = tokens, only_faster
+        self._gemm_rows, self._only_faster = gemm_rows, only_faster
 
-    def of(
+    def plan_module(
         self,
         name: str,
         module: nn.Module,
@@ -150,18 +150,18 @@ class Choice:
         speeds = self._hardware.speeds
         if is_uniform(policy) or not isinstance(module, nn.Linear):
             return "", policy
-        shape = f"{self._tokens}×{module.in_features}×{module.out_features}"
+        shape = f"{self._gemm_rows}×{module.in_features}×{module.out_features}"
         gain = None
         if speeds is not None:
             gain = speeds.gain(
                 policy.scaling,
-                tokens=self._tokens,
+                tokens=self._gemm_rows,
                 inputs=module.in_features,
                 outputs=module.out_features,
             )
         if gain is None:
             return "its speed is not measured here", policy
-        if gain > WORTH_IT or not self._only_faster:
+        if gain > MIN_SPEEDUP or not self._only_faster:
             return f"{gain:.2f} × {policy.functional} at {shape}", policy
         return f"kept {policy.functional}: {shape} gains nothing ({gain:.2f} ×)", _widened(policy)
 

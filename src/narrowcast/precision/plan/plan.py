@@ -19,7 +19,7 @@ from narrowcast.precision.plan.policy import Policy, suggestion
 from narrowcast.precision.plan.presets import policy_from
 from narrowcast.precision.swap import plain_class
 
-ASSUMED_TOKENS = 8192
+ASSUMED_ROWS = 8192
 """Rows a linear layer multiplies at once, where nobody says."""
 
 
@@ -62,7 +62,7 @@ class Plan:
         }
 
 
-def plan(
+def make_plan(
     model: nn.Module,
     policy: str | Policy,
     *,
@@ -70,19 +70,19 @@ def plan(
     overrides: Mapping[str, str] | None = None,
     emulate: bool | None = None,
     moments: int = 2,
-    tokens: int = ASSUMED_TOKENS,
+    gemm_rows: int = ASSUMED_ROWS,
     only_faster: bool = True,
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
     `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
-    would need it is refused. `moments` is how many the optimizer keeps of each weight. `tokens` is
-    how many rows a linear layer multiplies at once; with `only_faster` a layer that gains nothing
-    from fp8 at that number, as measured on this GPU, is kept in the wider format.
+    would need it is refused. `moments` is how many the optimizer keeps of each weight. `gemm_rows`
+    is how many rows a linear layer multiplies at once; with `only_faster` a layer that gains
+    nothing from fp8 at that number, as measured on this GPU, is kept in the wider format.
     """
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
-    choice = Choice(whole, hardware, emulate, tokens=tokens, only_faster=only_faster)
+    choice = Choice(whole, hardware, emulate, gemm_rows=gemm_rows, only_faster=only_faster)
     seen: set[int] = set()
     inside_attention: set[int] = set()
     uncalled: set[str] = set()
@@ -105,7 +105,9 @@ def plan(
         tied = len(own) > len(fresh)
         seen |= {id(p) for p in own}
         modules.append(
-            choice.of(name, module, kind, sum(p.numel() for p in fresh), tied=tied, moments=moments)
+            choice.plan_module(
+                name, module, kind, sum(p.numel() for p in fresh), tied=tied, moments=moments
+            )
         )
     totals: dict[str, int] = {}
     for chosen in modules:

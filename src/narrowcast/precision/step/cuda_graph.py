@@ -16,7 +16,7 @@ class CapturedStep:
         self._weights, self._update_path = weights, update_path
 
     @property
-    def why_not(self) -> str:
+    def unsupported_reason(self) -> str:
         """Why no CUDA graph can hold this model's update; nothing where one can."""
         if self._weights.device.type != "cuda":
             return f"CUDA graphs are not for {self._weights.device.type}"

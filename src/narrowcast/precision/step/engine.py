@@ -32,14 +32,14 @@ class Carried:
         chosen: Plan,
         *,
         loss_scale: Settings | None,
-        scaled_parts: Sequence[str],
+        scale_groups: Sequence[str],
         one_pass: bool | None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._settings, self._scaled_parts, self._asked = loss_scale, scaled_parts, one_pass
+        self._settings, self._scaled_parts, self._asked = loss_scale, scale_groups, one_pass
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
-        self._parts = find_parts(model, scaled_parts)
+        self._parts = find_parts(model, scale_groups)
         self.scales = self._begun_scales(loss_scale)
         _refuse_lost_gradients(self.scales, chosen.policy)
         in_one_pass, self.update_path = update_path(optimizer, chosen.policy, asked=one_pass)

@@ -47,7 +47,7 @@ class FirstScales:
         self._checked_at = step
         before, fp8 = self._known, self._fp8
         if before is None or before != self._now(fp8):
-            self._ledger.settle()
+            self._ledger.sync()
             applied = self._ledger.stats.applied > self.applied_before
             if before is not None or not applied:
                 # What was known before stays: a captured step uses it as it is.
@@ -70,5 +70,5 @@ class FirstScales:
         to know of it is to wait, where they are emulated on a GPU.
         """
         if self._emulated:
-            self._ledger.settle()
+            self._ledger.sync()
         return fp8.scales_known, self._ledger.stats.skipped if self._emulated else 0

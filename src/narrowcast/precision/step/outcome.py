@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from narrowcast.hardware.async_copy import Arriving
+from narrowcast.hardware.async_copy import AsyncCopy
 
 NO_MODULE = "no single module (the sum of all gradients overflowed)"
 """In the place of a module's name."""
@@ -61,11 +61,11 @@ class Flight:
 
     def __init__(self, packed: Tensor, *, names: Sequence[str], lr: float, metered: bool) -> None:
         self._names, self._lr, self._metered = names, lr, metered
-        self._packed = Arriving(packed)
+        self._packed = AsyncCopy(packed)
 
     def land(self) -> Facts:
         """Return the numbers. Waits for the device."""
-        finite, norm, scale, next_scale, lost, at_floor, *norms = self._packed.landed().tolist()
+        finite, norm, scale, next_scale, lost, at_floor, *norms = self._packed.wait().tolist()
         bad = []
         if not finite:
             bad = [
@@ -90,7 +90,7 @@ class Outcome:
     """One step's outcome. Every property but `step` waits for the device."""
 
     step: int
-    settle: Callable[[], None] = field(repr=False)
+    sync: Callable[[], None] = field(repr=False)
     """Makes the host catch up with the device, this step included."""
     _known: tuple[Facts, str] | None = field(default=None, repr=False)
 
@@ -134,6 +134,6 @@ class Outcome:
     @property
     def _facts(self) -> Facts:
         if self._known is None:
-            self.settle()
+            self.sync()
         assert self._known is not None
         return self._known[0]

@@ -18,7 +18,7 @@ from narrowcast.hardware import probe
 from narrowcast.precision.gradients.check import Checked, check_gradients, clip_factor
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
-from narrowcast.precision.plan.plan import Plan, plan
+from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.regions import tf32_products
 from narrowcast.precision.step.buffers import BufferGuard
@@ -51,7 +51,7 @@ def prepare(
     clip_norm: float | None = None,
     scheduler: Scheduler | None = None,
     loss_scale: LossScale | Mapping[str, LossScale] | None = None,
-    scaled_parts: Sequence[str] = (),
+    scale_groups: Sequence[str] = (),
     ema_decay: float | None = None,
     patience: int = PATIENCE,
     meter_every: int = METER_EVERY,
@@ -61,7 +61,7 @@ def prepare(
     """Make a model train in a policy's formats, with any torch optimizer.
 
     The model and the optimizer are changed in place. `loss_scale` is a scale's settings, or several
-    by the name of the loss; left out, a policy that needs one gets the default. `scaled_parts` are
+    by the name of the loss; left out, a policy that needs one gets the default. `scale_groups` are
     globs of modules that have a further scale of their own. `meter_every=0` turns off the
     lost-update meter. `emulate` is as for `plan`, unless a plan is given. `one_pass` says whether
     AdamW and Adam are taken over by a kernel that updates all weights in one pass over memory: None
@@ -73,7 +73,7 @@ def prepare(
     chosen = policy
     if not isinstance(chosen, Plan):
         hardware = probe(str(next(model.parameters()).device))
-        chosen = plan(model, chosen, hardware=hardware, emulate=emulate)
+        chosen = make_plan(model, chosen, hardware=hardware, emulate=emulate)
     if loss_scale is None and chosen.policy.needs_loss_scale:
         loss_scale = LossScale()
     return Prepared(
@@ -83,7 +83,7 @@ def prepare(
         clip_norm=clip_norm,
         scheduler=scheduler,
         loss_scale=loss_scale,
-        scaled_parts=scaled_parts,
+        scale_groups=scale_groups,
         ema_decay=ema_decay,
         patience=patience,
         meter_every=meter_every,
@@ -103,7 +103,7 @@ class Prepared:
         clip_norm: float | None,
         scheduler: Scheduler | None,
         loss_scale: LossScale | Mapping[str, LossScale] | None,
-        scaled_parts: Sequence[str],
+        scale_groups: Sequence[str],
         ema_decay: float | None,
         patience: int,
         meter_every: int,
@@ -116,7 +116,7 @@ class Prepared:
             optimizer,
             chosen,
             loss_scale=loss_scale,
-            scaled_parts=scaled_parts,
+            scale_groups=scale_groups,
             one_pass=one_pass,
         )
         self._weights = self._carried.weights
@@ -151,9 +151,7 @@ class Prepared:
         """The settings of the loss scale in force; None without one. Of several, the first."""
         return self._carried.scales.settings
 
-    def change(
-        self, choices: Plan, *, loss_scale: LossScale | None = None
-    ) -> list[PrecisionChange]:
+    def change(self, plan: Plan, *, loss_scale: LossScale | None = None) -> list[PrecisionChange]:
         """Carry out another plan from the next step on; return the modules it changes.
 
         Between two steps only. The optimizer, its learning rates and schedule, all counts, the
@@ -163,23 +161,23 @@ class Prepared:
         begins with `loss_scale`, or the settings `prepare` was given, or the default. Delayed fp8
         scales go on in the modules that have had them. Waits for the device.
 
-        Make the plan with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+        Make the plan with `make_plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
-        self._weights.taken.refuse_lent(doing="change()")
+        self._weights.ownership.refuse_ema_swapped_in(doing="change()")
         if self._weights.with_gradients():
             raise RecipeError(
                 "change() was called between backward() and step(), and gradients have the formats "
                 "and the scale of the old policy; call it after step()"
             )
         before, applied = self.plan, self.steps_applied
-        self._carried.change(choices, loss_scale=loss_scale, seed=self._steps_begun)
+        self._carried.change(plan, loss_scale=loss_scale, seed=self._steps_begun)
         self._ledger.scaled = self._carried.scales.value is not None
         self._begin_scales(step=self._steps_begun, applied_before=applied)
-        return changes_between(before, choices)
+        return changes_between(before, plan)
 
-    def refuse_impossible(self, choices: Plan) -> None:
+    def refuse_impossible(self, plan: Plan) -> None:
         """Raise what `change` to this plan would raise; change nothing."""
-        self._carried.terms(choices)
+        self._carried.terms(plan)
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
@@ -199,7 +197,7 @@ class Prepared:
                 f"backward() was given a loss {what}; give it one number that depends on the "
                 "model's weights, computed outside torch.no_grad()"
             )
-        self._weights.taken.has_scaled_gradients = True
+        self._weights.ownership.has_scaled_gradients = True
         scale = self._carried.scales.of_loss(name)
         scaled = loss if scale is None else loss.float() * scale.value
         if not self._carried.scales.per_loss:
@@ -230,8 +228,8 @@ class Prepared:
         if not present:
             raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
         if self._carried.scales.value is not None:
-            refuse_unscaled_gradients(ours=self._weights.taken.has_scaled_gradients)
-        self._weights.taken.has_scaled_gradients = False
+            refuse_unscaled_gradients(ours=self._weights.ownership.has_scaled_gradients)
+        self._weights.ownership.has_scaled_gradients = False
         metered = self.is_metered
         return self.end_step(self.queue_update(present, metered=metered), present, metered=metered)
 
@@ -243,9 +241,9 @@ class Prepared:
             self._buffers.restore()
             raise
         refuse_senseless_rates(self.optimizer)
-        self._weights.taken.refuse_lent(doing="step()")
-        self._weights.taken.refuse_changes()
-        self.settle()
+        self._weights.ownership.refuse_ema_swapped_in(doing="step()")
+        self._weights.ownership.refuse_changes()
+        self.sync()
 
     @torch.no_grad()
     def queue_update(self, present: Sequence[int], *, metered: bool) -> Tensor:
@@ -294,7 +292,7 @@ class Prepared:
         self._steps_begun += 1
         outcome = self._ledger.enter(flight, step=self._steps_begun)
         if self._weights.device.type == "cpu":
-            self.settle()
+            self.sync()
         return outcome
 
     def scale_values(self) -> list[Tensor]:
@@ -302,7 +300,7 @@ class Prepared:
         return [value.clone() for value in self._carried.scales.values]
 
     @contextlib.contextmanager
-    def aside(self, scales: Sequence[Tensor] | None = None) -> Iterator[None]:
+    def isolated(self, scales: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Leave no trace of the passes that are made inside the block, and make no step in it.
 
         Gradients, buffers, fp8 weights and what their scales come from are afterwards as they were.
@@ -317,13 +315,13 @@ class Prepared:
         ):
             yield
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
-        self._ledger.settle()
+        self._ledger.sync()
 
     def stats(self) -> Stats:
         """Return the counts of the run so far. Waits for the device."""
-        self.settle()
+        self.sync()
         self._ledger.stats.bytes = self._weights.bytes() | self._carried.fp8.bytes()
         return self._ledger.stats
 
@@ -342,14 +340,14 @@ class Prepared:
         return self._meter_every > 0 and self._steps_begun % self._meter_every == 0
 
     @property
-    def steps_seen(self) -> int:
+    def steps_attempted(self) -> int:
         """Steps tried."""
         return self._steps_begun
 
     @property
     def steps_applied(self) -> int:
         """Steps that moved the weights. Waits for the device."""
-        self.settle()
+        self.sync()
         return self._ledger.stats.applied
 
     @property
@@ -370,8 +368,8 @@ class Prepared:
             yield
             return
         with (
-            self._carried.fp8.noting_nothing(),
-            self._weights.taken.lent(),
+            self._carried.fp8.amax_frozen(),
+            self._weights.ownership.ema_swapped_in(),
             average.in_place_of_weights(),
         ):
             yield
@@ -381,20 +379,20 @@ class Prepared:
 
         Refused inside `averaged()`, where the model holds other weights.
         """
-        self._weights.taken.refuse_lent(doing="full_weights()")
+        self._weights.ownership.refuse_ema_swapped_in(doing="full_weights()")
         return self._weights.full_by_name()
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
-        self._weights.taken.refuse_lent(doing="release()")
-        self.settle()
+        self._weights.ownership.refuse_ema_swapped_in(doing="release()")
+        self.sync()
         self._weights.widen()
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
-        self._weights.taken.refuse_lent(doing="state_dict()")
-        self.settle()
+        self._weights.ownership.refuse_ema_swapped_in(doing="state_dict()")
+        self.sync()
         # Or a run that goes on would, and one that resumes not.
         self._first_scales.take_back(step=self._steps_begun)
         average = self._weights.average

@@ -40,11 +40,11 @@ class Ledger:
 
     def enter(self, flight: Flight, *, step: int) -> Outcome:
         """Take in a step whose numbers are on their way."""
-        outcome = Outcome(step=step, settle=self.settle)
+        outcome = Outcome(step=step, sync=self.sync)
         self._in_flight.append((flight, outcome))
         return outcome
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
         while self._in_flight:
             flight, outcome = self._in_flight.pop(0)

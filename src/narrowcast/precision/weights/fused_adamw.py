@@ -30,13 +30,13 @@ from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.master import SCALE, MasterWeights
-from narrowcast.precision.weights.update_path import has_step_hooks, why_not_settings
+from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
-class OnePass:
+class FusedAdamW:
     """Updates weights in place of `optimizer.step()`, on that optimizer's own state."""
 
     def __init__(
@@ -107,7 +107,7 @@ class OnePass:
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
-        why = why_not_settings(self._optimizer)
+        why = unsupported_settings(self._optimizer)
         if why:
             raise RecipeError(
                 f"the optimizer was given other settings after prepare(), and {why}; set them "
@@ -195,7 +195,7 @@ class OnePass:
         place = self._places[i]
         if place is None or self._masters.kind == "none":
             return self._weights[i]
-        return self._masters.shells[place]
+        return self._masters.fp32_params[place]
 
     def _bind(self, i: int, group: int) -> "_Bound":
         p, key, place = self._weights[i], self._key(i), self._places[i]

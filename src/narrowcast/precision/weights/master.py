@@ -75,13 +75,13 @@ class MasterWeights:
         self.kind = kind
         self.parameters = list(parameters)
         self._index = set(self.parameters)
-        self._beside: list[Tensor] = []
+        self._residual: list[Tensor] = []
         self._generator: torch.Generator | None = None
         if kind == "stochastic" and self.parameters:
             self._generator = torch.Generator(self.parameters[0].device)
             self._generator.manual_seed(seed)
         # What the optimizer holds in place of each weight. Empty between steps, but for `fp32`.
-        self.shells = [nn.Parameter(torch.empty(0, device=p.device)) for p in self.parameters]
+        self.fp32_params = [nn.Parameter(torch.empty(0, device=p.device)) for p in self.parameters]
         for i, value in enumerate(full):
             self._begin(i, value.detach().float())
 
@@ -90,13 +90,13 @@ class MasterWeights:
         if self.kind == "none":
             recast(optimizer, self.parameters)
             return
-        shells = dict(zip(self.parameters, self.shells, strict=True))
+        fp32_params = dict(zip(self.parameters, self.fp32_params, strict=True))
         for group in optimizer.param_groups:
-            group["params"] = [shells.get(p, p) for p in group["params"]]
-        for parameter, shell in shells.items():
+            group["params"] = [fp32_params.get(p, p) for p in group["params"]]
+        for parameter, fp32_param in fp32_params.items():
             if parameter in optimizer.state:
-                optimizer.state[shell] = optimizer.state.pop(parameter)
-        recast(optimizer, self.shells)
+                optimizer.state[fp32_param] = optimizer.state.pop(parameter)
+        recast(optimizer, self.fp32_params)
 
     def full(self, i: int) -> Tensor:
         """Return weight `i` in fp32, with all the digits that are kept of it.
@@ -113,15 +113,15 @@ class MasterWeights:
     def stored(self, i: int) -> tuple[Tensor, ...]:
         """Return the tensors that together hold weight `i`."""
         if self.kind == "fp32":
-            return (self.shells[i].detach(),)
-        beside = (self._beside[i],) if self._beside else ()
+            return (self.fp32_params[i].detach(),)
+        beside = (self._residual[i],) if self._residual else ()
         return (self.parameters[i].detach(), *beside)
 
     def beside(self, i: int) -> Tensor | None:
         """Return what is kept beside working weight `i`; nothing for some kinds."""
         if self.kind == "fp32":
-            return self.shells[i].detach()
-        return self._beside[i] if self._beside else None
+            return self.fp32_params[i].detach()
+        return self._residual[i] if self._residual else None
 
     def fit(self, i: int) -> None:
         """Give up what is kept beside weight `i` where it belongs to another number."""
@@ -162,10 +162,10 @@ class MasterWeights:
             self._step_some(optimizer, with_gradient, factors)
             return
         whole = [group["params"] for group in optimizer.param_groups]
-        mine = set(self.shells)
+        mine = set(self.fp32_params)
         first = {p for params in whole for p in params if p not in mine}
         for bucket in in_buckets(with_gradient, self.parameters):
-            now = {self.shells[i] for i in bucket} | first
+            now = {self.fp32_params[i] for i in bucket} | first
             for group, params in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = [p for p in params if p in now]
             try:
@@ -185,32 +185,32 @@ class MasterWeights:
             if self.kind == "fp32":
                 self.fit(i)
             else:
-                self.shells[i].data = self.full(i)
+                self.fp32_params[i].data = self.full(i)
             gradient = self.parameters[i].grad
             assert gradient is not None
-            self.shells[i].grad = gradient.float()
+            self.fp32_params[i].grad = gradient.float()
         if factors:
-            multiply({self.shells[i]: factors[self.parameters[i]] for i in indices})
+            multiply({self.fp32_params[i]: factors[self.parameters[i]] for i in indices})
         optimizer.step()
         for i in indices:
-            shell = self.shells[i]
-            shell.grad = None
-            self._store(i, shell.detach())
+            fp32_param = self.fp32_params[i]
+            fp32_param.grad = None
+            self._store(i, fp32_param.detach())
             if self.kind != "fp32":
-                shell.data = torch.empty(0, device=shell.device)
+                fp32_param.data = torch.empty(0, device=fp32_param.device)
 
     def bytes(self) -> int:
         """Return the size of what is kept beside the working weights."""
-        kept = [*self._beside, *(self.shells if self.kind == "fp32" else [])]
+        kept = [*self._residual, *(self.fp32_params if self.kind == "fp32" else [])]
         return sum(t.numel() * t.element_size() for t in kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept beside the working weights, and belongs to them."""
         for i in range(len(self.parameters)):
             self.fit(i)
-        state: dict[str, Any] = {"kind": self.kind, "beside": self._beside}
+        state: dict[str, Any] = {"kind": self.kind, "beside": self._residual}
         if self.kind == "fp32":
-            state["beside"] = [shell.detach() for shell in self.shells]
+            state["beside"] = [fp32_param.detach() for fp32_param in self.fp32_params]
         if self._generator is not None:
             state["generator"] = self._generator.get_state()
         return state
@@ -222,9 +222,9 @@ class MasterWeights:
                 f"the checkpoint keeps {state['kind']} master weights, the policy asks for "
                 f"{self.kind}; write master={state['kind']}"
             )
-        targets = self._beside
+        targets = self._residual
         if self.kind == "fp32":
-            targets = [shell.detach() for shell in self.shells]
+            targets = [fp32_param.detach() for fp32_param in self.fp32_params]
         for mine, saved in zip(targets, state["beside"], strict=True):
             mine.copy_(saved)
         if self._generator is not None:
@@ -233,11 +233,11 @@ class MasterWeights:
     def _begin(self, i: int, full: Tensor) -> None:
         match self.kind:
             case "fp32":
-                self.shells[i] = nn.Parameter(full.clone())
+                self.fp32_params[i] = nn.Parameter(full.clone())
             case "split":
-                self._beside.append(torch.empty_like(full, dtype=torch.int16))
+                self._residual.append(torch.empty_like(full, dtype=torch.int16))
             case "kahan":
-                self._beside.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
+                self._residual.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
         if self.kind == "stochastic":
             # A first value is given, not an update: the nearest one is the right one.
             weight = local_part(self.parameters[i])
@@ -248,7 +248,7 @@ class MasterWeights:
     def _store(self, i: int, full: Tensor) -> None:
         # Element by element, so that each device can see to its own shard.
         weight, full = local_part(self.parameters[i]), local_part(full)
-        beside = local_part(self._beside[i]) if self._beside else weight
+        beside = local_part(self._residual[i]) if self._residual else weight
         match self.kind:
             case "split":
                 high, low = split(full)

@@ -47,7 +47,7 @@ class OwnStepOnly:
 
 
 @final
-class Taken:
+class Ownership:
     """A model and its optimizer as they were taken over, until `give_back`."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Taken:
         """Whether a backward pass of ours has made gradients since they were last cleared."""
         self._zero_grad = _ZeroGrad(self, self._weights, optimizer)
         vars(optimizer)["zero_grad"] = self._zero_grad
-        self._lent = False
+        self._ema_swapped_in = False
 
     def refuse_changes(self) -> None:
         """Refuse to go on with other weights, other groups or other dtypes than were taken."""
@@ -92,17 +92,17 @@ class Taken:
             )
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def ema_swapped_in(self) -> Iterator[None]:
         """Let the working weights hold something else inside the block, which nobody is to read."""
-        before, self._lent = self._lent, True
+        before, self._ema_swapped_in = self._ema_swapped_in, True
         try:
             yield
         finally:
-            self._lent = before
+            self._ema_swapped_in = before
 
-    def refuse_lent(self, *, doing: str) -> None:
+    def refuse_ema_swapped_in(self, *, doing: str) -> None:
         """Refuse what would take averages for the weights that are trained."""
-        if self._lent:
+        if self._ema_swapped_in:
             raise RecipeError(
                 f"{doing} was called inside averaged(), where the model holds averages of its "
                 "weights; leave the block first"
@@ -126,17 +126,20 @@ class _ZeroGrad:
     """
 
     def __init__(
-        self, taken: Taken, weights: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+        self,
+        ownership: Ownership,
+        weights: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._taken, self._optimizer = weakref.ref(taken), weakref.ref(optimizer)
+        self._ownership, self._optimizer = weakref.ref(ownership), weakref.ref(optimizer)
         self._weights = weights
         self.theirs: Any = vars(optimizer).get("zero_grad")
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as torch's own would."""
-        taken, optimizer = self._taken(), self._optimizer()
-        if taken is not None:
-            taken.has_scaled_gradients = False
+        ownership, optimizer = self._ownership(), self._optimizer()
+        if ownership is not None:
+            ownership.has_scaled_gradients = False
         for p in self._weights:
             if set_to_none:
                 p.grad = None

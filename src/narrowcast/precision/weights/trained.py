@@ -22,10 +22,10 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.regions import EmulatedProducts
 from narrowcast.precision.swap import restore
 from narrowcast.precision.weights.ema import WeightAverage
-from narrowcast.precision.weights.fused_adamw import OnePass
+from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.lost_updates import LostUpdates
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
-from narrowcast.precision.weights.ownership import Taken
+from narrowcast.precision.weights.ownership import Ownership
 
 
 class TrainedWeights:
@@ -42,10 +42,10 @@ class TrainedWeights:
         self._narrowed: list[nn.Parameter] = []
         self.masters = MasterWeights([], [], "none")
         self._emulated = False
-        self.one_pass: OnePass | None = None
+        self.one_pass: FusedAdamW | None = None
         self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
-        self._taken: Taken | None = None
+        self._ownership: Ownership | None = None
 
     def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
         """Carry out a plan on the model, and let the optimizer hold the master weights.
@@ -70,15 +70,17 @@ class TrainedWeights:
         self._emulated = chosen.emulated and chosen.policy.master == "none"
         self.one_pass = None
         if one_pass:
-            self.one_pass = OnePass(self._optimizer, self.all, self.masters, policy=chosen.policy)
-        self._taken = Taken(self._model, self._optimizer, self.all)
+            self.one_pass = FusedAdamW(
+                self._optimizer, self.all, self.masters, policy=chosen.policy
+            )
+        self._ownership = Ownership(self._model, self._optimizer, self.all)
 
     @property
-    def taken(self) -> Taken:
+    def ownership(self) -> Ownership:
         """What notices changes behind our back; there is none once all was given back."""
-        if self._taken is None:
+        if self._ownership is None:
             raise RecipeError("release() has undone this prepare(); call prepare() again")
-        return self._taken
+        return self._ownership
 
     def change(self, before: Plan, chosen: Plan, *, one_pass: bool, seed: int) -> None:
         """Carry out another plan in place of the one in force.
@@ -106,23 +108,23 @@ class TrainedWeights:
 
         With `keep_codes` moments of 8 bits stay what they are; torch itself cannot go on with them.
         """
-        if self._taken is not None:
-            self._taken.give_back()
-            self._taken = None
+        if self._ownership is not None:
+            self._ownership.give_back()
+            self._ownership = None
         if self.one_pass is not None and not keep_codes:
             self.one_pass.release()
         full = [self.full(p) for p in self._narrowed]
         restore(self._model)
-        originals = dict(zip(self.masters.shells, self.masters.parameters, strict=True))
+        originals = dict(zip(self.masters.fp32_params, self.masters.parameters, strict=True))
         for parameter, value in zip(self._narrowed, full, strict=True):
             parameter.grad = None
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
         for group in self._optimizer.param_groups:
             group["params"] = [originals.get(p, p) for p in group["params"]]
-        for shell, parameter in originals.items():
-            if shell in self._optimizer.state:
-                self._optimizer.state[parameter] = self._optimizer.state.pop(shell)
+        for fp32_param, parameter in originals.items():
+            if fp32_param in self._optimizer.state:
+                self._optimizer.state[parameter] = self._optimizer.state.pop(fp32_param)
         recast(self._optimizer, self.masters.parameters)
 
     def keep_average(self, *, decay: float) -> None:
@@ -210,7 +212,7 @@ class TrainedWeights:
         told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
         if finite is not None:
             vars(self._optimizer).update(told)
-        with torch.enable_grad(), self._optimizer_products(), self.taken.own_step.let_pass():
+        with torch.enable_grad(), self._optimizer_products(), self.ownership.own_step.let_pass():
             self.masters.step(self._optimizer, factors)
         if finite is not None:
             for name in told:

@@ -31,7 +31,7 @@ def update_path(
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     why = _why_not(optimizer)
     if device.type == "cuda":
-        why = why or launch.why_not(device)
+        why = why or launch.unsupported_reason(device)
     if why:
         if asked or needed:
             what = needed or "one_pass=True"
@@ -62,7 +62,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def why_not_settings(optimizer: torch.optim.Optimizer) -> str:
+def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
     """Say which of its groups' settings the one-pass step cannot obey; nothing where it can."""
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
@@ -77,7 +77,7 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     """Say what about an optimizer the one-pass step cannot do; nothing where it can stand in."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return f"{type(optimizer).__name__} is not in the one-pass kernel"
-    why = why_not_settings(optimizer)
+    why = unsupported_settings(optimizer)
     if why:
         return why
     if has_step_hooks(optimizer):

@@ -19,7 +19,7 @@ from narrowcast.report.charts.series import (
 )
 from narrowcast.report.in_force import named
 from narrowcast.report.phrases import count, scale, value
-from narrowcast.report.run_data import Story
+from narrowcast.report.run_data import RunData
 from narrowcast.report.summary import metric
 
 SMALL_POINTS = 600
@@ -54,7 +54,7 @@ class Chart:
         return int(self.layout["height"])
 
 
-def loss_chart(story: Story) -> Chart:
+def loss_chart(story: RunData) -> Chart:
     """Draw training loss and evaluations over steps, with skips, changes of format and findings."""
     whole = series([r.step for r in story.steps], [r.loss for r in story.steps])
     evals = _evaluations(story)
@@ -94,7 +94,7 @@ def loss_chart(story: Story) -> Chart:
     )
 
 
-def scale_chart(story: Story) -> Chart | None:
+def scale_chart(story: RunData) -> Chart | None:
     """Draw the loss scale over steps with its overflows; nothing where it was 1 throughout."""
     scales = [r.loss_scale for r in story.steps]
     whole = series([r.step for r in story.steps], [s if s > 0 else None for s in scales])
@@ -116,7 +116,7 @@ def scale_chart(story: Story) -> Chart | None:
     )
 
 
-def small_charts(story: Story) -> list[Chart]:
+def small_charts(story: RunData) -> list[Chart]:
     """Draw what is worth a glance: gradient norm, learning rate, lost updates, speed."""
     span = [r.step for r in story.steps]
     # Most steps do not measure lost updates; a gap between two that do would hide both.
@@ -157,7 +157,7 @@ def _small(name: str, title: str, whole: Series, *, span: Sequence[int]) -> Char
     )
 
 
-def _tracks(story: Story, marks: Sequence[Mark]) -> list[dict[str, Any]]:
+def _tracks(story: RunData, marks: Sequence[Mark]) -> list[dict[str, Any]]:
     """Make a row of marks each for skips, changes of format and findings, where there are any."""
     tracks = [drawing.strip(drawn(marks), row=0)] if marks else []
     changed: dict[int, list[str]] = {}
@@ -178,7 +178,7 @@ def _tracks(story: Story, marks: Sequence[Mark]) -> list[dict[str, Any]]:
     return tracks
 
 
-def _evaluations(story: Story) -> Series:
+def _evaluations(story: RunData) -> Series:
     key = metric(story)
     found = [(r.step, r.metrics[key]) for r in story.evals if key in r.metrics]
     return series([step for step, _ in found], [y for _, y in found])
@@ -214,7 +214,7 @@ def _loss_note(whole: Series, marks: Sequence[Mark], *, top: float | None) -> st
     return " ".join(notes)
 
 
-def _changes_alt(story: Story) -> str:
+def _changes_alt(story: RunData) -> str:
     if not story.changes:
         return ""
     first = count(story.changes[0].step)

@@ -16,7 +16,7 @@ from narrowcast.report.compare.runs import (
     points_of,
     read_stories,
 )
-from narrowcast.report.run_data import Story
+from narrowcast.report.run_data import RunData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def _refuse_repeated(folders: Sequence[str]) -> None:
         )
 
 
-def _refuse_different_workloads(stories: Mapping[str, Story]) -> None:
+def _refuse_different_workloads(stories: Mapping[str, RunData]) -> None:
     workloads = {label: story.setting("workload", "unknown") for label, story in stories.items()}
     if len(set(workloads.values())) > 1:
         told = ", ".join(f"{label} is {name}" for label, name in workloads.items())
@@ -103,7 +103,7 @@ def _refuse_different_workloads(stories: Mapping[str, Story]) -> None:
         )
 
 
-def _shared_metric(stories: Mapping[str, Story], asked: str | None) -> str:
+def _shared_metric(stories: Mapping[str, RunData], asked: str | None) -> str:
     evaluated = [
         list(dict.fromkeys(key for record in story.evals for key in record.metrics))
         for story in stories.values()

@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowcast.errors import CheckpointError
 from narrowcast.report.charts.series import smoothing_window
-from narrowcast.report.run_data import Story, read_story
+from narrowcast.report.run_data import RunData, read_story
 
 TRAINING = "training loss"
 """In the place of a metric, where the runs share no evaluated one."""
@@ -39,7 +39,7 @@ class Run:
 
     label: str
     """The folder as it was named."""
-    story: Story
+    story: RunData
     points: tuple[Point, ...]
     """Finite values of the metric, in the order of steps."""
 
@@ -77,7 +77,7 @@ class Run:
         return None if not values else min(values) if lower else max(values)
 
 
-def read_stories(folders: Sequence[str]) -> dict[str, Story]:
+def read_stories(folders: Sequence[str]) -> dict[str, RunData]:
     """Read the runs of a comparison, or refuse one that has not begun."""
     stories = {folder: read_story(Path(folder)) for folder in folders}
     empty = [folder for folder, story in stories.items() if not story.steps]
@@ -95,7 +95,7 @@ def lower_is_better(metric: str) -> bool:
     return not any(name in words for name in _HIGHER)
 
 
-def points_of(story: Story, metric: str) -> tuple[Point, ...]:
+def points_of(story: RunData, metric: str) -> tuple[Point, ...]:
     """Return the values of `metric` over a run; those that are not finite are left out."""
     clock = dict(
         zip(
@@ -115,7 +115,7 @@ def points_of(story: Story, metric: str) -> tuple[Point, ...]:
     )
 
 
-def _smoothed_losses(story: Story) -> list[tuple[int, float]]:
+def _smoothed_losses(story: RunData) -> list[tuple[int, float]]:
     """Take the median of the last losses at evenly spaced steps; it never looks ahead."""
     steps = story.steps
     window = smoothing_window(len(steps))

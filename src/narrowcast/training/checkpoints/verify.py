@@ -22,7 +22,7 @@ from narrowcast.errors import (
     UnsupportedError,
 )
 from narrowcast.hardware import probe
-from narrowcast.runs import Record, RunFolder, StepRecord, from_line, same_course, to_line
+from narrowcast.runs import Record, RunFolder, StepRecord, from_line, same_trajectory, to_line
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, step_of
 from narrowcast.training.checkpoints.identity import first_difference
 
@@ -106,7 +106,7 @@ def _record_difference(a: list[Record], b: list[Record]) -> str | None:
     for number, (x, y) in enumerate(zip_longest(a, b), start=1):
         if x is None or y is None:
             return f"records: {len(a)} lines and {len(b)} lines"
-        if not same_course(x, y):
+        if not same_trajectory(x, y):
             return f"records, line {number}: {to_line(x)} and {to_line(y)}"
     return None
 

@@ -171,7 +171,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Widen, apply the exact GELU, narrow."""
 
-    fused_chain: ClassVar[tuple[str, str, str]] = ("up", "gelu", "down")
+    fused_mlp: ClassVar[tuple[str, str, str]] = ("up", "gelu", "down")
     """What `forward` does, for a plan that can run it as one."""
 
     def __init__(self, settings: LmModel) -> None:

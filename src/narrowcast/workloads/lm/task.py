@@ -42,8 +42,8 @@ class LmTask:
     device: torch.device
 
     @property
-    def rows(self) -> int:
-        """Tokens a micro-batch."""
+    def gemm_rows(self) -> int:
+        """Tokens per micro-batch."""
         return self.batch_size * self.model.length
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
