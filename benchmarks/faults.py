@@ -109,7 +109,7 @@ class DigitsTask:
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
-    def tokens(self, batch: tuple[Tensor, ...]) -> int:
+    def items(self, batch: tuple[Tensor, ...]) -> int:
         return len(batch[0])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

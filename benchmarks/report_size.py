@@ -84,7 +84,7 @@ def course(steps: int, modules: int) -> Iterator[Record]:
             grad_norm=math.inf if skipped else 0.6 * math.exp(chance.gauss(0, 0.25)),
             lr=1e-3 * (0.55 + 0.45 * math.cos(math.pi * done)),
             lost_updates=0.02 * done if n % 10 == 0 else None,
-            tokens=65_536,
+            items=65_536,
             seconds=0.09 + 0.01 * chance.random(),
             peak_bytes=2**34,
         )

@@ -38,7 +38,7 @@ def step(number: int, **changes: Any) -> StepRecord:
         "grad_norm": 1.0,
         "lr": 1e-3,
         "lost_updates": None,
-        "tokens": 4096,
+        "items": 4096,
         "seconds": 0.1,
         "peak_bytes": 300 * 2**20,
     }

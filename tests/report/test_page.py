@@ -266,7 +266,7 @@ def unscaled(step):
 
 
 def never_scaled_to_zero(step):
-    return [step(1, loss_scale=0.0, seconds=0.0, tokens=0, lr=0.0, grad_norm=0.0, loss=0.0)]
+    return [step(1, loss_scale=0.0, seconds=0.0, items=0, lr=0.0, grad_norm=0.0, loss=0.0)]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_the_headline_says_how_the_evaluations_went(metrics, said, story_of, ste
 
 
 def test_the_facts_count_skips_tokens_and_time(story_of, step):
-    records = [step(n, applied=n != 3, tokens=100, seconds=0.5) for n in range(1, 5)]
+    records = [step(n, applied=n != 3, items=100, seconds=0.5) for n in range(1, 5)]
     found = {fact.label: (fact.value, fact.note) for fact in facts(story_of(records, steps=4))}
     assert found["Steps applied"] == ("3", "1 skipped (25 %)")
     assert found["Tokens per second"] == ("200", "400 tokens in all")

@@ -19,7 +19,7 @@ def step(number, seconds=0.1):
         grad_norm=1.0,
         lr=1e-3,
         lost_updates=None,
-        tokens=8,
+        items=8,
         seconds=seconds,
         peak_bytes=1,
     )
@@ -96,7 +96,7 @@ def test_a_damaged_line_is_counted_and_the_next_one_read(path):
     assert news.damaged == 2
 
 
-@pytest.mark.parametrize("field", ["step", "tokens", "peak_bytes"])
+@pytest.mark.parametrize("field", ["step", "items", "peak_bytes"])
 def test_a_number_that_no_run_can_have_is_damage(path, field):
     path.write_bytes(text(replace(step(1), **{field: 10**400}), step(2)))
     news = Follower(path).look()

@@ -33,9 +33,10 @@ RECORDS = st.one_of(
         grad_norm=NUMBERS,
         lr=NUMBERS,
         lost_updates=st.none() | NUMBERS,
-        tokens=WHOLE,
+        items=WHOLE,
         seconds=NUMBERS,
         peak_bytes=WHOLE,
+        parts=st.dictionaries(st.text(), NUMBERS, max_size=3),
     ),
     st.builds(EvalRecord, step=WHOLE, metrics=st.dictionaries(METRICS, NUMBERS, max_size=5)),
     st.builds(
@@ -80,7 +81,7 @@ STEP = StepRecord(
     grad_norm=0.5,
     lr=1e-3,
     lost_updates=None,
-    tokens=4096,
+    items=4096,
     seconds=0.25,
     peak_bytes=1024,
 )
@@ -116,7 +117,7 @@ def test_a_record_is_of_the_same_course_as_itself(record):
 def test_a_step_is_written_as_the_design_says():
     assert to_line(STEP) == (
         '{"kind": "step", "step": 7, "loss": 2.5, "loss_scale": 65536.0, "applied": true, '
-        '"why": "", "grad_norm": 0.5, "lr": 0.001, "lost_updates": null, "tokens": 4096, '
+        '"why": "", "grad_norm": 0.5, "lr": 0.001, "lost_updates": null, "items": 4096, '
         '"seconds": 0.25, "peak_bytes": 1024}'
     )
 
@@ -185,7 +186,7 @@ LINE = to_line(STEP)
         (LINE.replace("7", "true", 1), "step is not a whole number"),
         (LINE.replace("true", "1"), "applied is not true or false"),
         (LINE.replace('""', "0"), "why is not text"),
-        (LINE.replace(', "tokens": 4096', ""), "tokens is missing"),
+        (LINE.replace(', "items": 4096', ""), "items is missing"),
         (LINE.replace("}", ', "x": 1}'), "x does not belong there"),
         ("[" * 100_000, "not a record"),
         ("0" * 10_000, "not a record"),

@@ -17,7 +17,7 @@ def step(number: int, **values: object) -> StepRecord:
         "grad_norm": 1.0,
         "lr": 0.1,
         "lost_updates": None,
-        "tokens": 100,
+        "items": 100,
         "seconds": 0.5,
         "peak_bytes": 0,
     }
@@ -44,9 +44,9 @@ def test_pace_and_time_left_follow_from_the_steps():
     tally = Tally(steps=10)
     for number in range(1, 5):
         tally = tally.after(step(number))
-    assert tally.tokens_per_second == pytest.approx(200)
+    assert tally.items_per_second == pytest.approx(200)
     assert tally.seconds_left == pytest.approx(6 * 0.5)
-    assert (tally.tokens, tally.seconds) == (400, 2.0)
+    assert (tally.items, tally.seconds) == (400, 2.0)
 
 
 def test_only_steps_that_were_not_applied_count_as_skipped():

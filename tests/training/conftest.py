@@ -74,7 +74,7 @@ class SineTask:
     def loss(self, model, batch):
         return (model(batch[0]) - batch[1]).square().mean()
 
-    def tokens(self, batch):
+    def items(self, batch):
         return len(batch[0])
 
     def evaluate(self, model):

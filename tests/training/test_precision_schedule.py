@@ -140,7 +140,7 @@ def test_a_condition_is_met_by_calm_steps_and_holds_one_step_later(run):
 def step_record(step, *, loss=1.0, applied=True):
     return StepRecord(
         step=step, loss=loss, loss_scale=1.0, applied=applied, why="", grad_norm=1.0, lr=0.1,
-        lost_updates=None, tokens=1, seconds=0.1, peak_bytes=1,
+        lost_updates=None, items=1, seconds=0.1, peak_bytes=1,
     )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def test_every_attempt_is_recorded_with_its_numbers(ready):
     for r in records:
         assert r.applied
         assert r.why == ""
-        assert r.tokens == 16
+        assert r.items == 16
         assert r.seconds > 0
         assert r.peak_bytes > 2**20
         assert 0 < r.grad_norm < math.inf

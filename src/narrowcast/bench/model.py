@@ -44,7 +44,7 @@ class Workbench:
     @property
     def tokens_a_step(self) -> int:
         """Tokens an optimizer step trains on."""
-        return self.task.tokens(self.batches[0]) * self.recipe.accumulate
+        return self.task.items(self.batches[0]) * self.recipe.accumulate
 
     def stream(self) -> Iterator[Batch]:
         """Return the batches, over and over."""

@@ -13,7 +13,7 @@ def speed_table(story: RunData) -> list[tuple[str, str, str]]:
     total = math.fsum(seconds)
     if total <= 0:
         return []
-    tokens = sum(r.tokens for r in story.steps)
+    items = sum(r.items for r in story.steps)
     skipped = math.fsum(r.seconds for r in story.steps if not r.applied)
     slowest = max(story.steps, key=lambda r: r.seconds)
     rows = [
@@ -21,7 +21,7 @@ def speed_table(story: RunData) -> list[tuple[str, str, str]]:
         ("A step", duration(quantile(seconds, 0.5)), "median"),
         ("95 % of steps below", duration(quantile(seconds, 0.95)), ""),
         ("Slowest step", duration(slowest.seconds), f"step {count(slowest.step)}"),
-        ("Tokens per second", large(tokens / total), f"{large(tokens)} in all"),
+        ("Tokens per second", large(items / total), f"{large(items)} in all"),
     ]
     if skipped > 0:
         rows.append(("In skipped steps", duration(skipped), share(skipped, total)))

@@ -203,15 +203,15 @@ def _scale_fact(steps: tuple[StepRecord, ...]) -> Fact:
 
 def _speed_facts(steps: tuple[StepRecord, ...]) -> list[Fact]:
     seconds = math.fsum(record.seconds for record in steps)
-    tokens = sum(record.tokens for record in steps)
+    items = sum(record.items for record in steps)
     typical = sorted(record.seconds for record in steps)[len(steps) // 2]
     if seconds <= 0:
         return []
     return [
         Fact(
             label="Tokens per second",
-            value=large(tokens / seconds),
-            note=f"{large(tokens)} tokens in all",
+            value=large(items / seconds),
+            note=f"{large(items)} tokens in all",
         ),
         Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} a step"),
     ]

@@ -15,6 +15,7 @@ from narrowcast.runs.records import (
     same_trajectory,
     to_line,
 )
+from narrowcast.runs.task_info import Metric, TaskInfo
 
 __all__ = [
     "CheckpointRecord",
@@ -22,10 +23,12 @@ __all__ = [
     "ExponentRecord",
     "FindingRecord",
     "HealthRecord",
+    "Metric",
     "PrecisionRecord",
     "Record",
     "RunFolder",
     "StepRecord",
+    "TaskInfo",
     "describe_environment",
     "from_line",
     "same_trajectory",

@@ -45,10 +45,12 @@ class StepRecord:
     lr: float
     lost_updates: float | None
     """Share of weights whose update rounded to nothing; None where it was not measured."""
-    tokens: int
-    """Tokens, or samples where the data has none, that the step read."""
+    items: int
+    """What the step read, in the units of its task: tokens, samples."""
     seconds: float
     peak_bytes: int
+    parts: dict[str, float] = field(default_factory=dict)
+    """The parts of the loss that its task names; none where it is of one piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,8 @@ def _to_json(record: Record) -> dict[str, object]:
             raise ValueError(f"a metric cannot be called {min(taken)}: the line has its own")
         return {"kind": kind, "step": record.step, **record.metrics}
     values = {_ON_THE_LINE.get(f.name, f.name): getattr(record, f.name) for f in fields(record)}
+    if isinstance(record, StepRecord) and not record.parts:
+        del values["parts"]  # most losses are of one piece
     return {"kind": kind, **values}
 
 
@@ -182,6 +186,8 @@ def _from_json(cls: type[Record], found: dict[str, Any]) -> Record:
     values: dict[str, Any] = {}
     for f in fields(cls):
         name = _ON_THE_LINE.get(f.name, f.name)
+        if name not in found and name == "parts":
+            continue
         if name not in found:
             raise KeyError(f"{name} is missing")
         values[f.name] = _READERS[str(f.type)](name, found.pop(name))
@@ -226,6 +232,12 @@ def _text(name: str, value: object) -> str:
     return value
 
 
+def _numbers(name: str, value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is not a mapping")
+    return {key: _number(f"{name}.{key}", item) for key, item in value.items()}
+
+
 _READERS: dict[str, Callable[[str, object], object]] = {
     "int": _whole,
     "float": _number,
@@ -233,6 +245,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "bool": _flag,
     "str": _text,
     "tuple[int, ...]": _wholes,
+    "dict[str, float]": _numbers,
 }
 
 

@@ -36,10 +36,10 @@ class Tally:
     step: int = 0
     scale: float = 1.0
     skipped: int = 0
-    tokens: int = 0
+    items: int = 0
     seconds: float = 0.0
     smooth_loss: Smooth = field(default_factory=Smooth)
-    smooth_tokens: Smooth = field(default_factory=Smooth)
+    smooth_items: Smooth = field(default_factory=Smooth)
     smooth_seconds: Smooth = field(default_factory=Smooth)
 
     def after(self, record: StepRecord) -> "Tally":
@@ -49,10 +49,10 @@ class Tally:
             step=record.step,
             scale=record.loss_scale,
             skipped=self.skipped + (not record.applied),
-            tokens=self.tokens + record.tokens,
+            items=self.items + record.items,
             seconds=self.seconds + record.seconds,
             smooth_loss=self.smooth_loss.after(record.loss),
-            smooth_tokens=self.smooth_tokens.after(record.tokens),
+            smooth_items=self.smooth_items.after(record.items),
             smooth_seconds=self.smooth_seconds.after(record.seconds),
         )
 
@@ -62,10 +62,10 @@ class Tally:
         return self.smooth_loss.value
 
     @property
-    def tokens_per_second(self) -> float:
+    def items_per_second(self) -> float:
         """The pace of the last steps."""
         seconds = self.smooth_seconds.value
-        return self.smooth_tokens.value / seconds if seconds else math.nan
+        return self.smooth_items.value / seconds if seconds else math.nan
 
     @property
     def seconds_left(self) -> float:

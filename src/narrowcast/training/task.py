@@ -42,8 +42,8 @@ class Task(Protocol):
         """Return the mean loss of `model` on `batch`, a tensor without dimensions."""
         ...
 
-    def tokens(self, batch: Batch, /) -> int:
-        """Return how many tokens (or samples, where there are none) `batch` trains on."""
+    def items(self, batch: Batch, /) -> int:
+        """Return how many of what the task counts (tokens, samples) `batch` trains on."""
         ...
 
     def evaluate(self, model: nn.Module, /) -> dict[str, float]:

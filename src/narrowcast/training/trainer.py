@@ -85,7 +85,7 @@ class _Attempt:
     step: int
     outcome: Outcome
     loss: HostNumber
-    tokens: int
+    items: int
     replay_inputs: ReplayInputs | None
     """What it was given, kept while it may have to be looked into."""
 
@@ -248,7 +248,7 @@ class _Course:
             step=self._step,
             outcome=outcome,
             loss=HostNumber(loss),
-            tokens=sum(self._task.tokens(batch) for batch in batches),
+            items=sum(self._task.items(batch) for batch in batches),
             replay_inputs=replay_inputs,
         )
 
@@ -276,7 +276,7 @@ class _Course:
                 grad_norm=outcome.grad_norm,
                 lr=outcome.lr,
                 lost_updates=outcome.lost_updates,
-                tokens=attempt.tokens,
+                items=attempt.items,
                 seconds=now - self._since,
                 peak_bytes=peak_bytes(self._device),
             )

@@ -44,7 +44,7 @@ def step(number: int, *, applied: bool = True, why: str = "") -> StepRecord:
         grad_norm=1.0,
         lr=0.1,
         lost_updates=None,
-        tokens=100,
+        items=100,
         seconds=0.1,
         peak_bytes=0,
     )

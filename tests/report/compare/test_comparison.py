@@ -72,7 +72,7 @@ def test_at_equal_seconds_the_faster_run_is_ahead_though_at_equal_step_they_are_
     assert first.at_step.mean == second.at_step.mean == pytest.approx(2.0)
     assert first.at_seconds.mean == pytest.approx(2.5)
     assert second.at_seconds.mean == pytest.approx(2.0)
-    assert second.tokens_per_second == pytest.approx(2 * first.tokens_per_second)
+    assert second.items_per_second == pytest.approx(2 * first.items_per_second)
 
 
 def test_the_time_to_a_loss_is_that_of_the_first_evaluation_as_good(make):

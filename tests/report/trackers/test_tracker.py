@@ -67,8 +67,8 @@ def test_an_interruption_is_no_failure_of_a_tracker(step):
 
 
 def test_what_a_record_holds_is_told_as_numbers_and_words(step):
-    record = step(1, applied=False, why="inf", tokens=10, seconds=0.5, lost_updates=0.25)
-    assert numbers(record)["speed/tokens_per_second"] == 20
+    record = step(1, applied=False, why="inf", items=10, seconds=0.5, lost_updates=0.25)
+    assert numbers(record)["speed/items_per_second"] == 20
     assert numbers(record)["train/skipped"] == 1
     assert numbers(record)["train/lost_updates"] == 0.25
     assert words(record) == {"skipped": "inf"}

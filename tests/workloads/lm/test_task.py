@@ -39,7 +39,7 @@ def test_it_is_a_task_of_the_engine():
     task: Task = task_of()
     batch = task.train_data.__getitems__([0, 5, 7])
     assert task.loss(task.model, batch).shape == ()
-    assert task.tokens(batch) == 3 * 16
+    assert task.items(batch) == 3 * 16
 
 
 def test_the_loss_is_the_cross_entropy_float64_gives():

@@ -86,7 +86,7 @@ def numbers(tally: Tally, *, scaled: bool) -> str:
         parts.append(f"scale {scale(tally.scale)}")
     if tally.skipped:
         parts.append(f"{count(tally.skipped)} skipped")
-    parts.append(f"{large(tally.tokens_per_second)} tokens/s")
+    parts.append(f"{large(tally.items_per_second)} tokens/s")
     if tally.step < tally.steps:
         parts.append(f"{duration(tally.seconds_left)} left")
     return "  ".join(parts)

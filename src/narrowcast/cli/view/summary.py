@@ -48,7 +48,7 @@ def conclude(
     """Say what came of a run, where it is, and what to type next."""
     text = f"  {count(tally.step, 'step')} in {duration(tally.seconds)}"
     if tally.seconds:
-        text += f", {large(tally.tokens / tally.seconds)} tokens/s"
+        text += f", {large(tally.items / tally.seconds)} tokens/s"
     text += f", {count(tally.skipped)} skipped"
     console.print(Text.assemble(("done", "bold green"), text))
     if metrics:

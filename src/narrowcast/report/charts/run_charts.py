@@ -121,7 +121,7 @@ def small_charts(story: RunData) -> list[Chart]:
     span = [r.step for r in story.steps]
     # Most steps do not measure lost updates; a gap between two that do would hide both.
     metered = [r for r in story.steps if r.lost_updates is not None]
-    speeds = [r.tokens / r.seconds if r.seconds > 0 else None for r in story.steps]
+    speeds = [r.items / r.seconds if r.seconds > 0 else None for r in story.steps]
     wanted = [
         ("norm", "Gradient norm", series(span, [r.grad_norm for r in story.steps])),
         ("lr", "Learning rate", series(span, [r.lr for r in story.steps])),

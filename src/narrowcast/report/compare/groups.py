@@ -50,7 +50,7 @@ class Group:
     steps_to: Estimate | None
     reached: int
     """Runs that reached the target."""
-    tokens_per_second: float
+    items_per_second: float
     skipped: int
     peak_bytes: int
 
@@ -69,7 +69,7 @@ class Group:
             "seeds": list(self.seeds),
             **{name: estimate and estimate.to_json() for name, estimate in found.items()},
             "reached": self.reached,
-            "tokens_per_second": self.tokens_per_second,
+            "items_per_second": self.items_per_second,
             "skipped": self.skipped,
             "peak_bytes": self.peak_bytes,
         }
@@ -93,7 +93,7 @@ def group_of(
         seconds_to=mean_of(list(_by_seed(runs, reached, field="seconds").values())),
         steps_to=mean_of(list(_by_seed(runs, reached, field="step").values())),
         reached=sum(point is not None for point in reached),
-        tokens_per_second=sum(r.tokens for r in steps) / spent if spent > 0 else 0.0,
+        items_per_second=sum(r.items for r in steps) / spent if spent > 0 else 0.0,
         skipped=sum(not record.applied for record in steps),
         peak_bytes=max(record.peak_bytes for record in steps),
     )

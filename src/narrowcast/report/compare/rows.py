@@ -112,7 +112,7 @@ def _row(group: Group, *, base: Group, best: bool) -> Row:
         against=_against(group, base),
         at_seconds=interval(group.at_seconds) if group.at_seconds else NOTHING,
         seconds_to=_time_to(group),
-        speed=large(group.tokens_per_second),
+        speed=large(group.items_per_second),
         skipped=count(group.skipped),
         peak=size(group.peak_bytes),
         best=best,

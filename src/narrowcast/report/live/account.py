@@ -103,7 +103,7 @@ class Account:
         self.last = record
 
     def _draw(self, record: StepRecord) -> None:
-        speed = record.tokens / record.seconds if record.seconds > 0 else None
+        speed = record.items / record.seconds if record.seconds > 0 else None
         values = {
             "loss": record.loss,
             "scale": record.loss_scale if record.loss_scale > 0 else None,

@@ -76,13 +76,13 @@ def _facts(account: Account, *, at_work: bool) -> list[Fact]:
         else Fact(
             label="Time in steps",
             value=duration(tally.seconds),
-            note=f"{large(tally.tokens)} tokens",
+            note=f"{large(tally.items)} tokens",
         ),
         Fact(label="Training loss", value=value(tally.loss), note="mean of the last steps"),
         *_evaluated(account),
         Fact(
             label="Tokens per second",
-            value=large(tally.tokens_per_second),
+            value=large(tally.items_per_second),
             note=f"{duration(tally.smooth_seconds.value)} a step",
         ),
         Fact(

@@ -99,7 +99,7 @@ def numbers(record: Record) -> dict[str, float]:
                 "memory/peak_bytes": float(record.peak_bytes),
             }
             if record.seconds > 0:
-                found["speed/tokens_per_second"] = record.tokens / record.seconds
+                found["speed/items_per_second"] = record.items / record.seconds
             if record.lost_updates is not None:
                 found["train/lost_updates"] = record.lost_updates
             return found

@@ -51,7 +51,7 @@ class LmTask:
         loss: Tensor = model(*batch)
         return loss
 
-    def tokens(self, batch: Batch) -> int:
+    def items(self, batch: Batch) -> int:
         """Count the tokens `batch` asks to predict."""
         return batch[1].numel()
 
@@ -69,7 +69,7 @@ class LmTask:
                 losses = model(*on_device, reduction="none")
                 # In float64, which not every device has: a million fp32 terms lose digits.
                 nats += losses.cpu().double().sum().item()
-                tokens += self.tokens(batch)
+                tokens += self.items(batch)
                 text_bytes += 0 if lengths is None else int(lengths[batch[1].numpy()].sum())
         loss = nats / tokens
         perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()

@@ -1,0 +1,81 @@
+"""What a run's task counts and how it is judged: said once, read by whatever shows the run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from narrowcast.errors import CheckpointError, RecipeError
+
+AVERAGED = "ema_"
+"""Before the name of a metric that was taken with the average of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number that an evaluation returns: its name, which way is better, how it is printed."""
+
+    name: str
+    better: Literal["lower", "higher"] = "lower"
+    text: str = ".4g"
+    """Format specification, e.g. `.4f` or `.1%`."""
+
+    def written(self, value: float) -> str:
+        """Return a value as text."""
+        return format(value, self.text) if math.isfinite(value) else str(value)
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Say whether a value is better than another; one that is no number never is."""
+        return value < than if self.better == "lower" else value > than
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskInfo:
+    """What is counted, which metrics there are, and which parts the loss has."""
+
+    unit: str = "sample"
+    """What `items` counts: token, sample, base, series."""
+    plural: str = ""
+    """More than one of it; left out, the unit with an s."""
+    metrics: tuple[Metric, ...] = (Metric(name="loss"),)
+    """Those of an evaluation; the first is the headline."""
+    loss_parts: tuple[str, ...] = ()
+    """Names of the parts of the loss; none where it is of one piece."""
+
+    def __post_init__(self) -> None:
+        names = [metric.name for metric in self.metrics]
+        if not names or len(set(names)) != len(names):
+            raise RecipeError(f"a task has metrics of different names, the headline first: {names}")
+
+    @property
+    def units(self) -> str:
+        """The plural of the unit."""
+        return self.plural or f"{self.unit}s"
+
+    @property
+    def headline(self) -> Metric:
+        """The metric that runs are compared by."""
+        return self.metrics[0]
+
+    def metric(self, name: str) -> Metric:
+        """Return the metric of that name, with or without the weights averaged.
+
+        One that was not declared counts as lower is better.
+        """
+        bare = name.removeprefix(AVERAGED)
+        found = next((m for m in self.metrics if m.name in (name, bare)), None)
+        return Metric(name=name) if found is None else found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> TaskInfo:
+        """Return what `to_json` was given; raise CheckpointError for anything else."""
+        try:
+            metrics = tuple(Metric(**metric) for metric in data["metrics"])
+            return cls(**{**data, "metrics": metrics, "loss_parts": tuple(data["loss_parts"])})
+        except (TypeError, KeyError, RecipeError) as error:
+            raise CheckpointError(f"task.json is damaged: {error}") from error

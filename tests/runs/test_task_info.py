@@ -1,0 +1,46 @@
+import math
+
+import pytest
+
+from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.runs import Metric, TaskInfo
+from narrowcast.runs.strict_json import dumps, loads
+
+ACCURACY = Metric(name="accuracy", better="higher", text=".1%")
+INFO = TaskInfo(
+    unit="series",
+    plural="series",
+    metrics=(ACCURACY, Metric(name="loss")),
+    loss_parts=("fit", "penalty"),
+)
+
+
+def test_what_a_task_says_survives_its_file():
+    assert TaskInfo.from_json(loads(dumps(INFO.to_json()))) == INFO
+
+
+def test_the_unit_has_a_plural():
+    assert (TaskInfo(unit="token").units, INFO.units) == ("tokens", "series")
+
+
+def test_a_metric_knows_which_way_is_better_and_how_it_is_printed():
+    assert ACCURACY.is_better(0.9, than=0.8)
+    assert not ACCURACY.is_better(math.nan, than=0.8)
+    assert Metric(name="loss").is_better(0.8, than=0.9)
+    assert ACCURACY.written(0.912) == "91.2%"
+    assert ACCURACY.written(math.nan) == "nan"
+
+
+def test_the_metric_of_averaged_weights_is_judged_as_the_metric():
+    assert INFO.metric("ema_accuracy") == ACCURACY
+
+
+def test_two_metrics_of_one_name_are_refused():
+    with pytest.raises(RecipeError, match="metrics of different names"):
+        TaskInfo(metrics=(ACCURACY, ACCURACY))
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"metrics": 3}, {"metrics": [{"nam": "x"}]}])
+def test_a_damaged_file_is_said_to_be_so(data):
+    with pytest.raises(CheckpointError, match="task.json is damaged"):
+        TaskInfo.from_json(data)
