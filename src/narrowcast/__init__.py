@@ -24,6 +24,12 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.step.outcome import Outcome as Outcome
     from narrowcast.precision.step.prepare import Prepared as Prepared
     from narrowcast.precision.step.prepare import prepare as prepare
+    from narrowcast.report import write_report as write_report
+    from narrowcast.runner.run import Run as Run
+    from narrowcast.runner.run import plan_recipe as plan_recipe
+    from narrowcast.runner.run import resume as resume
+    from narrowcast.runner.run import train as train
+    from narrowcast.workloads import load_recipe as load_recipe
 
 __version__ = "0.1.0"
 
@@ -35,14 +41,20 @@ _HOMES = {
     "Plan": "precision.plan.plan",
     "Policy": "precision.plan.policy",
     "Prepared": "precision.step.prepare",
+    "Run": "runner.run",
     "Verdict": "health.diagnose.verdict",
     "explain": "health.diagnose.explain",
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
+    "load_recipe": "workloads",
     "plan": "precision.plan.plan:make_plan",
+    "plan_recipe": "runner.run",
     "policy": "precision.plan.presets:policy_from",
     "prepare": "precision.step.prepare",
     "probe": "hardware",
+    "resume": "runner.run",
+    "train": "runner.run",
     "watch": "health.watch",
+    "write_report": "report",
 }
 """Every public name, the module it lives in, and what it is called there if not the same."""
 

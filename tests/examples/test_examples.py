@@ -38,3 +38,12 @@ def test_every_example_is_short():
 
 def test_the_drop_in_fits_forty_lines():
     assert len((EXAMPLES / "drop_in.py").read_text().splitlines()) <= 40
+
+
+def test_a_recipe_is_planned_trained_and_reported_from_python(tmp_path):
+    folder = tmp_path / "run"
+    words = ["steps=20", "batch_size=2", "model.layers=1", "data.eval_windows=2"]
+    output = run_example("recipe_in_python.py", str(folder), *words)
+    assert re.search(r"^step 20: loss \d", output, re.M)
+    assert re.search(r"^step 20: evaluated \{'loss': \d", output, re.M)
+    assert (folder / "report.html").exists()

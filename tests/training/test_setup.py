@@ -51,7 +51,7 @@ def test_patience_is_how_often_the_floor_may_overflow(ready):
 
 
 def test_a_scaled_group_that_matches_no_module_is_refused(ready):
-    precision = {"policy": "fp16", "loss_scale": {"groups": ("nowhere*",)}}
+    precision = {"policy": "fp16", "loss_scale": {"scale_groups": ("nowhere*",)}}
     with pytest.raises(RecipeError, match=r"nowhere"):
         ready("fp16", precision=precision)
 

@@ -27,20 +27,9 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     with working(console, "building the model"):
         from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import introduce
-        from narrowcast.report.trackers import require_trackers
-        from narrowcast.runner.assemble import assemble
-        from narrowcast.runs import RunFolder, describe_environment
-        from narrowcast.training.phase_plans import phases_json
-        from narrowcast.training.trainer import train as begin
+        from narrowcast.runner.run import train as begin
 
-        require_trackers(loaded.recipe.trackers)
-        assembled = assemble(loaded.recipe)
-        environment = describe_environment()
-    task, prepared = assembled.task, assembled.prepared
-    with RunFolder.create(
-        place.path, recipe_text=loaded.text, resolved=loaded.resolved(), environment=environment
-    ) as run:
-        run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
-        introduce(console, loaded.recipe, plan=prepared.plan, folder=str(place))
-        records = begin(prepared, task, loaded.recipe, folder=run.path)
-        run_loop(run, records, console=console, loaded=loaded, plan=prepared.plan)
+        ready = begin(loaded, out=place.path)
+    with ready as run:
+        introduce(console, run.recipe, plan=run.plan, folder=str(place))
+        run_loop(run, console=console)

@@ -1,9 +1,20 @@
 """Whether a run has nothing left to do."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from narrowcast.runner.changes import continued
 from narrowcast.runs import RunFolder
 from narrowcast.training.checkpoints.checkpoint import latest, step_of
 
 WEIGHTS = "model.safetensors"
+
+
+def finished(folder: str | Path, overrides: Sequence[str] = ()) -> int:
+    """Return the steps that the run in `folder` has done if nothing is left to do; else 0."""
+    with RunFolder.open(folder) as run:
+        steps = continued(run, overrides)[1].recipe.steps
+        return steps if finished_at(run, steps) else 0
 
 
 def finished_at(run: RunFolder, steps: int) -> bool:

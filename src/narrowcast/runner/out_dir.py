@@ -29,7 +29,7 @@ def out_dir_for(name: str, out: str | None) -> Place:
     Makes nothing. An `out` that holds a run already is refused here, before any work is done.
     """
     if out is not None:
-        _require_no_run(Path(out))
+        require_no_run(Path(out))
         return Place(path=Path(out))
     first = RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run")
     if not first.exists():
@@ -38,7 +38,8 @@ def out_dir_for(name: str, out: str | None) -> Place:
     return Place(path=next(path for path in numbered if not path.exists()), taken=first)
 
 
-def _require_no_run(path: Path) -> None:
+def require_no_run(path: Path) -> None:
+    """Refuse a folder that holds a run already."""
     try:
         RunFolder.open(path)
     except CheckpointError:

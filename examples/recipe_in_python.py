@@ -1,0 +1,26 @@
+"""A recipe planned, trained and looked at from Python, as in a notebook.
+
+Run: python examples/recipe_in_python.py [FOLDER] [KEY=VALUE ...]
+"""
+
+import sys
+
+import narrowcast as nc
+from narrowcast.runs import EvalRecord, StepRecord
+
+out, *words = sys.argv[1:] or ["runs/recipe_in_python"]
+recipe = nc.load_recipe("quickstart", ["precision.policy=fp16", "steps=200", *words])
+plan = nc.plan_recipe(recipe)  # from shapes alone: print it, compare it, nothing is allocated
+print(f"{len(plan.modules)} modules, {sum(plan.bytes.values()) / 2**20:.1f} MiB, {plan.policy}")
+
+run = nc.train(recipe, out=out)  # what cannot be is refused here; training begins in the loop
+for record in run:
+    match record:
+        case StepRecord(step=step, loss=loss, applied=applied) if step % 20 == 0 or not applied:
+            print(f"step {step}: loss {loss:.3f}" + ("" if applied else f", skipped: {record.why}"))
+        case EvalRecord(step=step, metrics=metrics):
+            print(f"step {step}: evaluated", {name: round(x, 3) for name, x in metrics.items()})
+run.close()
+
+weights = run.prepared.full_weights()  # every digit that is kept, by name
+print(f"{sum(w.numel() for w in weights.values()):,} numbers; the report is {out}/report.html")

@@ -1,0 +1,235 @@
+"""A run as a value to iterate over: from a recipe to records, a folder and a report.
+
+    for record in nc.train("quickstart", ["steps=200"], out="runs/mine"):
+        ...
+
+The command line does the same and shows it.
+"""
+
+import contextlib
+import logging
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from torch import nn
+
+from narrowcast.config import LoadedRecipe, Recipe
+from narrowcast.errors import DivergedError, Interrupted, RecipeError
+from narrowcast.hardware import probe
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.step.prepare import Prepared
+from narrowcast.report import write_report
+from narrowcast.report.trackers import open_trackers, require_trackers
+from narrowcast.runner.assemble import Assembled, assemble, planned
+from narrowcast.runner.changes import continued, notices
+from narrowcast.runner.out_dir import require_no_run
+from narrowcast.runs import Record, RunFolder, describe_environment
+from narrowcast.training.checkpoints.resume import latest_state, rewind_to
+from narrowcast.training.phase_plans import phases_json
+from narrowcast.training.task import Task
+from narrowcast.training.trainer import train as train_records
+from narrowcast.workloads import load_recipe
+
+Tell = Callable[[str], None]
+"""Gets a sentence for each tracker that fails; the run goes on."""
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Run:
+    """A run that is ready to go: iterate over it once, and it trains.
+
+    Each record is in the folder before it is handed on. The report is written when the run ends,
+    however it ends. Who leaves the loop early leaves a run that `resume` continues from its last
+    checkpoint.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        assembled: Assembled,
+        records: Iterator[Record],
+        *,
+        folder: RunFolder | None,
+        resumed_from: int | None = None,
+        notices: Sequence[str] = (),
+    ) -> None:
+        self.loaded, self.folder = loaded, folder
+        self.resumed_from = resumed_from
+        """The step a continued run goes on from; None for a new one."""
+        self.notices = list(notices)
+        """Where the rest of a continued run will not be what it would have been."""
+        self._assembled, self._records = assembled, records
+        self.earlier: list[Record] = [] if folder is None else folder.records()
+        """The records it goes on from."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """All settings of the run."""
+        return self.loaded.recipe
+
+    @property
+    def task(self) -> Task:
+        """What is trained, on what, and how it is judged."""
+        return self._assembled.task
+
+    @property
+    def prepared(self) -> Prepared:
+        """The model in its formats, with its optimizer."""
+        return self._assembled.prepared
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained; `prepared.full_weights()` has every digit of its weights."""
+        return self.prepared.model
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.prepared.plan
+
+    def __iter__(self) -> Iterator[Record]:
+        """Train, and yield what happens as it happens."""
+        return self.records()
+
+    def records(self, tell: Tell = _log.warning) -> Iterator[Record]:
+        """Train, and yield what happens; `tell` gets a sentence for each tracker that fails."""
+        if self.folder is None:
+            yield from self._records
+            return
+        step = 0
+        try:
+            with self._trackers(tell) as trackers:
+                for record in self._records:
+                    self.folder.write(record)
+                    trackers.take(record)
+                    step = record.step
+                    yield record
+        except Interrupted as stop:
+            write_report(self.folder.path)
+            raise Interrupted(
+                f"interrupted after step {step} of {self.recipe.steps}\n"
+                f"resume with: narrowcast resume {shlex.quote(str(self.folder.path))}"
+            ) from stop
+        except DivergedError as error:
+            page = write_report(self.folder.path)
+            raise DivergedError(f"{error}\nwhat led to it: {page}") from error
+        write_report(self.folder.path)
+
+    def close(self) -> None:
+        """Let go of the folder; another process may then continue the run."""
+        if self.folder is not None:
+            self.folder.close()
+
+    def __enter__(self) -> Self:
+        """Return the run itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _trackers(self, tell: Tell) -> Any:
+        assert self.folder is not None
+        return open_trackers(
+            self.recipe.trackers,
+            folder=self.folder.path,
+            earlier=self.earlier,
+            recipe_text=self.loaded.text,
+            settings={key: entry["value"] for key, entry in self.loaded.resolved().items()},
+            tell=tell,
+        )
+
+
+def train(
+    recipe: str | Path | LoadedRecipe,
+    overrides: Iterable[str] = (),
+    *,
+    out: str | Path | None = None,
+) -> Run:
+    """Make a run of a recipe ready; iterate over what is returned to train it.
+
+    `recipe` is a shipped name, a YAML file, or what `load_recipe` returned; `overrides` are
+    KEY=VALUE words as on the command line. `out` is the run's folder, new or empty; without one
+    nothing is written. What cannot be is refused here, before anything is trained.
+    """
+    loaded = _loaded(recipe, overrides)
+    if out is not None:
+        require_no_run(Path(out))
+    require_trackers(loaded.recipe.trackers)
+    if out is None and loaded.recipe.trackers:
+        raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
+    assembled = assemble(loaded.recipe)
+    path = None if out is None else Path(out)
+    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=path)
+    if path is None:
+        return Run(loaded, assembled, records, folder=None)
+    folder = RunFolder.create(
+        path,
+        recipe_text=loaded.text,
+        resolved=loaded.resolved(),
+        environment=describe_environment(),
+    )
+    folder.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
+    return Run(loaded, assembled, records, folder=folder)
+
+
+def resume(folder: str | Path, overrides: Iterable[str] = ()) -> Run:
+    """Make a run ready to go on from its last checkpoint; without one it begins again.
+
+    `overrides` may set more steps, and what does not decide a step. A run that is finished yields
+    no step, and has its model.
+    """
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(RunFolder.open(folder))
+        before, loaded = continued(run, list(overrides))
+        require_trackers(loaded.recipe.trackers)
+        state = latest_state(run)
+        assembled = assemble(loaded.recipe)
+        records = train_records(
+            assembled.prepared, assembled.task, loaded.recipe, folder=run.path, resume=state
+        )
+        # From here on the folder changes; another process that writes to it is refused first.
+        rewind_to(run, state)
+        told = notices(run, before.recipe, loaded.recipe, plan=assembled.prepared.plan)
+        run.write_json("resolved.json", loaded.resolved())
+        run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
+        run.add_session(describe_environment())
+        stack.pop_all()  # it stays open, for the records to come
+    step = 0 if state is None else int(state["step"])
+    return Run(loaded, assembled, records, folder=run, resumed_from=step, notices=told)
+
+
+def plan_recipe(
+    recipe: str | Path | LoadedRecipe, overrides: Iterable[str] = (), *, phase: int = 1
+) -> Plan:
+    """Return the plan of a recipe on this machine, from its model's shapes: nothing is allocated.
+
+    Of a run with a schedule, that of the first phase or of the one that is asked for.
+    """
+    asked = _loaded(recipe, overrides).recipe
+    plans = planned(asked, probe(asked.device))
+    if not 1 <= phase <= len(plans):
+        raise RecipeError(f"phase={phase}: this recipe has {len(plans)}; write 1 to {len(plans)}")
+    return plans[phase - 1]
+
+
+def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> LoadedRecipe:
+    if not isinstance(recipe, LoadedRecipe):
+        return load_recipe(recipe, overrides)
+    words = list(overrides)
+    if words:
+        raise RecipeError(
+            f"{words[0]} was given beside a recipe that is loaded already; give the words to "
+            "load_recipe()"
+        )
+    return recipe

@@ -1,0 +1,108 @@
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import narrowcast as nc
+from narrowcast.cli.entry import exit_code_of
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.runs import EvalRecord, RunFolder, StepRecord, same_trajectory
+
+SIX = ["steps=6", "checkpoint.every=2"]
+
+
+def steps_of(records):
+    return [record for record in records if isinstance(record, StepRecord)]
+
+
+def test_a_run_from_python_is_the_run_of_the_command_line(tiny, tmp_path):
+    with nc.train(tiny, SIX, out=tmp_path / "here") as run:
+        yielded = list(run)
+    assert exit_code_of(["train", tiny, *SIX, "--out", str(tmp_path / "there"), "--quiet"]) == 0
+    with RunFolder.open(tmp_path / "here") as here, RunFolder.open(tmp_path / "there") as there:
+        assert all(map(same_trajectory, here.records(), there.records()))
+        assert here.records() == yielded
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("here", "there"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert (tmp_path / "here/report.html").exists()
+
+
+def test_without_a_folder_a_run_writes_nothing_and_has_its_weights(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    run = nc.train(tiny, SIX)
+    first = {name: w.clone() for name, w in run.prepared.full_weights().items()}
+    records = list(run)
+    assert len(steps_of(records)) == 6
+    assert isinstance(records[-1], EvalRecord)
+    assert sorted(tmp_path.iterdir()) == before
+    assert any(not torch.equal(first[n], w) for n, w in run.prepared.full_weights().items())
+
+
+def test_a_loop_that_is_left_early_is_continued_bit_for_bit(tiny, tmp_path):
+    with nc.train(tiny, SIX, out=tmp_path / "straight") as run:
+        list(run)
+    with nc.train(tiny, SIX, out=tmp_path / "left") as run:
+        for record in run:
+            if isinstance(record, StepRecord) and record.step == 5:
+                break
+    with nc.resume(tmp_path / "left") as again:
+        assert again.resumed_from == 4
+        assert [record.step for record in steps_of(again)] == [5, 6]
+    a, b = (load_file(tmp_path / n / "model.safetensors") for n in ("straight", "left"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_finished_run_has_no_step_left_and_has_its_model(tiny, tmp_path):
+    with nc.train(tiny, SIX, out=tmp_path / "run") as run:
+        list(run)
+        trained = run.prepared.full_weights()
+    with nc.resume(tmp_path / "run") as again:
+        assert steps_of(again) == []
+        assert all(torch.equal(trained[n], w) for n, w in again.prepared.full_weights().items())
+
+
+def test_a_recipe_is_planned_without_its_weights():
+    plan = nc.plan_recipe("lm/gpt-2.8b", ["device=cpu"])
+    assert sum(module.parameters for module in plan.modules) > 2.5e9
+
+
+def test_a_phase_of_a_schedule_is_planned_by_number(tiny):
+    words = ["precision.schedule=[{policy: fp32, until: 3}, {policy: bf16}]"]
+    assert str(nc.plan_recipe(tiny, words, phase=2).policy) == "compute=bf16"
+    with pytest.raises(RecipeError, match="phase=3: this recipe has 2"):
+        nc.plan_recipe(tiny, words, phase=3)
+
+
+def test_words_beside_a_loaded_recipe_are_refused(tiny):
+    with pytest.raises(RecipeError, match=r"give the words to load_recipe\(\)"):
+        nc.train(nc.load_recipe(tiny), ["steps=3"])
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_anything_is_built(tiny, tmp_path):
+    with nc.train(tiny, ["steps=1"], out=tmp_path / "run") as run:
+        list(run)
+    with pytest.raises(RecipeError, match="already holds a run"):
+        nc.train(tiny, SIX, out=tmp_path / "run")
+
+
+def test_what_the_trainer_refuses_leaves_no_folder(tiny, tmp_path):
+    with pytest.raises(UnsupportedError, match="cuda_graph=true"):
+        nc.train(tiny, ["cuda_graph=true"], out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_trackers_without_a_folder_are_refused(tiny):
+    with pytest.raises(RecipeError, match="trackers keep their files in the run's folder"):
+        nc.train(tiny, ["trackers=[tensorboard]"])
+
+
+def test_a_tracker_that_fails_is_told_to_the_log_and_the_run_goes_on(tiny, tmp_path, caplog):
+    out = tmp_path / "run"
+    with nc.train(tiny, [*SIX, "trackers=[tensorboard]"], out=out) as run:
+        (out / "tensorboard").write_text("in the way")
+        with caplog.at_level(logging.WARNING):
+            assert len(steps_of(run)) == 6
+    assert "tensorboard" in caplog.text
