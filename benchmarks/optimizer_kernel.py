@@ -86,9 +86,9 @@ class Ours:
             optimizer,
             policy=f"bf16, params=bf16, master=split, moments={moments}",
             clip_norm=1.0,
-            one_pass=True,
+            fused_optimizer=True,
         )
-        self.weights = self.run._weights
+        self.weights = self.run.engine.weights
         self.gradients = [torch.randn_like(p) * 1e-3 for p in self.weights.all]
         self.present = list(range(len(self.gradients)))
         self.scale = torch.tensor(1 / 65536, device=DEVICE)
@@ -117,8 +117,8 @@ class Ours:
 
     @property
     def kernel(self) -> AdamKernel:
-        assert self.weights.one_pass is not None
-        kernel = self.weights.one_pass._adam
+        assert self.weights.fused is not None
+        kernel = self.weights.fused._adam
         assert isinstance(kernel, AdamKernel)
         return kernel
 

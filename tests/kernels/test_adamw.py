@@ -1,4 +1,4 @@
-"""The one-pass kernel against its twin, torch's AdamW, exact bits and the laws of chance."""
+"""The fused kernel against its twin, torch's AdamW, exact bits and the laws of chance."""
 
 import copy
 import dataclasses

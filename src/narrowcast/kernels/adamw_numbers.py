@@ -1,4 +1,4 @@
-"""How the one-pass optimizer rounds, and keeps moments in 8 bits.
+"""How the fused optimizer rounds, and keeps moments in 8 bits.
 
 Instructions are counted here, hence what looks odd: roots without Triton's detour for subnormals,
 and conversions between bytes and floats by their bits.

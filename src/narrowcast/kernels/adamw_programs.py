@@ -1,4 +1,4 @@
-"""The programs of the one-pass optimizer; `adamw` has their tables and launches, and the account.
+"""The programs of the fused optimizer; `adamw` has their tables and launches, and the account.
 
 Counted on an H200's instructions, one element takes about 27 of them with fp32 moments and 77 with
 moments of 8 bits, where memory leaves room for 180 and 97. An average of the weights adds 3 to 9.

@@ -1,4 +1,4 @@
-"""The one-pass optimizer in plain torch: what its kernel computes, and what runs where it cannot.
+"""The fused optimizer in plain torch: what its kernel computes, and what runs where it cannot.
 
 One pass per tensor and operation, so many bytes; the same arithmetic in the same order, the same
 random bits, the same values stored. Fused multiply-adds of a GPU aside, kernel and twin agree bit

@@ -14,7 +14,7 @@ from narrowcast.health.findings.rules import GRADIENTS
 from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord
 from narrowcast.training.optimizers import moments_of
 

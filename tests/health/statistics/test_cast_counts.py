@@ -51,8 +51,8 @@ def made(way, *, policy="fp8-delayed"):
         memory_bytes=2**30,
         products=native if way == "kernel" else {},
     )
-    chosen = nc.plan(model, policy, hardware=hardware, only_faster=False)
-    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy=chosen)
+    plan = nc.plan(model, policy, hardware=hardware, only_faster=False)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy=plan)
     assert isinstance(model[0], Fp8Linear if way == "kernel" else NarrowLinear)
     return run
 
@@ -165,7 +165,7 @@ def test_evaluations_and_replays_are_not_counted(way):
             if looks:
                 with torch.no_grad(), run.compute():
                     run.model(batch(4))
-                with run.isolated():
+                with run.engine.isolated():
                     passes(run, 4)
             step_(run, probes, step)
         told.append(Reading(probes, step=3).records())

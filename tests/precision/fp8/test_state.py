@@ -55,8 +55,8 @@ def prepared(policy, *, frozen=False, optimizer=torch.optim.AdamW, **settings):
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
     model[0].weight.requires_grad_(not frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
-    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-    run = nc.prepare(model, optimizer(trained, lr=0.05), policy=chosen, **settings)
+    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, optimizer(trained, lr=0.05), policy=plan, **settings)
     assert isinstance(model[0], Fp8Linear)
     return run
 
@@ -319,8 +319,8 @@ def test_a_copy_keeps_the_scales_of_its_model():
 def test_a_batch_without_rows_has_gradients_of_zero(policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
-    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen)
+    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan)
     with run.compute():
         output = model(x()[:0])
     assert output.shape == (0, 16)
@@ -334,10 +334,10 @@ def test_an_evaluation_before_the_first_step_decides_no_scale(emulate):
     for _ in range(2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
-        chosen = nc.plan(
+        plan = nc.plan(
             model, "fp8-delayed", hardware=hardware(), only_faster=False, emulate=emulate
         )
-        runs.append(nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen))
+        runs.append(nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan))
     run, straight = runs
     with torch.no_grad(), run.compute():
         run.model(x() * 2.0**20)
@@ -359,18 +359,18 @@ def test_passes_aside_leave_the_course_of_a_run_as_it_is(policy, bad):
     for looks in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
-        chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=chosen)
+        plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=plan)
         for step, x in enumerate(drawn):
             given = x * float("nan") if step in bad else x
             for aside in (True, False) if looks else (False,):
-                with run.isolated() if aside else contextlib.nullcontext():
+                with run.engine.isolated() if aside else contextlib.nullcontext():
                     with run.compute():
                         loss = F.mse_loss(run.model(given * 3 if aside else given), given[:, :16])
                     run.backward(loss)
             assert run.step().applied is (step not in bad)
             if looks:
-                with run.isolated(), run.compute():
+                with run.engine.isolated(), run.compute():
                     run.model(given)
         ends.append([run.state_dict()["amax"], *run.full_weights().values()])
     (histories, *weights), (other_histories, *other_weights) = ends
@@ -399,8 +399,8 @@ def test_a_layer_first_used_in_a_skipped_step_takes_its_scale_from_the_next(nati
     def trained(*, skips):
         model = Branching().to(DEVICE)
         device, emulate = (hardware(), None) if native else (probe(DEVICE), True)
-        chosen = nc.plan(model, "fp8-delayed", hardware=device, only_faster=False, emulate=emulate)
-        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=chosen)
+        plan = nc.plan(model, "fp8-delayed", hardware=device, only_faster=False, emulate=emulate)
+        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=plan)
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         for number in range(4):
             model.uses_late = number >= 2
@@ -422,8 +422,8 @@ def test_a_layer_first_used_in_a_skipped_step_takes_its_scale_from_the_next(nati
 def test_a_backward_pass_through_a_weight_that_has_moved_on_is_refused_as_torch_does(policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).to(DEVICE)
-    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen)
+    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan)
     before = forward(run).float().sum()
     with torch.no_grad():
         model[2].weight.mul_(2)

@@ -136,13 +136,13 @@ def test_any_fp32_weight_survives_a_split_and_a_master_copy(values):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("one_pass", [None, True])
+@pytest.mark.parametrize("fused_optimizer", [None, True])
 def test_a_switch_there_and_back_leaves_an_fp32_run_what_it_was(
-    one_pass, optimizer, accumulate, cpu
+    fused_optimizer, optimizer, accumulate, cpu
 ):
-    if one_pass and optimizer == "sgd":
-        pytest.skip("the one-pass kernel is for Adam")
-    settings = {"optimizer": optimizer, "one_pass": one_pass, "ema_decay": 0.9}
+    if fused_optimizer and optimizer == "sgd":
+        pytest.skip("the fused kernel is for Adam")
+    settings = {"optimizer": optimizer, "fused_optimizer": fused_optimizer, "ema_decay": 0.9}
     plain, switched = fresh("fp32", cpu, **settings), fresh("fp32", cpu, **settings)
     rest = train(plain, 0, 6, accumulate=accumulate)
     told = train(switched, 0, 3, accumulate=accumulate)
@@ -173,13 +173,15 @@ def test_training_through_a_switch_of_fp32_is_the_plain_loop_of_torch(cpu):
     assert equal(fp32_values(run), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("one_pass", [None, True])
+@pytest.mark.parametrize("fused_optimizer", [None, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("policy", ["aggressive", "bf16, params=bf16, master=fp32"])
-def test_a_switch_at_the_very_beginning_is_the_policy_itself(policy, optimizer, one_pass, cpu):
-    if one_pass and optimizer == "sgd":
-        pytest.skip("the one-pass kernel is for Adam")
-    settings = {"optimizer": optimizer, "one_pass": one_pass}
+def test_a_switch_at_the_very_beginning_is_the_policy_itself(
+    policy, optimizer, fused_optimizer, cpu
+):
+    if fused_optimizer and optimizer == "sgd":
+        pytest.skip("the fused kernel is for Adam")
+    settings = {"optimizer": optimizer, "fused_optimizer": fused_optimizer}
     direct, switched = fresh(policy, cpu, **settings), fresh("fp32", cpu, **settings)
     switched.change(planned(switched, policy))
     assert train(direct, 0, 4) == train(switched, 0, 4)
@@ -416,7 +418,7 @@ def test_a_plan_of_another_model_is_refused_and_changes_nothing(cpu):
 def test_what_the_update_cannot_do_is_refused_and_changes_nothing(cpu):
     run = fresh("bf16", cpu, optimizer="sgd")
     before = run.plan
-    with pytest.raises(UnsupportedError, match="moments=int8 needs the one-pass optimizer"):
+    with pytest.raises(UnsupportedError, match="moments=int8 needs the fused optimizer"):
         run.change(planned(run, "bf16, moments=int8"))
     assert run.plan is before
 

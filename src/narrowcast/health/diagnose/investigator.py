@@ -13,7 +13,7 @@ from narrowcast.health.diagnose.replay import ReplayInputs, replay
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.health.faults.faults import Faults, StepFaults
 from narrowcast.precision.step.outcome import Outcome
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.step_log import AT_FLOOR
 from narrowcast.runs import FindingRecord
 

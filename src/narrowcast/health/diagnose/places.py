@@ -58,12 +58,12 @@ class Formats:
         return Place(module, role, self._format(module, role))
 
     def _format(self, module: str, role: Role) -> str:
-        chosen = self._plans.get(module)
-        if chosen is None:
+        module_plan = self._plans.get(module)
+        if module_plan is None:
             return ""
-        policy = chosen.policy
-        if not multiplies(chosen.kind):
-            return policy.params if chosen.kind == "embedding" else policy.reduce
+        policy = module_plan.policy
+        if not multiplies(module_plan.kind):
+            return policy.params if module_plan.kind == "embedding" else policy.reduce
         match role:
             case "input" | "weight":
                 return policy.forward

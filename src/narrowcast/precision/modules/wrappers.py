@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.nested import cast_floats, changed_tensors, first_tensor
+from narrowcast.precision.nested import cast_floats, first_tensor, map_tensors
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.operands import ProductFormats
 
@@ -117,4 +117,4 @@ def _scale_gradients(value: Any, factor: Tensor) -> tuple[Any, int]:
         scaled.append(tensor)
         return cast(Tensor, _scale_gradient(tensor, factor))
 
-    return changed_tensors(value, change), len(scaled)
+    return map_tensors(value, change), len(scaled)

@@ -258,7 +258,7 @@ def _eight_bits_or_less(name: str) -> bool:
 def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict[str, int]:
     narrow = policy.params != "fp32"
     beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if narrow else 0
-    kept = whole.moments_format if narrow or whole.needs_one_pass else "fp32"
+    kept = whole.moments_format if narrow or whole.needs_fused_optimizer else "fp32"
     grads = whole.grads_format if narrow else "fp32"
     return {
         "params": parameters * _size(policy.params),

@@ -54,7 +54,7 @@ class Policy:
     """How the digits that `params` cannot hold are kept; empty: fp32 where there are any."""
     moments: str = ""
     """Format of the optimizer's moments; empty: fp32, or as `params` where there is no master.
-    bf16 and int8 are rounded by chance, and kept by the one-pass optimizer only."""
+    bf16 and int8 are rounded by chance, and kept by the fused optimizer only."""
     reduce: str = "fp32"
     """Format of normalisations, softmax, losses and reductions."""
     head: str = ""
@@ -98,7 +98,7 @@ class Policy:
         return self.moments or (self.params if self.master == "none" else "fp32")
 
     @property
-    def needs_one_pass(self) -> bool:
+    def needs_fused_optimizer(self) -> bool:
         """True where torch's own optimizers would keep the moments in another format."""
         return self.moments not in ("", self.params if self.master == "none" else "fp32")
 
