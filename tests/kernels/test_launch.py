@@ -17,7 +17,7 @@ import narrowcast
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.kernels.launch import unsupported_reason
 print(unsupported_reason(torch.device("cpu")))
-print(quantize(torch.full((1, 16), 3.0), torch.float8_e4m3fn).rows.float().max().item())
+print(quantize(torch.full((1, 16), 3.0), torch.float8_e4m3fn).rowwise.float().max().item())
 """
 
 

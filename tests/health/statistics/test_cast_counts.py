@@ -11,8 +11,8 @@ from narrowcast.hardware import Hardware, Support
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.health.statistics.reading import Reading
 from narrowcast.kernels import launch
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
-from narrowcast.precision.modules.wrappers import NarrowLinear
+from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.modules.wrappers import EmulatedLinear
 
 ROWS, WIDE, NARROW = 256, 128, 48
 THEIRS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0)}
@@ -53,7 +53,7 @@ def made(way, *, policy="fp8-delayed"):
     )
     plan = nc.plan(model, policy, hardware=hardware, only_faster=False)
     run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy=plan)
-    assert isinstance(model[0], Fp8Linear if way == "kernel" else NarrowLinear)
+    assert isinstance(model[0], Fp8Linear if way == "kernel" else EmulatedLinear)
     return run
 
 

@@ -12,8 +12,8 @@ import narrowcast as nc
 from narrowcast.hardware import Hardware, Support, probe
 from narrowcast.kernels import fp8
 from narrowcast.numerics import E4M3, scale_for
+from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fp8.state import Fp8Model
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES = ["fp8-tensor", "fp8-delayed"]
@@ -77,13 +77,13 @@ def step(run, seed=0, *, factor=1.0):
 def kept(layer):
     """The weight as it is kept, in fp32, from both layouts."""
     made = layer.nc_weight
-    assert torch.equal(made.rows.view(torch.uint8), made.columns.view(torch.uint8).t())
-    return made.rows.float() * made.inverse
+    assert torch.equal(made.rowwise.view(torch.uint8), made.columnwise.view(torch.uint8).t())
+    return made.rowwise.float() * made.scale_inv
 
 
 def is_current(layer):
     """Whether what is kept is the weight itself, rounded by torch with the scale that is kept."""
-    inverse = layer.nc_weight.inverse
+    inverse = layer.nc_weight.scale_inv
     rounded = (layer.weight.detach().float() / inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
     return torch.equal(kept(layer), rounded.float() * inverse)
 
@@ -125,11 +125,11 @@ def test_a_weight_that_did_not_change_is_not_touched(policy):
     run = prepared(policy)
     layer = run.model[0]
     forward(run)
-    layer.nc_weight.rows.view(torch.uint8).fill_(0x38)  # whoever writes it again would undo this
+    layer.nc_weight.rowwise.view(torch.uint8).fill_(0x38)  # whoever writes it again would undo this
     forward(run, seed=1)
     with torch.no_grad():
         run.model(x(2))
-    assert (layer.nc_weight.rows.float() == 1).all()
+    assert (layer.nc_weight.rowwise.float() == 1).all()
     by_copy(run)
     forward(run)
     assert is_current(layer)
@@ -154,11 +154,11 @@ def test_a_scale_for_itself_follows_the_weight_and_one_from_the_past_comes_after
             run.model[0].weight.mul_(64.0)
         forward(run)
     wanted = 1 / scale_for(own.model[0].weight, E4M3).item()
-    assert own.model[0].nc_weight.inverse.item() == wanted
-    assert delayed.model[0].nc_weight.inverse.item() == wanted / 64
+    assert own.model[0].nc_weight.scale_inv.item() == wanted
+    assert delayed.model[0].nc_weight.scale_inv.item() == wanted / 64
     step(delayed)
     forward(delayed)
-    assert delayed.model[0].nc_weight.inverse.item() == wanted
+    assert delayed.model[0].nc_weight.scale_inv.item() == wanted
     assert is_current(delayed.model[0])
 
 
@@ -168,11 +168,11 @@ def test_a_frozen_weight_is_made_once(policy):
     layer = run.model[0]
     forward(run)
     assert is_current(layer)
-    layer.nc_weight.rows.view(torch.uint8).fill_(0x38)
+    layer.nc_weight.rowwise.view(torch.uint8).fill_(0x38)
     for seed in range(3):
         assert step(run, seed).applied
     forward(run)
-    assert (layer.nc_weight.rows.float() == 1).all()
+    assert (layer.nc_weight.rowwise.float() == 1).all()
 
 
 @pytest.mark.parametrize("frozen_first", [False, True])
@@ -200,11 +200,11 @@ def test_a_skipped_step_leaves_weights_and_scales_alone():
     run = prepared("fp8-delayed")
     step(run)
     forward(run)
-    before, inverse = kept(run.model[0]).clone(), run.model[0].nc_weight.inverse.item()
+    before, inverse = kept(run.model[0]).clone(), run.model[0].nc_weight.scale_inv.item()
     assert not step(run, factor=float("inf")).applied
     forward(run)
     assert torch.equal(kept(run.model[0]), before)
-    assert run.model[0].nc_weight.inverse.item() == inverse
+    assert run.model[0].nc_weight.scale_inv.item() == inverse
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -268,13 +268,13 @@ def test_histories_go_on_by_name_and_new_ones_begin_empty(cpu):
     run = fresh("fp8-delayed; 4: bf16", cpu)
     train(run, 0, 3)
     before = run.model[3].nc_history
-    amax, inverse = before.amax.clone(), before.inverse("weight").clone()
+    amax, inverse = before.amax.clone(), before.scale_inv("weight").clone()
     assert amax.any()
     run.change(planned(run, "fp8-delayed; 0: bf16"))
     after = run.model[3].nc_history
     assert after is not before
     assert torch.equal(after.amax, amax)
-    assert torch.equal(after.inverse("weight"), inverse)
+    assert torch.equal(after.scale_inv("weight"), inverse)
     run.change(planned(run, "fp8-delayed, grad_input=e4m3, grad_weight=e4m3; 3: bf16"))
     assert not run.model[0].nc_history.amax.any()
 
@@ -307,11 +307,11 @@ def test_a_skipped_step_after_a_change_leaves_older_histories_alone(cpu):
     run = fresh("fp8-delayed; 0: bf16", cpu)
     train(run, 0, 3)
     run.change(planned(run, "fp8-delayed"))
-    scale = run.model[3].nc_history.inverse("input").clone()
+    scale = run.model[3].nc_history.scale_inv("input").clone()
     train(run, 3, 4, overflow_at=(3,))
     with run.compute():
-        assert torch.equal(run.model[3].nc_history.inverse("input"), scale)
-        assert not run.model[0].nc_history.inverse("input").any()
+        assert torch.equal(run.model[3].nc_history.scale_inv("input"), scale)
+        assert not run.model[0].nc_history.scale_inv("input").any()
 
 
 def test_chance_is_drawn_anew_where_rounding_by_chance_begins(cpu):

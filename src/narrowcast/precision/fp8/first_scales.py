@@ -75,4 +75,4 @@ class FirstScales:
         Emulated products do not tell which scales they use, so that every skipped step counts;
         to know of it is to wait, where they are emulated on a GPU.
         """
-        return fp8.scales_known, self._counts().skipped if self._emulated else 0
+        return fp8.decided_scales, self._counts().skipped if self._emulated else 0

@@ -8,13 +8,17 @@ from torch import Tensor, nn
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories
-from narrowcast.precision.fp8.layers import native_linear
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
+from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
-from narrowcast.precision.modules.wrappers import MatchingInput, NarrowLinear, NarrowNorm, WideNorm
+from narrowcast.precision.modules.wrappers import (
+    EmulatedLinear,
+    Fp32Norm,
+    MatchingInput,
+    RoundedNorm,
+)
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
@@ -40,8 +44,7 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
             case "normalisation":
                 _rewrite_norm(module, module_plan, plan.policy)
             case "linear" if _needs_own_products(module_plan, around):
-                native = native_linear(module_plan.policy.scaling)
-                kind = NarrowLinear if module_plan.how == "emulated" else native
+                kind = EmulatedLinear if module_plan.how == "emulated" else Fp8Linear
                 formats = ProductFormats.of(module_plan.policy)
                 swap(module, kind, nc_formats=formats, nc_history=None)
             case "embedding":
@@ -105,7 +108,7 @@ def _give_histories(model: nn.Module, plan: Plan) -> None:
         module
         for module_plan in plan.modules
         if module_plan.policy.scaling == "delayed"
-        and isinstance(module := model.get_submodule(module_plan.name), Fp8Linear | NarrowLinear)
+        and isinstance(module := model.get_submodule(module_plan.name), Fp8Linear | EmulatedLinear)
     ]
     if not delayed:
         return
@@ -152,14 +155,14 @@ def _allow_kernels(model: nn.Module, plan: Plan) -> None:
 
 def _rewrite_norm(module: nn.Module, module_plan: ModulePlan, policy: Policy) -> None:
     if module_plan.policy.reduce != "fp32":
-        swap(module, NarrowNorm, nc_dtype=_dtype(module_plan.policy.reduce))
+        swap(module, RoundedNorm, nc_dtype=_dtype(module_plan.policy.reduce))
     elif policy.params != "fp32":
-        swap(module, WideNorm)
+        swap(module, Fp32Norm)
 
 
 def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     """Cast weights to their storage format."""
-    narrowed = []
+    lowered = []
     for parameter, name in weight_formats(model, plan).items():
         if name == "fp32" or not parameter.is_floating_point():
             continue
@@ -167,8 +170,8 @@ def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Te
         parameter.data = full.to(_dtype(name))
         wide = plan.policy.grads_format == "fp32"
         set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
-        narrowed.append((parameter, full))
-    return narrowed
+        lowered.append((parameter, full))
+    return lowered
 
 
 def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
