@@ -7,14 +7,15 @@ import torch
 
 from narrowcast.kernels import fp8
 from narrowcast.kernels.fp8 import quantize
-from narrowcast.precision.fp8.delayed import LENGTH, ROLES, AmaxHistories
+from narrowcast.precision.fp8.delayed import LENGTH, AmaxHistories
 from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.roles import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORMATS = ProductFormats.of(PRESETS["fp8-delayed"])
 TARGETS = dict(
-    zip(ROLES, (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2), strict=True)
+    zip(OPERANDS, (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2), strict=True)
 )
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -54,7 +55,7 @@ def largest_inverse(amax, largest):
     return next(2.0**n for n in range(-126, 127) if amax / 2.0**n <= largest)
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", OPERANDS)
 def test_the_scale_of_a_step_keeps_the_largest_of_the_last_sixteen(role):
     whole = histories()
     history, past = whole.of(0), []
@@ -112,7 +113,7 @@ def test_what_was_never_met_keeps_no_scale():
     whole = histories(2)
     meet(whole.of(1), "weight", 3.0)
     whole.advance(told(True))
-    untouched = [(m, r) for m in (0, 1) for r in ROLES if (m, r) != (1, "weight")]
+    untouched = [(m, r) for m in (0, 1) for r in OPERANDS if (m, r) != (1, "weight")]
     assert all(whole.of(m).scale_inv(r).item() == 0 for m, r in untouched)
 
 
@@ -121,7 +122,7 @@ def test_every_scale_and_every_note_lies_at_a_multiple_of_sixteen_bytes():
     whole = histories(7)
     for number in range(7):
         history = whole.of(number)
-        for role in ROLES:
+        for role in OPERANDS:
             assert history.scale_inv(role).data_ptr() % 16 == 0
             assert history.cast_stats(role).data_ptr() % 16 == 0
             assert history.scale_inv(role).is_contiguous()
@@ -129,9 +130,9 @@ def test_every_scale_and_every_note_lies_at_a_multiple_of_sixteen_bytes():
 
 def test_no_two_roles_of_any_module_share_a_place():
     whole = histories(5)
-    places = [whole.of(m).scale_inv(r).data_ptr() for m in range(5) for r in ROLES]
-    places += [whole.of(m).cast_stats(r).data_ptr() for m in range(5) for r in ROLES]
-    assert len(set(places)) == 2 * 5 * len(ROLES)
+    places = [whole.of(m).scale_inv(r).data_ptr() for m in range(5) for r in OPERANDS]
+    places += [whole.of(m).cast_stats(r).data_ptr() for m in range(5) for r in OPERANDS]
+    assert len(set(places)) == 2 * 5 * len(OPERANDS)
 
 
 def steps(whole, first, last):
@@ -139,7 +140,7 @@ def steps(whole, first, last):
     found = []
     for step in range(first, last):
         for module in range(2):
-            for number, role in enumerate(ROLES):
+            for number, role in enumerate(OPERANDS):
                 amax = 2.0 ** ((7 * step + 3 * module + 5 * number) % 11) * 1.3
                 made = meet(whole.of(module), role, amax)
                 found.append((made.rowwise.float()[0, 0].item(), made.scale_inv.item()))
@@ -155,7 +156,7 @@ def test_a_resumed_history_gives_the_scales_of_one_that_was_never_interrupted(cu
     saved = {name: value.clone() for name, value in first.state_dict().items()}
     del first
     second.load_state_dict(saved)
-    assert steps(second, cut, cut + 20) == expected[cut * 2 * len(ROLES) :]
+    assert steps(second, cut, cut + 20) == expected[cut * 2 * len(OPERANDS) :]
 
 
 def test_going_back_to_before_the_first_step_lets_the_first_matrix_decide_again():
@@ -173,10 +174,10 @@ def test_memory_that_is_used_again_inherits_no_scale():
     before, reused = set(), 0
     for round_number in range(200):
         whole = histories(3)
-        places = {whole.of(m).scale_inv(r).data_ptr() for m in range(3) for r in ROLES}
+        places = {whole.of(m).scale_inv(r).data_ptr() for m in range(3) for r in OPERANDS}
         reused += bool(places & before)
         for module in range(3):
-            for role in ROLES:
+            for role in OPERANDS:
                 found = meet(whole.of(module), role, 1.5 * 2.0 ** (round_number % 9))
                 assert found.rowwise.float()[0, 0] * found.scale_inv == 1.5 * 2.0 ** (
                     round_number % 9

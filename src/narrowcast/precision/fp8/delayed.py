@@ -16,9 +16,9 @@ from torch import Tensor
 
 from narrowcast.kernels.fp8 import DECIDED, scale_inv_for
 from narrowcast.numerics import Format, scale_for
+from narrowcast.precision.plan.roles import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats, is_delayed
 
-ROLES = ("input", "weight", "grad_output")
 LENGTH = 16
 """Steps remembered."""
 COUNTS = ("looked at", "saturated", "flushed to zero")
@@ -32,7 +32,7 @@ class AmaxHistories:
     """The histories of all modules with delayed scaling."""
 
     def __init__(self, formats: Sequence[ProductFormats], device: torch.device) -> None:
-        shape = (len(formats), len(ROLES))
+        shape = (len(formats), len(OPERANDS))
         self.amax = torch.zeros(*shape, LENGTH, device=device)
         # cuBLAS reads scales only from addresses that are multiples of 16 bytes, and a compiled
         # graph works on a copy of what is not at one.
@@ -71,7 +71,7 @@ class AmaxHistories:
         moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
         self.amax.copy_(torch.where(finite, moved, self.amax))
         if loss_growth is not None:
-            self.amax[:, ROLES.index("grad_output")] *= loss_growth
+            self.amax[:, OPERANDS.index("grad_output")] *= loss_growth
         self.counts += self.cast_stats[..., 1:] * finite
         torch.maximum(self.peak, amax, out=self.peak)
         self.cast_stats.zero_()
@@ -173,12 +173,12 @@ class AmaxHistory:
     def __init__(self, whole: AmaxHistories, module: int) -> None:
         self.whole, self.module = whole, module  # the whole holds the memory
         self.amax = whole.amax[module]
-        self._scale_inv = [_single(whole.scale_inv[module, i]) for i in range(len(ROLES))]
+        self._scale_inv = [_single(whole.scale_inv[module, i]) for i in range(len(OPERANDS))]
         self._cast_stats = list(whole.cast_stats[module])
 
     def scale_inv(self, role: str) -> Tensor:
         """Return the inverse scale of a role: one number, zero until it is first used."""
-        return self._scale_inv[ROLES.index(role)]
+        return self._scale_inv[OPERANDS.index(role)]
 
     def is_decided(self, role: str) -> bool:
         """Say whether native products use the scale of a role as it is."""
@@ -187,7 +187,7 @@ class AmaxHistory:
     def cast_stats(self, role: str) -> Tensor | None:
         """Return where a cast notes what it met in a role; of inputs, only in training."""
         noted = torch.is_grad_enabled() or role != "input"
-        return self._cast_stats[ROLES.index(role)] if noted else None
+        return self._cast_stats[OPERANDS.index(role)] if noted else None
 
     @property
     def moves(self) -> int:
