@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.bench.measure.timing import queued_seconds
-from narrowcast.kernels.adamw import AdamKernel, Tiling
+from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
 from narrowcast.precision.gradients.check import check_gradients, clip_factor
 from narrowcast.runs import describe_environment
@@ -241,7 +241,7 @@ def sweep(rounds: int) -> None:
 
 
 def nc_hyper(group: dict[str, Any]) -> Any:
-    from narrowcast.kernels.adamw_twin import Hyper
+    from narrowcast.kernels.adamw.twin import Hyper
 
     return Hyper(
         lr=group["lr"],

@@ -66,7 +66,7 @@ COMPILED = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from narrowcast.kernels.adamw_programs import update
+from narrowcast.kernels.adamw.programs import update
 
 pointers = {"chunks": "*i32", "addresses": "*i64", "gradients": "*i64", "coefficients": "*fp32",
             "seeds": "*i32", "counters": "*i64"}

@@ -7,7 +7,7 @@ exception. A native region is torch's autocast; an emulated one a function mode,
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,6 +261,3 @@ def tf32_products() -> Iterator[None]:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.fp32_precision = value
-
-
-RegionFactory = Callable[[], contextlib.AbstractContextManager[Any]]

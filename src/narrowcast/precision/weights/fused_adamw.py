@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
-from narrowcast.kernels.adamw_twin import (
+from narrowcast.kernels.adamw.twin import (
     BLOCK,
     AdamTwin,
     Hyper,
@@ -161,7 +161,7 @@ class FusedAdamW:
         self._layouts = _layouts([w.weight for w in weights])
         share = 0.0 if self._average is None else self._average.share
         if self._kernel:
-            from narrowcast.kernels.adamw import AdamKernel
+            from narrowcast.kernels.adamw.kernel import AdamKernel
 
             count = len(self._optimizer.param_groups)
             self._adam = AdamKernel(weights, device=self._device, groups=count, share=share)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.kernels.adamw import AdamKernel, Tiling
-from narrowcast.kernels.adamw_twin import (
+from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
+from narrowcast.kernels.adamw.twin import (
     AdamTwin,
     Hyper,
     Weight,

@@ -7,7 +7,7 @@ and conversions between bytes and floats by their bits.
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.adamw_twin import HEADROOM, MULTIPLIERS, SMALLEST_SCALE
+from narrowcast.kernels.adamw.twin import HEADROOM, MULTIPLIERS, SMALLEST_SCALE
 from narrowcast.kernels.instruction import instruction
 from narrowcast.kernels.words import ZERO, last_bytes, plus_zero, signed_bytes
 
