@@ -52,8 +52,8 @@ def quantize_into(
     """Write `x` in fp8 into `rowwise` and, transposed, into `columnwise`; an empty one is left out.
 
     With `measured`, the bits of the largest magnitude, the scale is made from it and its inverse
-    written; without it `inverse` is read, and the largest magnitude goes into the first note. The
-    other three count the values of one tile in eight: all of them, the saturated, and the flushed.
+    written; without it `scale_inv` is read, and the largest magnitude goes into the first of the
+    `cast_stats`. The other three count the values of one tile in eight: all of them, the saturated, and the flushed.
     """
     count, width = x.shape
     target = rowwise.dtype
@@ -239,7 +239,7 @@ def _count(
     ACTIVATION: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Add to the notes how many values were looked at, saturated and flushed to zero
+    """Add to the stats how many values were looked at, saturated and flushed to zero
 
     Read again, which costs little where the cache still has them, and nothing where nobody counts:
     kept in registers from the pass itself they made every tile slower.

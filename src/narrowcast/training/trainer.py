@@ -309,7 +309,7 @@ class _Course:
         return any(each.outcome.applied for each in (attempt, *self._unread))
 
     def _found_in(self, step: int) -> list[FindingRecord]:
-        """Return what the ledger has found in a step; it may know of later ones already."""
+        """Return what the step log has found in a step; it may know of later ones already."""
         self._found += self._prepared.findings()
         now = [each for each in self._found if each.step <= step]
         self._found = self._found[len(now) :]
