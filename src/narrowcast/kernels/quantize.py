@@ -53,7 +53,8 @@ def quantize_into(
 
     With `measured`, the bits of the largest magnitude, the scale is made from it and its inverse
     written; without it `scale_inv` is read, and the largest magnitude goes into the first of the
-    `cast_stats`. The other three count the values of one tile in eight: all of them, the saturated, and the flushed.
+    `cast_stats`. The other three count the values of one tile in eight: all of them, the saturated,
+    and the flushed.
     """
     count, width = x.shape
     target = rowwise.dtype
