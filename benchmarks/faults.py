@@ -35,7 +35,7 @@ from narrowcast.hardware import probe
 from narrowcast.health.diagnose.places import ROLES
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, Record, StepRecord, describe_environment
 from narrowcast.training.data import Order
 from narrowcast.training.setup import prepare_recipe
@@ -242,7 +242,7 @@ def is_visible(case: Case, task: Task, prepared: Prepared) -> bool:
     faults = Faults(prepared.model, [case.fault], seed=case.seed).at(case.fault.step)
     assert faults is not None
     found = []
-    with prepared.isolated():
+    with prepared.engine.isolated():
         for number in range(1, case.accumulate + 1):
             batch = task.train_data.__getitems__(order.indices(first + number - 1))
             with faults.during(number):

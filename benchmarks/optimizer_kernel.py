@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.bench.measure.timing import queued_seconds
-from narrowcast.kernels.adamw import AdamKernel, Tiling
+from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
 from narrowcast.precision.gradients.check import check_gradients, clip_factor
 from narrowcast.runs import describe_environment
@@ -86,9 +86,9 @@ class Ours:
             optimizer,
             policy=f"bf16, params=bf16, master=split, moments={moments}",
             clip_norm=1.0,
-            one_pass=True,
+            fused_optimizer=True,
         )
-        self.weights = self.run._weights
+        self.weights = self.run.engine.weights
         self.gradients = [torch.randn_like(p) * 1e-3 for p in self.weights.all]
         self.present = list(range(len(self.gradients)))
         self.scale = torch.tensor(1 / 65536, device=DEVICE)
@@ -117,8 +117,8 @@ class Ours:
 
     @property
     def kernel(self) -> AdamKernel:
-        assert self.weights.one_pass is not None
-        kernel = self.weights.one_pass._adam
+        assert self.weights.fused is not None
+        kernel = self.weights.fused._adam
         assert isinstance(kernel, AdamKernel)
         return kernel
 
@@ -241,7 +241,7 @@ def sweep(rounds: int) -> None:
 
 
 def nc_hyper(group: dict[str, Any]) -> Any:
-    from narrowcast.kernels.adamw_twin import Hyper
+    from narrowcast.kernels.adamw.twin import Hyper
 
     return Hyper(
         lr=group["lr"],

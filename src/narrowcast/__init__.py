@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.presets import PRESETS as PRESETS
     from narrowcast.precision.plan.presets import policy_from as policy  # noqa: F401
     from narrowcast.precision.step.outcome import Outcome as Outcome
-    from narrowcast.precision.step.prepare import Prepared as Prepared
     from narrowcast.precision.step.prepare import prepare as prepare
+    from narrowcast.precision.step.prepared import Prepared as Prepared
     from narrowcast.report import write_report as write_report
     from narrowcast.runner.run import Run as Run
     from narrowcast.runner.run import plan_recipe as plan_recipe
@@ -40,7 +40,7 @@ _HOMES = {
     "Outcome": "precision.step.outcome",
     "Plan": "precision.plan.plan",
     "Policy": "precision.plan.policy",
-    "Prepared": "precision.step.prepare",
+    "Prepared": "precision.step.prepared",
     "Run": "runner.run",
     "Verdict": "health.diagnose.verdict",
     "explain": "health.diagnose.explain",

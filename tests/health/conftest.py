@@ -56,9 +56,9 @@ def net():
     def make(policy="fp32", *, lr=1e-2, **settings):
         torch.manual_seed(0)
         model = Net()
-        chosen = make_plan(model, policy, hardware=EMULATING)
+        plan = make_plan(model, policy, hardware=EMULATING)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        run = nc.prepare(model, optimizer, policy=chosen, clip_norm=1.0, **settings)
+        run = nc.prepare(model, optimizer, policy=plan, clip_norm=1.0, **settings)
         return run, lambda batch: F.cross_entropy(model(batch[0]).float(), batch[1])
 
     return make

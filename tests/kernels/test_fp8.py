@@ -12,7 +12,7 @@ from hypothesis.strategies import integers, sampled_from
 from torch._subclasses import FakeTensorMode
 
 from narrowcast.kernels import fp8
-from narrowcast.kernels.fp8 import Quantized, distrust, inverse_for, quantize, quantize_into, trust
+from narrowcast.kernels.fp8 import DECIDED, Quantized, quantize, quantize_into, scale_inv_for
 from narrowcast.numerics import E4M3, E5M2, scale_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,13 +38,13 @@ def by(how):
 def number(value):
     """A scale on the device, of which nobody has heard yet."""
     made = torch.tensor([value], device=DEVICE)
-    distrust({made.data_ptr()})
+    DECIDED.remove({made.data_ptr()})
     return made
 
 
 def trusted(value):
     made = number(value)
-    trust(made)
+    DECIDED.add(made)
     return made
 
 
@@ -106,10 +106,10 @@ def test_codes_are_ml_dtypes_rounding_of_the_scaled_matrix(
     with by(how):
         x = normal(rows, 16 * sixteens, dtype=dtype, seed=seed, spread=2.0 ** (power % 8))
         found = quantize(x, target)
-        assert_codes(found.rows[:rows], x, target, found.inverse)
+        assert_codes(found.rowwise[:rows], x, target, found.scale_inv)
         wild, inverse = any_bits(rows, 16 * sixteens, dtype=dtype, seed=seed), trusted(2.0**power)
-        found = quantize(wild, target, inverse=inverse)
-    assert_codes(found.rows[:rows], wild, target, inverse)
+        found = quantize(wild, target, scale_inv=inverse)
+    assert_codes(found.rowwise[:rows], wild, target, inverse)
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
@@ -125,10 +125,10 @@ def test_every_value_every_tie_and_their_neighbours_round_as_ml_dtypes_does(how,
     points = np.concatenate([points, -points]).astype(np.float32)
     x = torch.from_numpy(np.resize(points, (-(-points.size // 48), 48))) * 2.0**power
     with by(how):
-        found = quantize(x.to(DEVICE), target, inverse=trusted(2.0**power))
-    assert_codes(found.rows[: len(x)], x, target, 2.0**power)
+        found = quantize(x.to(DEVICE), target, scale_inv=trusted(2.0**power))
+    assert_codes(found.rowwise[: len(x)], x, target, 2.0**power)
     zeros = x == 0
-    assert torch.equal(codes(found.rows[: len(x)])[zeros] == 0x80, x.signbit()[zeros])
+    assert torch.equal(codes(found.rowwise[: len(x)])[zeros] == 0x80, x.signbit()[zeros])
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
@@ -139,11 +139,11 @@ def test_what_is_not_finite_becomes_nan_and_leaves_its_neighbours_alone(how, tar
     x[3, 17] = bad
     with by(how):
         own = quantize(x, target)
-        given_scale = quantize(x, target, inverse=trusted(2.0**-3))
-    assert own.inverse.item() == 1  # nothing can be known of the scale
+        given_scale = quantize(x, target, scale_inv=trusted(2.0**-3))
+    assert own.scale_inv.item() == 1  # nothing can be known of the scale
     for found in (own, given_scale):
-        assert_codes(found.rows[:5], x, target, found.inverse)
-        assert found.columns.float().isnan().sum() == 1
+        assert_codes(found.rowwise[:5], x, target, found.scale_inv)
+        assert found.columnwise.float().isnan().sum() == 1
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
@@ -155,13 +155,13 @@ def test_the_layouts_are_each_other_transposed_and_filled_up_with_zeros(how, tar
     with by(how):
         found = quantize(x, target)
     padded = -(-rows // 16) * 16
-    assert found.rows.shape == (padded, columns)
-    assert found.columns.shape == (columns, padded)
-    assert found.rows.is_contiguous()
-    assert found.columns.is_contiguous()
-    assert torch.equal(codes(found.rows), codes(found.columns).t())
-    assert (codes(found.rows)[rows:] == 0).all()
-    assert_codes(found.rows[:rows], x, target, found.inverse)
+    assert found.rowwise.shape == (padded, columns)
+    assert found.columnwise.shape == (columns, padded)
+    assert found.rowwise.is_contiguous()
+    assert found.columnwise.is_contiguous()
+    assert torch.equal(codes(found.rowwise), codes(found.columnwise).t())
+    assert (codes(found.rowwise)[rows:] == 0).all()
+    assert_codes(found.rowwise[:rows], x, target, found.scale_inv)
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
@@ -169,11 +169,11 @@ def test_a_layout_that_is_not_asked_for_is_empty_and_changes_nothing_in_the_othe
     x = normal(20, 48)
     with by(how):
         both = quantize(x, torch.float8_e4m3fn)
-        alone = quantize(x, torch.float8_e4m3fn, columns=False)
-        turned = quantize(x, torch.float8_e4m3fn, rows=False)
-    assert alone.columns.numel() == turned.rows.numel() == 0
-    assert torch.equal(codes(alone.rows), codes(both.rows))
-    assert torch.equal(codes(turned.columns), codes(both.columns))
+        alone = quantize(x, torch.float8_e4m3fn, columnwise=False)
+        turned = quantize(x, torch.float8_e4m3fn, rowwise=False)
+    assert alone.columnwise.numel() == turned.rowwise.numel() == 0
+    assert torch.equal(codes(alone.rowwise), codes(both.rowwise))
+    assert torch.equal(codes(turned.columnwise), codes(both.columnwise))
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
@@ -181,14 +181,18 @@ def test_a_matrix_that_lies_otherwise_in_memory_is_read_as_what_it_is(how):
     x = normal(48, 20)
     with by(how):
         found, plain = quantize(x.t(), E4M3.dtype), quantize(x.t().contiguous(), E4M3.dtype)
-    assert torch.equal(codes(found.rows), codes(plain.rows))
+    assert torch.equal(codes(found.rowwise), codes(plain.rowwise))
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_a_matrix_without_rows_gives_none(how):
     with by(how):
         found = quantize(torch.empty(0, 32, device=DEVICE), torch.float8_e5m2)
-    assert (found.rows.shape, found.columns.shape, found.inverse.item()) == ((0, 32), (32, 0), 1)
+    assert (found.rowwise.shape, found.columnwise.shape, found.scale_inv.item()) == (
+        (0, 32),
+        (32, 0),
+        1,
+    )
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
@@ -200,7 +204,7 @@ def test_the_scale_is_the_one_that_numerics_gives(how, target, bits, dtype):
     x = torch.zeros(2, 16, dtype=dtype)
     x[1, 3] = -readable(amax)
     with by(how):
-        inverse = quantize(x.to(DEVICE), target).inverse.item()
+        inverse = quantize(x.to(DEVICE), target).scale_inv.item()
     # One power less than numerics allows: so that the inverse is a normal number.
     scale = min(scale_for(x.float(), FORMATS[target]).item(), 2.0**126)
     assert inverse == 1 / scale
@@ -211,7 +215,7 @@ def test_the_scale_is_the_one_that_numerics_gives(how, target, bits, dtype):
 def test_the_scale_of_a_magnitude_is_the_largest_power_of_two_that_keeps_it(bits, target):
     amax = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     top = FORMATS[target].largest
-    inverse = inverse_for(amax, top).double().item()
+    inverse = scale_inv_for(amax, top).double().item()
     assert np.frexp(inverse)[0] == 0.5
     assert amax.double().item() / inverse <= top
     assert amax.double().item() / (inverse / 2) > top or inverse == 2.0**-126
@@ -226,7 +230,9 @@ def test_the_largest_magnitude_is_noted_as_bits_and_only_grows(how, calibrated, 
     with by(how):
         for spread in (1.0, 4.0, 0.5, 0.0, 8.0):
             x = normal(21, 80, dtype=dtype, spread=spread)
-            quantize(x, E4M3.dtype, inverse=trusted(1.0) if calibrated else None, notes=notes)
+            quantize(
+                x, E4M3.dtype, scale_inv=trusted(1.0) if calibrated else None, cast_stats=notes
+            )
             largest = max(largest, x.float().abs().max().item())
             assert notes[:1].view(torch.float32).item() == largest
 
@@ -237,15 +243,15 @@ def test_the_first_matrix_sets_a_scale_and_later_ones_keep_it_and_saturate(how, 
     inverse = number(0.0)
     small, large = normal(16, 32), normal(16, 32, spread=2.0**10)
     with by(how):
-        first = quantize(small, target, inverse=inverse)
-        assert first.inverse is inverse
+        first = quantize(small, target, scale_inv=inverse)
+        assert first.scale_inv is inverse
         own = 1 / scale_for(small, FORMATS[target]).item()
         assert inverse.item() == own
-        later = quantize(large, target, inverse=inverse)
+        later = quantize(large, target, scale_inv=inverse)
     assert inverse.item() == own
-    assert_codes(first.rows, small, target, own)
-    assert_codes(later.rows, large, target, own)
-    assert later.rows.float().abs().max() == FORMATS[target].largest
+    assert_codes(first.rowwise, small, target, own)
+    assert_codes(later.rowwise, large, target, own)
+    assert later.rowwise.float().abs().max() == FORMATS[target].largest
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
@@ -253,10 +259,10 @@ def test_a_trusted_scale_is_used_as_it_is_and_a_distrusted_one_is_set_anew(how):
     inverse, x = trusted(2.0**3), normal(16, 32)
     own = 1 / scale_for(x, E4M3).item()
     with by(how):
-        quantize(x, E4M3.dtype, inverse=inverse)
+        quantize(x, E4M3.dtype, scale_inv=inverse)
         assert inverse.item() == 2.0**3
-        distrust({inverse.data_ptr()})
-        quantize(x, E4M3.dtype, inverse=inverse)
+        DECIDED.remove({inverse.data_ptr()})
+        quantize(x, E4M3.dtype, scale_inv=inverse)
     assert inverse.item() == own != 2.0**3
 
 
@@ -265,19 +271,19 @@ def test_a_trusted_scale_is_used_as_it_is_and_a_distrusted_one_is_set_anew(how):
 def test_quantising_into_what_exists_uses_its_memory_and_its_scale_or_a_new_one(how, by_itself):
     with by(how):
         into = quantize(normal(16, 32), torch.float8_e4m3fn)
-        trust(into.inverse)
-        before, places = into.inverse.item(), [t.data_ptr() for t in into]
+        DECIDED.add(into.scale_inv)
+        before, places = into.scale_inv.item(), [t.data_ptr() for t in into]
         x = normal(16, 32, seed=1, spread=2.0**6)
         notes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-        quantize_into(into, x, notes=notes, by_itself=by_itself)
+        quantize_into(into, x, cast_stats=notes, by_itself=by_itself)
     own = 1 / scale_for(x, E4M3).item()
     assert before != own
-    assert into.inverse.item() == (own if by_itself else before)
+    assert into.scale_inv.item() == (own if by_itself else before)
     assert [t.data_ptr() for t in into] == places
-    assert_codes(into.rows, x, torch.float8_e4m3fn, into.inverse)
-    assert torch.equal(codes(into.rows), codes(into.columns).t())
+    assert_codes(into.rowwise, x, torch.float8_e4m3fn, into.scale_inv)
+    assert torch.equal(codes(into.rowwise), codes(into.columnwise).t())
     assert notes[:1].view(torch.float32).item() == x.abs().max().item()
-    distrust({into.inverse.data_ptr()})
+    DECIDED.remove({into.scale_inv.data_ptr()})
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -290,7 +296,7 @@ def test_what_a_cast_loses_is_counted(how, target, power):
     notes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with by(how):
         for _ in range(2):  # they add up
-            quantize(x, target, inverse=trusted(2.0**power), notes=notes)
+            quantize(x, target, scale_inv=trusted(2.0**power), cast_stats=notes)
     scaled = x[x.isfinite()].double().cpu() / 2.0**power
     rounded_to = scaled.clamp(-1e6, 1e6).float().numpy().astype(THEIRS[target])
     saturated = (scaled.abs() > FORMATS[target].largest).sum().item()
@@ -306,7 +312,7 @@ def test_a_kernel_looks_at_about_one_value_in_eight_and_finds_the_same_share():
     for how in IMPLEMENTATIONS:
         notes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
         with by(how):
-            quantize(x, E4M3.dtype, inverse=trusted(2.0**-8), notes=notes)
+            quantize(x, E4M3.dtype, scale_inv=trusted(2.0**-8), cast_stats=notes)
         found.append(notes.tolist())
     (amax, looked, *lost), (exact_amax, every, *all_lost) = found
     assert amax == exact_amax
@@ -338,16 +344,16 @@ def test_an_activation_is_torchs_to_within_one_rounding(how, target, activation,
     beside = normal(37, 144, dtype=dtype, seed=1, spread=2.0)
     notes = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with by(how):
-        found = quantize(x, target, activation=activation, beside=beside, notes=notes)
+        found = quantize(x, target, activation=activation, beside=beside, cast_stats=notes)
     exact = activated(x, beside, activation)
-    value = found.rows[:37].double() * found.inverse.double()
+    value = found.rowwise[:37].double() * found.scale_inv.double()
     # Half of what lies between two values of the format, and what the function itself may be off.
-    form, inverse = FORMATS[target], found.inverse.double()
+    form, inverse = FORMATS[target], found.scale_inv.double()
     size = torch.maximum(value.abs(), exact.abs()).clamp(min=form.smallest_normal * inverse)
     half = torch.exp2(torch.floor(torch.log2(size))) * form.epsilon / 2
     assert ((value - exact).abs() <= half + ERF * x.double().abs()).all()
-    assert torch.equal(codes(found.rows), codes(found.columns).t())
-    assert (codes(found.rows)[37:] == 0).all()
+    assert torch.equal(codes(found.rowwise), codes(found.columnwise).t())
+    assert (codes(found.rowwise)[37:] == 0).all()
     noted = notes[:1].view(torch.float32).double().item()
     assert noted == pytest.approx(exact.abs().max().item(), abs=ERF * x.abs().max().item())
 
@@ -380,9 +386,9 @@ def test_with_an_activation_the_kernel_and_its_twin_differ_rarely_and_by_one_cod
 ):
     x, beside = normal(70, 144, spread=2.0), normal(70, 144, seed=1, spread=2.0)
     kernel, plain = both(x, target, activation=activation, beside=beside)
-    assert kernel.inverse.item() == plain.inverse.item()
-    form, inverse = FORMATS[target], kernel.inverse.double().cpu()
-    values = [q.rows[:70].double().cpu() * inverse for q in (kernel, plain)]
+    assert kernel.scale_inv.item() == plain.scale_inv.item()
+    form, inverse = FORMATS[target], kernel.scale_inv.double().cpu()
+    values = [q.rowwise[:70].double().cpu() * inverse for q in (kernel, plain)]
     apart, size = (values[0] - values[1]).abs(), values[1].abs()
     step = torch.exp2(torch.floor(torch.log2(size.clamp(min=form.smallest_normal * inverse))))
     # Neighbours; below ERF · |x|, where e5m2 still has many values, both are right and no more.
@@ -396,7 +402,7 @@ def test_with_an_activation_the_kernel_and_its_twin_differ_rarely_and_by_one_cod
 
 
 def call(x, target, inverse, notes):
-    return quantize(x, target, inverse=inverse, notes=notes)
+    return quantize(x, target, scale_inv=inverse, cast_stats=notes)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -417,7 +423,7 @@ def test_the_operator_and_a_traced_call_are_the_direct_call(target, scale):
     for a, b, c in zip(direct[:2], op, traced, strict=False):
         assert torch.equal(codes(a), codes(b))
         assert torch.equal(codes(a), codes(c))
-    assert traced.inverse.item() == direct.inverse.item()
+    assert traced.scale_inv.item() == direct.scale_inv.item()
     assert op_with[3].tolist() == traced_with[3].tolist() == direct_with[3].tolist()
     assert direct_with[3][0] > 0
 

@@ -28,11 +28,12 @@ def test_blocks_along_either_dimension_are_those_of_the_emulation(rows, blocks, 
     x = spread(rows, blocks * BLOCK, seed)
     found = quantize_blocks(x, torch.float8_e4m3fn)
     assert torch.equal(
-        back(found.rows, found.rows_inverse)[:rows], quantize(x, E4M3, per="block", block=BLOCK)
+        back(found.rowwise, found.rowwise_scale_inv)[:rows],
+        quantize(x, E4M3, per="block", block=BLOCK),
     )
     padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % BLOCK))
     emulated = quantize(padded.t().contiguous(), E4M3, per="block", block=BLOCK)
-    assert torch.equal(back(found.columns, found.columns_inverse), emulated)
+    assert torch.equal(back(found.columnwise, found.columnwise_scale_inv), emulated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -53,9 +54,9 @@ def test_the_kernel_does_what_its_twin_does(square, target, dtype):
 def test_a_square_has_one_scale_whichever_way_it_is_read():
     x = spread(256, 384, 2)
     found = quantize_blocks(x, torch.float8_e4m3fn, square=True)
-    assert torch.equal(found.rows.view(torch.uint8).t(), found.columns.view(torch.uint8))
-    assert torch.equal(found.rows_inverse[:, :3].t(), found.columns_inverse[:, :2])
-    assert found.rows_inverse.shape[1] % 4 == 0  # as cuBLAS reads them
+    assert torch.equal(found.rowwise.view(torch.uint8).t(), found.columnwise.view(torch.uint8))
+    assert torch.equal(found.rowwise_scale_inv[:, :3].t(), found.columnwise_scale_inv[:, :2])
+    assert found.rowwise_scale_inv.shape[1] % 4 == 0  # as cuBLAS reads them
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -63,8 +64,8 @@ def test_what_is_not_finite_spoils_itself_and_is_not_hidden(bad):
     x = torch.ones(128, 256, device=DEVICE)
     x[3, 5] = bad
     found = quantize_blocks(x, torch.float8_e4m3fn)
-    assert found.rows.float().isnan().nonzero().tolist() == [[3, 5]]
-    assert found.columns.float().isnan().nonzero().tolist() == [[5, 3]]
+    assert found.rowwise.float().isnan().nonzero().tolist() == [[3, 5]]
+    assert found.columnwise.float().isnan().nonzero().tolist() == [[5, 3]]
 
 
 def test_an_operator_of_the_compiler_gives_the_same():

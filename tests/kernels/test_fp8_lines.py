@@ -36,14 +36,14 @@ def test_lines_along_either_dimension_are_those_of_the_emulation(rows, sixteens,
     x = spread(rows, 16 * sixteens, seed)
     found = quantize_lines(x, E4M3.dtype)
     assert torch.equal(
-        back(found.rows, found.rows_inverse)[:rows], quantize(x, E4M3, per="row") + 0.0
+        back(found.rowwise, found.rowwise_scale_inv)[:rows], quantize(x, E4M3, per="row") + 0.0
     )
     emulated = quantize(x, E4M3, per="column").t() + 0.0
-    assert torch.equal(back(found.columns, found.columns_inverse)[:, :rows], emulated)
+    assert torch.equal(back(found.columnwise, found.columnwise_scale_inv)[:, :rows], emulated)
     padded = -(-rows // 16) * 16
-    assert found.rows.shape == (padded, x.shape[1])
-    assert not found.rows[rows:].float().any()
-    assert not found.columns[:, rows:].float().any()
+    assert found.rowwise.shape == (padded, x.shape[1])
+    assert not found.rowwise[rows:].float().any()
+    assert not found.columnwise[:, rows:].float().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -62,13 +62,18 @@ def test_the_kernel_does_what_its_twin_does(shape, target, dtype):
 def test_a_layout_that_is_not_asked_for_is_empty_and_changes_nothing_in_the_other():
     x = spread(20, 48, 2)
     both = quantize_lines(x, E4M3.dtype)
-    alone = quantize_lines(x, E4M3.dtype, columns=False)
-    turned = quantize_lines(x, E4M3.dtype, rows=False)
-    assert alone.columns.numel() == alone.columns_inverse.numel() == turned.rows.numel() == 0
-    assert torch.equal(bits(alone.rows), bits(both.rows))
-    assert torch.equal(alone.rows_inverse, both.rows_inverse)
-    assert torch.equal(bits(turned.columns), bits(both.columns))
-    assert torch.equal(turned.columns_inverse, both.columns_inverse)
+    alone = quantize_lines(x, E4M3.dtype, columnwise=False)
+    turned = quantize_lines(x, E4M3.dtype, rowwise=False)
+    assert (
+        alone.columnwise.numel()
+        == alone.columnwise_scale_inv.numel()
+        == turned.rowwise.numel()
+        == 0
+    )
+    assert torch.equal(bits(alone.rowwise), bits(both.rowwise))
+    assert torch.equal(alone.rowwise_scale_inv, both.rowwise_scale_inv)
+    assert torch.equal(bits(turned.columnwise), bits(both.columnwise))
+    assert torch.equal(turned.columnwise_scale_inv, both.columnwise_scale_inv)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -77,18 +82,18 @@ def test_what_is_not_finite_becomes_nan_and_spoils_the_scale_of_its_line_alone(b
     good = quantize_lines(x, E4M3.dtype)
     x[3, 5] = bad
     found = quantize_lines(x, E4M3.dtype)
-    assert found.rows.float().isnan().nonzero().tolist() == [[3, 5]]
-    assert found.columns.float().isnan().nonzero().tolist() == [[5, 3]]
-    assert found.rows_inverse[3] == found.columns_inverse[5] == 1
+    assert found.rowwise.float().isnan().nonzero().tolist() == [[3, 5]]
+    assert found.columnwise.float().isnan().nonzero().tolist() == [[5, 3]]
+    assert found.rowwise_scale_inv[3] == found.columnwise_scale_inv[5] == 1
     others = torch.arange(32, device=DEVICE) != 3
-    assert torch.equal(found.rows_inverse[others], good.rows_inverse[others])
+    assert torch.equal(found.rowwise_scale_inv[others], good.rowwise_scale_inv[others])
 
 
 def test_a_matrix_without_rows_gives_none():
     found = quantize_lines(torch.empty(0, 32, device=DEVICE), E5M2.dtype)
-    assert found.rows.shape == (0, 32)
-    assert found.columns.shape == (32, 0)
-    assert found.columns_inverse.tolist() == [1.0] * 32
+    assert found.rowwise.shape == (0, 32)
+    assert found.columnwise.shape == (32, 0)
+    assert found.columnwise_scale_inv.tolist() == [1.0] * 32
 
 
 def test_an_operator_of_the_compiler_gives_the_same():

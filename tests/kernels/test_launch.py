@@ -17,7 +17,7 @@ import narrowcast
 from narrowcast.kernels.fp8 import quantize
 from narrowcast.kernels.launch import unsupported_reason
 print(unsupported_reason(torch.device("cpu")))
-print(quantize(torch.full((1, 16), 3.0), torch.float8_e4m3fn).rows.float().max().item())
+print(quantize(torch.full((1, 16), 3.0), torch.float8_e4m3fn).rowwise.float().max().item())
 """
 
 
@@ -66,7 +66,7 @@ COMPILED = """
 import sys, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from narrowcast.kernels.adamw_programs import update
+from narrowcast.kernels.adamw.programs import update
 
 pointers = {"chunks": "*i32", "addresses": "*i64", "gradients": "*i64", "coefficients": "*fp32",
             "seeds": "*i32", "counters": "*i64"}

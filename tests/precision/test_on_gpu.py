@@ -67,17 +67,17 @@ def test_emulated_and_hardware_products_agree(policy, spacing, summing):
         assert excess.max() <= summing
 
 
-@pytest.mark.parametrize("one_pass", [None, False])
+@pytest.mark.parametrize("fused_optimizer", [None, False])
 @pytest.mark.parametrize(
     "policy",
     ["fp32", "bf16", "fp16", "fp8-tensor", "bf16-pure", "bf16, params=bf16, master=split"],
 )
-def test_a_step_never_waits_for_the_device_and_a_skip_moves_nothing(policy, one_pass):
+def test_a_step_never_waits_for_the_device_and_a_skip_moves_nothing(policy, fused_optimizer):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 16)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    settings = {"clip_norm": 1.0, "ema_decay": 0.9, "one_pass": one_pass}
+    settings = {"clip_norm": 1.0, "ema_decay": 0.9, "fused_optimizer": fused_optimizer}
     run = nc.prepare(model, optimizer, policy=policy, scheduler=scheduler, **settings)
     x, y = torch.randn(32, 64, device="cuda"), torch.randint(0, 16, (32,), device="cuda")
     bad = torch.tensor(float("inf"), device="cuda")

@@ -12,9 +12,10 @@ from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, probe
 from narrowcast.precision.plan.plan import make_plan
+from narrowcast.precision.step.cuda_graph import WARM_UP
 from narrowcast.training.schedules import lr_factor
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.stepping import WARM_UP, Stepper
+from narrowcast.training.stepping import Stepper
 
 WIDTH = 32
 EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
@@ -50,8 +51,8 @@ def made(policy="fp32", *, device="cpu", **settings):
     model = nn.Sequential(*layers).to(device)
     asked = recipe(policy, **settings)
     hardware = EMULATING if device == "cpu" else probe(device)
-    chosen = make_plan(model, policy, hardware=hardware, only_faster=False)
-    prepared = prepare_recipe(asked, model, plan=chosen)
+    plan = make_plan(model, policy, hardware=hardware, only_faster=False)
+    prepared = prepare_recipe(asked, model, plan=plan)
     return Stepper(prepared, Task(model), asked), prepared
 
 
@@ -317,7 +318,7 @@ def test_an_evaluation_at_any_time_sees_the_weights_of_now_and_changes_no_step(p
 def test_what_cannot_be_captured_on_a_gpu_is_refused_or_launched():
     for settings, why in (
         ({"deterministic": True}, "deterministic kernels may wait"),
-        ({"optimizer": {"name": "sgd", "lr": 0.01}}, "not the one-pass kernel"),
+        ({"optimizer": {"name": "sgd", "lr": 0.01}}, "not the fused kernel"),
     ):
         with pytest.raises(UnsupportedError, match=f"{why}.*write cuda_graph=null"):
             made("bf16", device="cuda", cuda_graph=True, **settings)

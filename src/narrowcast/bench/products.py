@@ -106,7 +106,7 @@ def subject(job: Mapping[str, Any]) -> TimedSubject:
     if contender.kind == "narrowcast":
         policy = contender.options["policy"]
         plans = {str(shape): layer_plan(shape, device, policy) for shape in shapes}
-        about["chosen"] = {shape: chosen.modules[0].reason for shape, chosen in plans.items()}
+        about["chosen"] = {shape: plan.modules[0].reason for shape, plan in plans.items()}
     on_gpu = device.type == "cuda"
     trial = Trial(cases=cases, about=about, is_captured=lambda: on_gpu)
     return TimedSubject(lambda: trial, device=device, contender=contender)

@@ -13,7 +13,7 @@ WARM_UP = 3
 
 def captured(work: Callable[[], object], *, device: torch.device) -> Callable[[], None]:
     """Run some work, capture it, and return what replays it. It must leave no gradients behind."""
-    with beside(device):
+    with on_capture_stream(device):
         for _ in range(WARM_UP):
             work()
     graph = torch.cuda.CUDAGraph()
@@ -33,8 +33,8 @@ class _Replay:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """Launch on another stream inside the block, as a capture will; each waits for the other."""
+def on_capture_stream(device: torch.device) -> Iterator[None]:
+    """Launch on the stream of captures inside the block; it and the current one wait in turn."""
     stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -13,7 +13,7 @@ passes.
 """
 
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -28,73 +28,109 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # Half of the smallest value, which rounds to zero.
 _FLUSHED = {448.0: 2.0**-10, 57344.0: 2.0**-17}
 
-# Addresses of the scales that have been set. Known to the host, so that no step asks the device,
-# and by address, because only tensors go through a compiled graph.
-_calibrated: set[int] = set()
+
+@final
+class DecidedScales:
+    """Which scales are used as they are; any other is undecided, and the next matrix decides it.
+
+    Known to the host, so that no step asks the device, and by address, because only tensors go
+    through a compiled graph.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: set[int] = set()
+
+    def __contains__(self, scale_inv: Tensor) -> bool:
+        return scale_inv.data_ptr() in self._addresses
+
+    def add(self, scale_inv: Tensor) -> None:
+        """Let a scale be used as it is."""
+        self._addresses.add(scale_inv.data_ptr())
+
+    def first_use(self, scale_inv: Tensor) -> bool:
+        """Say whether the matrix at hand decides a scale, which is decided from then on."""
+        undecided = scale_inv not in self
+        self.add(scale_inv)
+        return undecided
+
+    def among(self, addresses: AbstractSet[int]) -> frozenset[int]:
+        """Return the addresses of those scales that are decided."""
+        return frozenset(self._addresses & addresses)
+
+    def remove(self, addresses: AbstractSet[int]) -> None:
+        """Let the next matrices decide the scales at these addresses, or whatever comes there."""
+        self._addresses.difference_update(addresses)
+
+
+DECIDED = DecidedScales()
+"""Of the whole process, as addresses are."""
 
 
 class Quantized(NamedTuple):
-    """A matrix in fp8: as it is, transposed, and what to multiply either with to have it back."""
+    """A matrix in fp8: as it is, transposed, and what to multiply either with to have it back.
 
-    rows: Tensor
-    """(rows, columns); empty if it was not asked for."""
-    columns: Tensor
-    """(columns, rows); empty if it was not asked for."""
-    inverse: Tensor
-    """One fp32 power of two."""
+    A layout that was not asked for is empty. Where the matrix is scaled as a whole, the scales of
+    both layouts are the same tensor of one number.
+    """
 
+    rowwise: Tensor
+    """(rows, columns)"""
+    columnwise: Tensor
+    """(columns, rows)"""
+    rowwise_scale_inv: Tensor
+    """fp32 powers of two: one, or one for each row, or block, of this layout."""
+    columnwise_scale_inv: Tensor
 
-class LocallyQuantized(NamedTuple):
-    """A matrix in fp8 as it is and transposed, with scales of its lines or blocks for either."""
-
-    rows: Tensor
-    columns: Tensor
-    rows_inverse: Tensor
-    columns_inverse: Tensor
+    @property
+    def scale_inv(self) -> Tensor:
+        """The one scale of a matrix that is scaled as a whole."""
+        return self.rowwise_scale_inv
 
 
 def quantize(
     x: Tensor,
     target: torch.dtype,
     *,
-    inverse: Tensor | None = None,
-    notes: Tensor | None = None,
-    rows: bool = True,
-    columns: bool = True,
+    scale_inv: Tensor | None = None,
+    cast_stats: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
     activation: str = "",
     beside: Tensor | None = None,
 ) -> Quantized:
     """Return a matrix in fp8, in one or both layouts.
 
-    Without `inverse` the scale is the largest power of two that keeps every value. With it, one
+    Without `scale_inv` the scale is the largest power of two that keeps every value. With it, one
     number on the device, that scale is used and larger values saturate; the first time the matrix
-    itself decides it. `notes` are four int32, of which the first becomes the largest magnitude as
-    bits if it is larger than what is there; to the others are added how many values were looked at
-    (by a kernel, about one in eight), how many of these were beyond the format's range, and how
+    itself decides it. `cast_stats` are four int32, of which the first becomes the largest magnitude
+    as bits if it is larger than what is there; to the others are added how many values were looked
+    at (by a kernel, about one in eight), how many of these were beyond the format's range, and how
     many became zero that were not. What is not finite becomes NaN. With an activation the matrix is
     quantised after it: `gelu` of x, or `gelu_backward`, x times the derivative at `beside`.
     """
     call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _quantize
-    found = call(x, target, inverse, notes, rows, columns, activation, beside)
-    return Quantized(found[0], found[1], found[2] if inverse is None else inverse)
+    found = call(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside)
+    used = found[2] if scale_inv is None else scale_inv
+    return Quantized(found[0], found[1], used, used)
 
 
-def quantize_into(into: Quantized, x: Tensor, *, notes: Tensor | None, by_itself: bool) -> None:
+def quantize_into(
+    into: Quantized, x: Tensor, *, cast_stats: Tensor | None, by_itself: bool
+) -> None:
     """Quantise into a result that exists; `by_itself`: with a new scale, of this matrix.
 
     A scale that no matrix has set yet, or that was taken back, is of this matrix too.
     """
     if not by_itself:
-        by_itself = into.inverse.data_ptr() not in _calibrated
-        trust(into.inverse)
+        by_itself = DECIDED.first_use(into.scale_inv)
     work = _by_triton if not unsupported_reason(x.device) else _plainly
-    largest = LARGEST[into.rows.dtype]
-    # As `.data`: other layers' notes lie in the same memory, and autograd may be keeping those.
-    scale, noted = into.inverse.data, None if notes is None else notes.data
-    work(x.contiguous(), into.rows, into.columns, scale, noted, by_itself, largest, "", None)
+    largest = LARGEST[into.rowwise.dtype]
+    # As `.data`: other layers' counts lie in the same memory, and autograd may be keeping those.
+    scale, noted = into.scale_inv.data, None if cast_stats is None else cast_stats.data
+    work(x.contiguous(), into.rowwise, into.columnwise, scale, noted, by_itself, largest, "", None)
 
 
-def inverse_for(amax: Tensor, largest: Tensor | float) -> Tensor:
+def scale_inv_for(amax: Tensor, largest: Tensor | float) -> Tensor:
     """Return the inverses of the largest powers of two that keep `amax` within `largest`.
 
     One where nothing is known: nothing but zeros was seen, or something that is not finite.
@@ -106,38 +142,18 @@ def inverse_for(amax: Tensor, largest: Tensor | float) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), torch.ldexp(torch.ones_like(amax), -power), 1)
 
 
-def castable(value: Tensor, inverse: Tensor, largest: float) -> Tensor:
+def castable(value: Tensor, scale_inv: Tensor, largest: float) -> Tensor:
     """Return values scaled and saturated; what is not finite becomes NaN."""
-    return (value / inverse).clamp(-largest, largest) + value * 0
-
-
-def trust(inverse: Tensor) -> None:
-    """Let a scale be used as it is, though no matrix has set it here."""
-    _calibrated.add(inverse.data_ptr())
-
-
-def is_trusted(inverse: Tensor) -> bool:
-    """Say whether a scale is used as it is, or the next matrix decides it."""
-    return inverse.data_ptr() in _calibrated
-
-
-def trusted_among(addresses: AbstractSet[int]) -> frozenset[int]:
-    """Return the addresses of those scales that are used as they are."""
-    return frozenset(_calibrated & addresses)
-
-
-def distrust(addresses: set[int]) -> None:
-    """Forget scales whose memory goes back."""
-    _calibrated.difference_update(addresses)
+    return (value / scale_inv).clamp(-largest, largest) + value * 0
 
 
 def _quantize(
     x: Tensor,
     target: torch.dtype,
-    inverse: Tensor | None,
-    notes: Tensor | None,
-    rows: bool,
-    columns: bool,
+    scale_inv: Tensor | None,
+    cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
     activation: str,
     beside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,29 +161,27 @@ def _quantize(
     beside = None if beside is None else beside.contiguous()
     count, width = x.shape
     padded = count + -count % MULTIPLE
-    in_rows = torch.empty((padded, width) if rows else 0, dtype=target, device=x.device)
-    in_columns = torch.empty((width, padded) if columns else 0, dtype=target, device=x.device)
-    fresh = torch.empty(1 if inverse is None else 0, dtype=torch.float32, device=x.device)
+    in_rows = torch.empty((padded, width) if rowwise else 0, dtype=target, device=x.device)
+    in_columns = torch.empty((width, padded) if columnwise else 0, dtype=target, device=x.device)
+    fresh = torch.empty(1 if scale_inv is None else 0, dtype=torch.float32, device=x.device)
     if not x.numel():
         return in_rows, in_columns, fresh.fill_(1)
-    by_itself = inverse is None or inverse.data_ptr() not in _calibrated
-    given = fresh if inverse is None else inverse
-    if inverse is not None:
-        _calibrated.add(inverse.data_ptr())
+    by_itself = scale_inv is None or DECIDED.first_use(scale_inv)
+    given = fresh if scale_inv is None else scale_inv
     work = _by_triton if not unsupported_reason(x.device) else _plainly
     # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
     # they may be set for the first time.
-    given, noted = given.data, None if notes is None else notes.data
+    given, noted = given.data, None if cast_stats is None else cast_stats.data
     work(x, in_rows, in_columns, given, noted, by_itself, LARGEST[target], activation, beside)
     return in_rows, in_columns, fresh
 
 
 def _by_triton(
     x: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    inverse: Tensor,
-    notes: Tensor | None,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    scale_inv: Tensor,
+    cast_stats: Tensor | None,
     by_itself: bool,
     largest: float,
     activation: str,
@@ -178,14 +192,14 @@ def _by_triton(
     measured = None
     if by_itself:
         measured = largest_magnitude(x, activation=activation, beside=beside)
-        if notes is not None:
-            torch.maximum(notes[:1], measured, out=notes[:1])
+        if cast_stats is not None:
+            torch.maximum(cast_stats[:1], measured, out=cast_stats[:1])
     quantize_into(
-        rows,
-        columns,
+        rowwise,
+        columnwise,
         x,
-        inverse=inverse,
-        notes=notes,
+        scale_inv=scale_inv,
+        cast_stats=cast_stats,
         measured=measured,
         largest=largest,
         activation=activation,
@@ -195,10 +209,10 @@ def _by_triton(
 
 def _plainly(
     x: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    inverse: Tensor,
-    notes: Tensor | None,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    scale_inv: Tensor,
+    cast_stats: Tensor | None,
     by_itself: bool,
     largest: float,
     activation: str,
@@ -213,22 +227,22 @@ def _plainly(
         value = torch.ops.aten.gelu_backward(value, beside.float())
     amax = value.abs().amax()
     if by_itself:
-        inverse.copy_(inverse_for(amax, largest))
-    scaled = value / inverse
-    if notes is not None:
-        torch.maximum(notes[:1], amax.view(1).view(torch.int32), out=notes[:1])
+        scale_inv.copy_(scale_inv_for(amax, largest))
+    scaled = value / scale_inv
+    if cast_stats is not None:
+        torch.maximum(cast_stats[:1], amax.view(1).view(torch.int32), out=cast_stats[:1])
         saturated = (scaled.abs() > largest) & value.isfinite()
         flushed = (scaled.abs() <= _FLUSHED[largest]) & (value != 0)
-        notes[1] += value.numel()
-        notes[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
-    kept = castable(value, inverse, largest)
+        cast_stats[1] += value.numel()
+        cast_stats[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
+    kept = castable(value, scale_inv, largest)
     count = x.shape[0]
-    if rows.numel():
-        rows[:count].copy_(kept)
-        rows[count:].zero_()
-    if columns.numel():
-        columns[:, :count].copy_(kept.t())
-        columns[:, count:].zero_()
+    if rowwise.numel():
+        rowwise[:count].copy_(kept)
+        rowwise[count:].zero_()
+    if columnwise.numel():
+        columnwise[:, :count].copy_(kept.t())
+        columnwise[:, count:].zero_()
 
 
 # The scale that a first matrix sets and the magnitude it leaves are hidden from the compiler:
@@ -236,8 +250,8 @@ def _plainly(
 # Registered by hand, at a fifth of what torch's decorator costs the host a call.
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
-    "quantize_fp8(Tensor x, ScalarType target, Tensor? inverse, Tensor? notes, bool rows, "
-    "bool columns, str activation, Tensor? beside) -> (Tensor, Tensor, Tensor)",
+    "quantize_fp8(Tensor x, ScalarType target, Tensor? scale_inv, Tensor? cast_stats, "
+    "bool rowwise, bool columnwise, str activation, Tensor? beside) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("quantize_fp8", _quantize, "CompositeExplicitAutograd")
@@ -247,17 +261,17 @@ _library.impl("quantize_fp8", _quantize, "CompositeExplicitAutograd")
 def _shapes(
     x: Tensor,
     target: torch.dtype,
-    inverse: Tensor | None,
-    notes: Tensor | None,
-    rows: bool,
-    columns: bool,
+    scale_inv: Tensor | None,
+    cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
     activation: str,
     beside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     count, width = x.shape
     padded = count + -count % MULTIPLE
     return (
-        x.new_empty((padded, width) if rows else 0, dtype=target),
-        x.new_empty((width, padded) if columns else 0, dtype=target),
-        x.new_empty(1 if inverse is None else 0, dtype=torch.float32),
+        x.new_empty((padded, width) if rowwise else 0, dtype=target),
+        x.new_empty((width, padded) if columnwise else 0, dtype=target),
+        x.new_empty(1 if scale_inv is None else 0, dtype=torch.float32),
     )

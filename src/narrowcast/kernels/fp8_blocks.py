@@ -12,26 +12,31 @@ multiple of four. Inside `torch.compile` this is the operator
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import LARGEST, LocallyQuantized, castable, inverse_for
+from narrowcast.kernels.fp8 import LARGEST, Quantized, castable, scale_inv_for
 from narrowcast.kernels.launch import unsupported_reason
 
 BLOCK = 128
 
 
 def quantize_blocks(
-    x: Tensor, target: torch.dtype, *, square: bool = False, rows: bool = True, columns: bool = True
-) -> LocallyQuantized:
+    x: Tensor,
+    target: torch.dtype,
+    *,
+    square: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> Quantized:
     """Return a matrix whose width is a multiple of 128 in fp8; an unwanted layout is empty.
 
     What is not finite becomes NaN.
     """
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.quantize_fp8_blocks if compiling else _quantize
-    return LocallyQuantized(*call(x, target, square, rows, columns))
+    return Quantized(*call(x, target, square, rowwise, columnwise))
 
 
 def _empty(
-    x: Tensor, target: torch.dtype, square: bool, rows: bool, columns: bool
+    x: Tensor, target: torch.dtype, square: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, width = x.shape
     padded = count + -count % BLOCK
@@ -39,18 +44,18 @@ def _empty(
     by_rows = (down, across + -across % 4) if square else (across, padded)
     by_columns = (across, down + -down % 4) if square else (down, width)
     return (
-        x.new_empty((padded, width) if rows else (0,), dtype=target),
-        x.new_empty((width, padded) if columns else (0,), dtype=target),
-        x.new_empty(by_rows if rows else (0,), dtype=torch.float32),
-        x.new_empty(by_columns if columns else (0,), dtype=torch.float32),
+        x.new_empty((padded, width) if rowwise else (0,), dtype=target),
+        x.new_empty((width, padded) if columnwise else (0,), dtype=target),
+        x.new_empty(by_rows if rowwise else (0,), dtype=torch.float32),
+        x.new_empty(by_columns if columnwise else (0,), dtype=torch.float32),
     )
 
 
 def _quantize(
-    x: Tensor, target: torch.dtype, square: bool, rows: bool, columns: bool
+    x: Tensor, target: torch.dtype, square: bool, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    results = _empty(x, target, square, rows, columns)
+    results = _empty(x, target, square, rowwise, columnwise)
     for scales in results[2:]:
         if square and scales.numel():
             scales.fill_(1)  # what fills a line up is read, and multiplies nothing
@@ -67,10 +72,10 @@ def _quantize(
 
 def _plainly(
     x: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    rows_inverse: Tensor,
-    columns_inverse: Tensor,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    rowwise_scale_inv: Tensor,
+    columnwise_scale_inv: Tensor,
     *,
     largest: float,
     square: bool,
@@ -81,28 +86,28 @@ def _plainly(
     value = torch.nn.functional.pad(x.float(), (0, 0, 0, missing))
     tiles = value.view(-1, BLOCK, width // BLOCK, BLOCK)  # (down, 128, across, 128)
     if square:
-        one = inverse_for(tiles.abs().amax((1, 3)), largest)
+        one = scale_inv_for(tiles.abs().amax((1, 3)), largest)
         codes = castable(tiles, one[:, None, :, None], largest).view(value.shape)
-        if rows.numel():
-            rows.copy_(codes)
-            rows_inverse[:, : one.shape[1]].copy_(one)
-        if columns.numel():
-            columns.copy_(codes.t())
-            columns_inverse[:, : one.shape[0]].copy_(one.t())
+        if rowwise.numel():
+            rowwise.copy_(codes)
+            rowwise_scale_inv[:, : one.shape[1]].copy_(one)
+        if columnwise.numel():
+            columnwise.copy_(codes.t())
+            columnwise_scale_inv[:, : one.shape[0]].copy_(one.t())
         return
-    if rows.numel():
-        inverse = inverse_for(tiles.abs().amax(3), largest)  # (down, 128, across)
-        rows.copy_(castable(tiles, inverse[..., None], largest).view(value.shape))
-        rows_inverse.copy_(inverse.view(-1, width // BLOCK).t())
-    if columns.numel():
-        inverse = inverse_for(tiles.abs().amax(1), largest)  # (down, across, 128)
-        columns.copy_(castable(tiles, inverse[:, None], largest).view(value.shape).t())
-        columns_inverse.copy_(inverse.view(-1, width))
+    if rowwise.numel():
+        scale_inv = scale_inv_for(tiles.abs().amax(3), largest)  # (down, 128, across)
+        rowwise.copy_(castable(tiles, scale_inv[..., None], largest).view(value.shape))
+        rowwise_scale_inv.copy_(scale_inv.view(-1, width // BLOCK).t())
+    if columnwise.numel():
+        scale_inv = scale_inv_for(tiles.abs().amax(1), largest)  # (down, across, 128)
+        columnwise.copy_(castable(tiles, scale_inv[:, None], largest).view(value.shape).t())
+        columnwise_scale_inv.copy_(scale_inv.view(-1, width))
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
-    "quantize_fp8_blocks(Tensor x, ScalarType target, bool square, bool rows, bool columns) "
+    "quantize_fp8_blocks(Tensor x, ScalarType target, bool square, bool rowwise, bool columnwise) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
 )

@@ -10,40 +10,40 @@ multiple of 16. Inside `torch.compile` this is the operator `narrowcast::quantiz
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import LARGEST, MULTIPLE, LocallyQuantized, castable, inverse_for
+from narrowcast.kernels.fp8 import LARGEST, MULTIPLE, Quantized, castable, scale_inv_for
 from narrowcast.kernels.launch import unsupported_reason
 
 
 def quantize_lines(
-    x: Tensor, target: torch.dtype, *, rows: bool = True, columns: bool = True
-) -> LocallyQuantized:
+    x: Tensor, target: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
+) -> Quantized:
     """Return a matrix in fp8, with one inverse scale a row of either layout.
 
     An unwanted layout is empty. What is not finite becomes NaN, and its line has the scale one.
     """
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.quantize_fp8_lines if compiling else _quantize
-    return LocallyQuantized(*call(x, target, rows, columns))
+    return Quantized(*call(x, target, rowwise, columnwise))
 
 
 def _empty(
-    x: Tensor, target: torch.dtype, rows: bool, columns: bool
+    x: Tensor, target: torch.dtype, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, width = x.shape
     padded = count + -count % MULTIPLE
     return (
-        x.new_empty((padded, width) if rows else (0,), dtype=target),
-        x.new_empty((width, padded) if columns else (0,), dtype=target),
-        x.new_empty(padded if rows else 0, dtype=torch.float32),
-        x.new_empty(width if columns else 0, dtype=torch.float32),
+        x.new_empty((padded, width) if rowwise else (0,), dtype=target),
+        x.new_empty((width, padded) if columnwise else (0,), dtype=target),
+        x.new_empty(padded if rowwise else 0, dtype=torch.float32),
+        x.new_empty(width if columnwise else 0, dtype=torch.float32),
     )
 
 
 def _quantize(
-    x: Tensor, target: torch.dtype, rows: bool, columns: bool
+    x: Tensor, target: torch.dtype, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    results = _empty(x, target, rows, columns)
+    results = _empty(x, target, rowwise, columnwise)
     if not x.numel():
         for scales in results[2:]:
             scales.fill_(1)
@@ -58,28 +58,28 @@ def _quantize(
 
 def _plainly(
     x: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    rows_inverse: Tensor,
-    columns_inverse: Tensor,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    rowwise_scale_inv: Tensor,
+    columnwise_scale_inv: Tensor,
     *,
     largest: float,
 ) -> None:
     """Do as the kernels do, in a pass for each operation."""
-    padded = rows.shape[0] if rows.numel() else columns.shape[-1]
+    padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
     value = torch.nn.functional.pad(x.float(), (0, 0, 0, padded - x.shape[0]))
     magnitude = value.abs()
-    if rows.numel():
-        rows_inverse.copy_(inverse_for(magnitude.amax(1), largest))
-        rows.copy_(castable(value, rows_inverse[:, None], largest))
-    if columns.numel():
-        columns_inverse.copy_(inverse_for(magnitude.amax(0), largest))
-        columns.copy_(castable(value, columns_inverse, largest).t())
+    if rowwise.numel():
+        rowwise_scale_inv.copy_(scale_inv_for(magnitude.amax(1), largest))
+        rowwise.copy_(castable(value, rowwise_scale_inv[:, None], largest))
+    if columnwise.numel():
+        columnwise_scale_inv.copy_(scale_inv_for(magnitude.amax(0), largest))
+        columnwise.copy_(castable(value, columnwise_scale_inv, largest).t())
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
-    "quantize_fp8_lines(Tensor x, ScalarType target, bool rows, bool columns) "
+    "quantize_fp8_lines(Tensor x, ScalarType target, bool rowwise, bool columnwise) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
 )

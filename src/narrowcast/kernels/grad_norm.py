@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.launch import is_capturing
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
     chunk_table,
-    is_capturing,
     is_dense,
     upload,
 )

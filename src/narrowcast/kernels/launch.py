@@ -28,3 +28,12 @@ def unsupported_reason(device: torch.device) -> str:
 @functools.cache
 def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def is_capturing(device: torch.device | None = None) -> bool:
+    """Say whether a CUDA graph is being captured, which runs its launches again as they are now.
+
+    `device` is where the work is, if that is known.
+    """
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return on_gpu and torch.cuda.is_current_stream_capturing()

@@ -38,45 +38,46 @@ _TO_E4M3, _TO_E5M2 = _assembly("e4m3"), _assembly("e5m2")
 
 
 def quantize_into(
-    rows: Tensor,
-    columns: Tensor,
+    rowwise: Tensor,
+    columnwise: Tensor,
     x: Tensor,
     *,
-    inverse: Tensor,
-    notes: Tensor | None,
+    scale_inv: Tensor,
+    cast_stats: Tensor | None,
     measured: Tensor | None,
     largest: float,
     activation: str,
     beside: Tensor | None,
 ) -> None:
-    """Write `x` in fp8 into `rows` and, transposed, into `columns`; an empty one is left out.
+    """Write `x` in fp8 into `rowwise` and, transposed, into `columnwise`; an empty one is left out.
 
     With `measured`, the bits of the largest magnitude, the scale is made from it and its inverse
-    written; without it `inverse` is read, and the largest magnitude goes into the first note. The
-    other three count the values of one tile in eight: all of them, the saturated, and the flushed.
+    written; without it `scale_inv` is read, and the largest magnitude goes into the first of the
+    `cast_stats`. The other three count the values of one tile in eight: all of them, the saturated,
+    and the flushed.
     """
     count, width = x.shape
-    target = rows.dtype
-    padded = rows.shape[0] if rows.numel() else columns.shape[-1]
+    target = rowwise.dtype
+    padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
     exact = interpreted()  # its own casts to fp8 are wrong
     tile_rows, tile_columns, warps, registers = _TILES[activation]
     _quantize_tile[(triton.cdiv(width, tile_columns), triton.cdiv(padded, tile_rows))](
         x,
         x if beside is None else beside,
-        rows.view(torch.uint8),
-        columns.view(torch.int32),
-        inverse,
-        inverse if measured is None else measured,
-        inverse if notes is None else notes,
+        rowwise.view(torch.uint8),
+        columnwise.view(torch.int32),
+        scale_inv,
+        scale_inv if measured is None else measured,
+        scale_inv if cast_stats is None else cast_stats,
         count,
         width,
         padded,
         LARGEST=largest,
         FIXED=measured is None,
-        RECORD=measured is None and notes is not None,
-        COUNT=notes is not None,
-        ROWS=bool(rows.numel()),
-        COLUMNS=bool(columns.numel()),
+        RECORD=measured is None and cast_stats is not None,
+        COUNT=cast_stats is not None,
+        ROWS=bool(rowwise.numel()),
+        COLUMNS=bool(columnwise.numel()),
         ACTIVATION=activation,
         BY_BITS=exact,
         E5M2=target == torch.float8_e5m2,
@@ -118,7 +119,7 @@ def _largest_magnitude(
 
 
 @triton.jit
-def _inverse_for(bits, LARGEST: tl.constexpr):
+def _scale_inv_for(bits, LARGEST: tl.constexpr):
     """The inverse of the largest power of two by which `bits` stays within LARGEST, as floats"""
     # Both formats end at 1.75 · 2ⁿ. As exponents, where a division would round.
     top: tl.constexpr = 8 if LARGEST == 448.0 else 15
@@ -228,26 +229,26 @@ def _store_columns(out, word, four, column, width, padded):
 def _count(
     x,
     beside,
-    notes,
+    cast_stats,
     at,
     row,
     count,
     width,
     within,
-    inverse,
+    scale_inv,
     LARGEST: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Add to the notes how many values were looked at, saturated and flushed to zero
+    """Add to the stats how many values were looked at, saturated and flushed to zero
 
     Read again, which costs little where the cache still has them, and nothing where nobody counts:
     kept in registers from the pass itself they made every tile slower.
     """
     # What is at most half of the smallest value rounds to zero. As bits of magnitudes.
     half: tl.constexpr = 2.0**-10 if LARGEST == 448.0 else 2.0**-17
-    high = (inverse * LARGEST).to(tl.int32, bitcast=True)
-    low = (inverse * half).to(tl.int32, bitcast=True)
+    high = (scale_inv * LARGEST).to(tl.int32, bitcast=True)
+    low = (scale_inv * half).to(tl.int32, bitcast=True)
     lost = tl.zeros(at.shape, dtype=tl.int32)  # saturated above bit 16, flushed below
     for k in range(4):  # not unrolled: the fewer registers, the more programs at once
         here = (row + k < count)[:, None] & within
@@ -264,9 +265,9 @@ def _count(
     looked = rows * tl.sum(tl.sum(within.to(tl.int32), 1), 0)
     # A program has at most 8,192 values.
     lost = tl.sum(tl.sum(lost, 1), 0)
-    tl.atomic_add(notes + 1, looked)
-    tl.atomic_add(notes + 2, lost >> 16, mask=lost > 0xFFFF)  # most have nothing to add
-    tl.atomic_add(notes + 3, lost & 0xFFFF, mask=(lost & 0xFFFF) > 0)
+    tl.atomic_add(cast_stats + 1, looked)
+    tl.atomic_add(cast_stats + 2, lost >> 16, mask=lost > 0xFFFF)  # most have nothing to add
+    tl.atomic_add(cast_stats + 3, lost & 0xFFFF, mask=(lost & 0xFFFF) > 0)
 
 
 @triton.jit
@@ -275,9 +276,9 @@ def _quantize_tile(
     beside,
     out_rows,
     out_columns,
-    inverse,
+    scale_inv,
     measured,
-    notes,
+    cast_stats,
     count,
     width,
     padded,
@@ -299,11 +300,11 @@ def _quantize_tile(
     column = tl.program_id(0).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     within = (column < width)[None, :]
     if FIXED:
-        inv = tl.load(inverse)
+        inv = tl.load(scale_inv)
     else:
-        inv = _inverse_for(tl.load(measured), LARGEST)
+        inv = _scale_inv_for(tl.load(measured), LARGEST)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(inverse, inv)
+            tl.store(scale_inv, inv)
     scale = 1.0 / inv
     row = four * 4
     at = row[:, None] * width + column[None, :]
@@ -325,7 +326,9 @@ def _quantize_tile(
         _store_columns(out_columns, word, four, column, width, padded)
     if RECORD:
         bits = largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(notes, tl.max(tl.max(bits, 1), 0))
+        tl.atomic_max(cast_stats, tl.max(tl.max(bits, 1), 0))
     # On diagonals, so that every row and every column of tiles has its share.
     if COUNT and (tl.program_id(0) + tl.program_id(1)) % _COUNTED == 0:
-        _count(x, beside, notes, at, row, count, width, within, inv, LARGEST, ACTIVATION, BY_BITS)
+        _count(
+            x, beside, cast_stats, at, row, count, width, within, inv, LARGEST, ACTIVATION, BY_BITS
+        )

@@ -8,7 +8,7 @@ from torch import Tensor
 from narrowcast.kernels.launch import interpreted
 from narrowcast.kernels.quantize import (
     _castable,
-    _inverse_for,
+    _scale_inv_for,
     _store_columns,
     _store_rows,
     _word,
@@ -18,10 +18,10 @@ BLOCK = 128
 
 
 def quantize_blocks_into(
-    rows: Tensor,
-    columns: Tensor,
-    rows_inverse: Tensor,
-    columns_inverse: Tensor,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    rowwise_scale_inv: Tensor,
+    columnwise_scale_inv: Tensor,
     x: Tensor,
     *,
     largest: float,
@@ -32,24 +32,24 @@ def quantize_blocks_into(
     An empty result is left out. `square`: one scale for 128 × 128 values, the same for both.
     """
     count, width = x.shape
-    padded = rows.shape[0] if rows.numel() else columns.shape[-1]
+    padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
     _quantize_block[(triton.cdiv(width, BLOCK), triton.cdiv(padded, BLOCK))](
         x,
-        rows.view(torch.uint8),
-        columns.view(torch.int32),
-        rows_inverse,
-        columns_inverse,
+        rowwise.view(torch.uint8),
+        columnwise.view(torch.int32),
+        rowwise_scale_inv,
+        columnwise_scale_inv,
         count,
         width,
         padded,
-        rows_inverse.stride(0) if rows_inverse.numel() else 0,
-        columns_inverse.stride(0) if columns_inverse.numel() else 0,
+        rowwise_scale_inv.stride(0) if rowwise_scale_inv.numel() else 0,
+        columnwise_scale_inv.stride(0) if columnwise_scale_inv.numel() else 0,
         LARGEST=largest,
-        ROWS=bool(rows.numel()),
-        COLUMNS=bool(columns.numel()),
+        ROWS=bool(rowwise.numel()),
+        COLUMNS=bool(columnwise.numel()),
         SQUARE=square,
         BY_BITS=interpreted(),
-        E5M2=rows.dtype == torch.float8_e5m2,
+        E5M2=rowwise.dtype == torch.float8_e5m2,
         BLOCK=BLOCK,
         num_warps=8,
     )
@@ -66,8 +66,8 @@ def _quantize_block(
     x,
     out_rows,
     out_columns,
-    rows_inverse,
-    columns_inverse,
+    rowwise_scale_inv,
+    columnwise_scale_inv,
     count,
     width,
     padded,
@@ -94,7 +94,7 @@ def _quantize_block(
     d, bits_d = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
     highest = tl.max(tl.maximum(tl.maximum(bits_a, bits_b), tl.maximum(bits_c, bits_d)), 0)
     if SQUARE:
-        one = _inverse_for(tl.max(highest, 0), LARGEST)
+        one = _scale_inv_for(tl.max(highest, 0), LARGEST)
         word = _word(
             _castable(a, 1.0 / one, LARGEST, BY_BITS),
             _castable(b, 1.0 / one, LARGEST, BY_BITS),
@@ -104,17 +104,17 @@ def _quantize_block(
             BY_BITS,
         )
         if ROWS:
-            tl.store(rows_inverse + down * rows_stride + across, one)
+            tl.store(rowwise_scale_inv + down * rows_stride + across, one)
             _store_rows(out_rows, word, four, column, width, padded)
         if COLUMNS:
-            tl.store(columns_inverse + across * columns_stride + down, one)
+            tl.store(columnwise_scale_inv + across * columns_stride + down, one)
             _store_columns(out_columns, word, four, column, width, padded)
     else:
         if ROWS:
-            inv_a = _inverse_for(tl.max(bits_a, 1), LARGEST)
-            inv_b = _inverse_for(tl.max(bits_b, 1), LARGEST)
-            inv_c = _inverse_for(tl.max(bits_c, 1), LARGEST)
-            inv_d = _inverse_for(tl.max(bits_d, 1), LARGEST)
+            inv_a = _scale_inv_for(tl.max(bits_a, 1), LARGEST)
+            inv_b = _scale_inv_for(tl.max(bits_b, 1), LARGEST)
+            inv_c = _scale_inv_for(tl.max(bits_c, 1), LARGEST)
+            inv_d = _scale_inv_for(tl.max(bits_d, 1), LARGEST)
             word = _word(
                 _castable(a, 1.0 / inv_a[:, None], LARGEST, BY_BITS),
                 _castable(b, 1.0 / inv_b[:, None], LARGEST, BY_BITS),
@@ -124,13 +124,13 @@ def _quantize_block(
                 BY_BITS,
             )
             _store_rows(out_rows, word, four, column, width, padded)
-            line = rows_inverse + across * rows_stride + row
+            line = rowwise_scale_inv + across * rows_stride + row
             tl.store(line, inv_a, mask=row < padded)
             tl.store(line + 1, inv_b, mask=row < padded)
             tl.store(line + 2, inv_c, mask=row < padded)
             tl.store(line + 3, inv_d, mask=row < padded)
         if COLUMNS:
-            inv = _inverse_for(highest, LARGEST)
+            inv = _scale_inv_for(highest, LARGEST)
             word = _word(
                 _castable(a, 1.0 / inv[None, :], LARGEST, BY_BITS),
                 _castable(b, 1.0 / inv[None, :], LARGEST, BY_BITS),
@@ -140,4 +140,6 @@ def _quantize_block(
                 BY_BITS,
             )
             _store_columns(out_columns, word, four, column, width, padded)
-            tl.store(columns_inverse + down * columns_stride + column, inv, mask=column < width)
+            tl.store(
+                columnwise_scale_inv + down * columns_stride + column, inv, mask=column < width
+            )

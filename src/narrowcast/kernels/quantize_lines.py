@@ -8,7 +8,7 @@ from torch import Tensor
 from narrowcast.kernels.launch import interpreted
 from narrowcast.kernels.quantize import (
     _castable,
-    _inverse_for,
+    _scale_inv_for,
     _store_columns,
     _store_rows,
     _word,
@@ -20,10 +20,10 @@ _STRIP = tl.constexpr(8)  # tiles side by side that one program measures
 
 
 def quantize_lines_into(
-    rows: Tensor,
-    columns: Tensor,
-    rows_inverse: Tensor,
-    columns_inverse: Tensor,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    rowwise_scale_inv: Tensor,
+    columnwise_scale_inv: Tensor,
     x: Tensor,
     *,
     largest: float,
@@ -33,8 +33,8 @@ def quantize_lines_into(
     An empty result is left out. Allocates one int32 for each line.
     """
     count, width = x.shape
-    padded = rows.shape[0] if rows.numel() else columns.shape[-1]
-    by_rows, by_columns = bool(rows.numel()), bool(columns.numel())
+    padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
+    by_rows, by_columns = bool(rowwise.numel()), bool(columnwise.numel())
     measured = torch.zeros(padded + width, dtype=torch.int32, device=x.device)
     across, down = triton.cdiv(width, _TILE_COLUMNS), triton.cdiv(padded, _TILE_ROWS)
     shared = {
@@ -47,17 +47,17 @@ def quantize_lines_into(
     )
     _quantize_tile[(across, down)](
         x,
-        rows.view(torch.uint8),
-        columns.view(torch.int32),
-        rows_inverse,
-        columns_inverse,
+        rowwise.view(torch.uint8),
+        columnwise.view(torch.int32),
+        rowwise_scale_inv,
+        columnwise_scale_inv,
         measured,
         count,
         width,
         padded,
         LARGEST=largest,
         BY_BITS=interpreted(),
-        E5M2=rows.dtype == torch.float8_e5m2,
+        E5M2=rowwise.dtype == torch.float8_e5m2,
         FOURS=_TILE_ROWS // 4,
         num_warps=16,  # with 8, half as many fit at once: two casts take registers
         **shared,
@@ -97,8 +97,8 @@ def _quantize_tile(
     x,
     out_rows,
     out_columns,
-    rows_inverse,
-    columns_inverse,
+    rowwise_scale_inv,
+    columnwise_scale_inv,
     measured,
     count,
     width,
@@ -122,10 +122,10 @@ def _quantize_tile(
     c, _ = _loaded(x, at + 2 * width, (row + 2 < count)[:, None] & within)
     d, _ = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
     if ROWS:
-        by_a = _row_scale(measured, rows_inverse, row, padded, LARGEST)
-        by_b = _row_scale(measured, rows_inverse, row + 1, padded, LARGEST)
-        by_c = _row_scale(measured, rows_inverse, row + 2, padded, LARGEST)
-        by_d = _row_scale(measured, rows_inverse, row + 3, padded, LARGEST)
+        by_a = _row_scale(measured, rowwise_scale_inv, row, padded, LARGEST)
+        by_b = _row_scale(measured, rowwise_scale_inv, row + 1, padded, LARGEST)
+        by_c = _row_scale(measured, rowwise_scale_inv, row + 2, padded, LARGEST)
+        by_d = _row_scale(measured, rowwise_scale_inv, row + 3, padded, LARGEST)
         word = _word(
             _castable(a, by_a, LARGEST, BY_BITS),
             _castable(b, by_b, LARGEST, BY_BITS),
@@ -137,10 +137,12 @@ def _quantize_tile(
         _store_rows(out_rows, word, four, column, width, padded)
     if COLUMNS:
         inside = column < width
-        inverse = _inverse_for(tl.load(measured + padded + column, mask=inside, other=0), LARGEST)
+        scale_inv = _scale_inv_for(
+            tl.load(measured + padded + column, mask=inside, other=0), LARGEST
+        )
         if tl.program_id(1) == 0:
-            tl.store(columns_inverse + column, inverse, mask=inside)
-        scale = (1.0 / inverse)[None, :]
+            tl.store(columnwise_scale_inv + column, scale_inv, mask=inside)
+        scale = (1.0 / scale_inv)[None, :]
         word = _word(
             _castable(a, scale, LARGEST, BY_BITS),
             _castable(b, scale, LARGEST, BY_BITS),
@@ -153,9 +155,9 @@ def _quantize_tile(
 
 
 @triton.jit
-def _row_scale(measured, rows_inverse, row, padded, LARGEST: tl.constexpr):
+def _row_scale(measured, rowwise_scale_inv, row, padded, LARGEST: tl.constexpr):
     """The scales of some rows, whose inverses the first program of these rows writes down"""
-    inverse = _inverse_for(tl.load(measured + row, mask=row < padded, other=0), LARGEST)
+    scale_inv = _scale_inv_for(tl.load(measured + row, mask=row < padded, other=0), LARGEST)
     if tl.program_id(0) == 0:
-        tl.store(rows_inverse + row, inverse, mask=row < padded)
-    return (1.0 / inverse)[:, None]
+        tl.store(rowwise_scale_inv + row, scale_inv, mask=row < padded)
+    return (1.0 / scale_inv)[:, None]

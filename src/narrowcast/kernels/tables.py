@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.launch import is_capturing
 
 ALIGNMENT = 16
 """Bytes of the widest load: a tensor that begins at a multiple of it, and whose length is one of as
@@ -91,11 +92,6 @@ class HostTable:
         return torch.empty(
             self.tensor.shape, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda
         )
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Say whether a CUDA graph is being captured: it will read the tables of its launches again."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_aligned(*tensors: Tensor) -> bool:

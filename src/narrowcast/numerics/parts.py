@@ -14,7 +14,7 @@ _NAN = 0x7FC00000
 """The bits of a NaN whose low half is zero."""
 
 
-def whole(weight: Tensor, beside: Tensor | None, *, kind: str) -> Tensor:
+def join_fp32(weight: Tensor, beside: Tensor | None, *, kind: str) -> Tensor:
     """Return the fp32 number that a weight and what a kind of master keeps beside it make."""
     if beside is None:
         return weight.float()

@@ -1,26 +1,26 @@
 """Tensors inside what modules are given and return: tuples, lists and dicts of them."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def changed_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with its tensors changed, those inside tuples, lists and dicts included."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and type(value) not in (tuple, torch.Size):
-        return type(value)(*(changed_tensors(item, change) for item in value))  # a named one
+        return type(value)(*(map_tensors(item, change) for item in value))  # a named one
     if isinstance(value, tuple | list):
-        return type(value)([changed_tensors(item, change) for item in value])
-    if isinstance(value, dict):
-        fresh = {key: changed_tensors(item, change) for key, item in value.items()}
+        return type(value)([map_tensors(item, change) for item in value])
+    if isinstance(value, MutableMapping):
+        fresh = {key: map_tensors(item, change) for key, item in value.items()}
         if type(value) is dict:
             return fresh
-        copied = copy.copy(value)  # a dict that is more than one stays so
+        copied = copy.copy(value)  # a mapping that is more than a dict stays so
         copied.update(fresh)
         return copied
     return value
@@ -28,7 +28,7 @@ def changed_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with its floating-point tensors cast."""
-    return changed_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -46,3 +46,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def copy_tensors(into: Any, source: Any) -> None:
+    """Write the tensors of one value into those of another that is built alike."""
+    if isinstance(into, Tensor):
+        into.copy_(source, non_blocking=True)
+    elif isinstance(into, tuple | list):
+        for mine, given in zip(into, source, strict=True):
+            copy_tensors(mine, given)
+    elif isinstance(into, Mapping):
+        for key, mine in into.items():
+            copy_tensors(mine, source[key])
+
+
+def outline(value: Any) -> Any:
+    """Return how a value is built: shape and dtype in each tensor's place, the rest as it is."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, tuple | list):
+        return [outline(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: outline(item) for key, item in value.items()}
+    return value

@@ -8,7 +8,7 @@ from narrowcast.config import Recipe
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, probe
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.training.data import Order
 from narrowcast.training.phase_plans import plan_phases

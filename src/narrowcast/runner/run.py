@@ -20,7 +20,7 @@ from narrowcast.config import LoadedRecipe, Recipe
 from narrowcast.errors import DivergedError, Interrupted, RecipeError
 from narrowcast.hardware import probe
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report import write_report
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned

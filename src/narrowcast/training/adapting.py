@@ -10,11 +10,11 @@ from typing import Any, final
 
 from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Limits
-from narrowcast.health.findings.rules import GRADIENTS
 from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.plan.roles import GRADIENTS
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord
 from narrowcast.training.optimizers import moments_of
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.randomness import randomness_kept
 from narrowcast.training.task import Task

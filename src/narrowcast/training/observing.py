@@ -13,7 +13,7 @@ from narrowcast.health.findings.findings import Findings
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.health.statistics.reading import Reading
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import HealthRecord, Record, StepRecord
 
 EXPONENTS_EVERY = 10

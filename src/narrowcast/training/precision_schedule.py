@@ -14,7 +14,7 @@ from narrowcast.config.phases import LOSSES, ConditionSection, PhaseSection, Unt
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, StepRecord
 from narrowcast.training.phase_plans import each_phase, end_text, phases_of, plan_phases, text_of
 from narrowcast.training.setup import loss_scale_of
@@ -72,7 +72,7 @@ class PrecisionSchedule:
             self._plans = plan_phases(
                 recipe, prepared.model, hardware=hardware, gemm_rows=gemm_rows
             )
-            each_phase(self._plans, prepared.refuse_impossible)  # before the run, not in it
+            each_phase(self._plans, prepared.engine.refuse_impossible)  # before the run, not in it
 
     def note(self, record: StepRecord) -> None:
         """Take in what became of a step, each once and in their order."""

@@ -6,7 +6,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from narrowcast.config.sections import LossScaleSection, Recipe
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.step.prepare import Prepared, prepare
+from narrowcast.precision.step.prepare import prepare
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.schedules import lr_factor
 

@@ -9,7 +9,7 @@ next step is being queued, and the device never waits for the host.
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,12 +23,13 @@ from narrowcast.errors import (
     NarrowcastError,
     RecipeError,
 )
+from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.peak import peak_bytes
 from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
 from narrowcast.health.diagnose.replay import ReplayInputs
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.step.outcome import Outcome
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
@@ -42,7 +43,6 @@ from narrowcast.training.checkpoints.resume import require_same_model, shapes
 from narrowcast.training.data import BatchStream
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate, not_finite
-from narrowcast.training.host_number import HostNumber
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.signals import Stop, stop_on_signals
@@ -84,7 +84,7 @@ class _Attempt:
 
     step: int
     outcome: Outcome
-    loss: HostNumber
+    loss: AsyncCopy
     items: int
     replay_inputs: ReplayInputs | None
     """What it was given, kept while it may have to be looked into."""
@@ -247,7 +247,7 @@ class _Course:
         return _Attempt(
             step=self._step,
             outcome=outcome,
-            loss=HostNumber(loss),
+            loss=AsyncCopy(loss),
             items=sum(self._task.items(batch) for batch in batches),
             replay_inputs=replay_inputs,
         )
@@ -258,7 +258,7 @@ class _Course:
             attempt = self._unread.popleft()
             outcome = attempt.outcome
             applied = outcome.applied  # waits, so the clock is read after it
-            now, loss = time.perf_counter(), attempt.loss.value()
+            now, loss = time.perf_counter(), attempt.loss.wait().item()
             told = self._investigator.account(
                 attempt.step,
                 outcome,
@@ -309,8 +309,8 @@ class _Course:
         return any(each.outcome.applied for each in (attempt, *self._unread))
 
     def _found_in(self, step: int) -> list[FindingRecord]:
-        """Return what the ledger has found in a step; it may know of later ones already."""
-        self._found += [FindingRecord(**asdict(each)) for each in self._prepared.findings()]
+        """Return what the step log has found in a step; it may know of later ones already."""
+        self._found += self._prepared.findings()
         now = [each for each in self._found if each.step <= step]
         self._found = self._found[len(now) :]
         return now

@@ -11,8 +11,8 @@ from narrowcast.hardware import Hardware, Support
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.health.statistics.reading import Reading
 from narrowcast.kernels import launch
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
-from narrowcast.precision.modules.wrappers import NarrowLinear
+from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.modules.wrappers import EmulatedLinear
 
 ROWS, WIDE, NARROW = 256, 128, 48
 THEIRS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0)}
@@ -51,9 +51,9 @@ def made(way, *, policy="fp8-delayed"):
         memory_bytes=2**30,
         products=native if way == "kernel" else {},
     )
-    chosen = nc.plan(model, policy, hardware=hardware, only_faster=False)
-    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy=chosen)
-    assert isinstance(model[0], Fp8Linear if way == "kernel" else NarrowLinear)
+    plan = nc.plan(model, policy, hardware=hardware, only_faster=False)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0), policy=plan)
+    assert isinstance(model[0], Fp8Linear if way == "kernel" else EmulatedLinear)
     return run
 
 
@@ -165,7 +165,7 @@ def test_evaluations_and_replays_are_not_counted(way):
             if looks:
                 with torch.no_grad(), run.compute():
                     run.model(batch(4))
-                with run.isolated():
+                with run.engine.isolated():
                     passes(run, 4)
             step_(run, probes, step)
         told.append(Reading(probes, step=3).records())

@@ -12,8 +12,8 @@ import narrowcast as nc
 from narrowcast.hardware import Hardware, Support, probe
 from narrowcast.kernels import fp8
 from narrowcast.numerics import E4M3, scale_for
+from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fp8.state import Fp8Model
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES = ["fp8-tensor", "fp8-delayed"]
@@ -55,8 +55,8 @@ def prepared(policy, *, frozen=False, optimizer=torch.optim.AdamW, **settings):
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
     model[0].weight.requires_grad_(not frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
-    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-    run = nc.prepare(model, optimizer(trained, lr=0.05), policy=chosen, **settings)
+    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, optimizer(trained, lr=0.05), policy=plan, **settings)
     assert isinstance(model[0], Fp8Linear)
     return run
 
@@ -77,13 +77,13 @@ def step(run, seed=0, *, factor=1.0):
 def kept(layer):
     """The weight as it is kept, in fp32, from both layouts."""
     made = layer.nc_weight
-    assert torch.equal(made.rows.view(torch.uint8), made.columns.view(torch.uint8).t())
-    return made.rows.float() * made.inverse
+    assert torch.equal(made.rowwise.view(torch.uint8), made.columnwise.view(torch.uint8).t())
+    return made.rowwise.float() * made.scale_inv
 
 
 def is_current(layer):
     """Whether what is kept is the weight itself, rounded by torch with the scale that is kept."""
-    inverse = layer.nc_weight.inverse
+    inverse = layer.nc_weight.scale_inv
     rounded = (layer.weight.detach().float() / inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
     return torch.equal(kept(layer), rounded.float() * inverse)
 
@@ -125,11 +125,11 @@ def test_a_weight_that_did_not_change_is_not_touched(policy):
     run = prepared(policy)
     layer = run.model[0]
     forward(run)
-    layer.nc_weight.rows.view(torch.uint8).fill_(0x38)  # whoever writes it again would undo this
+    layer.nc_weight.rowwise.view(torch.uint8).fill_(0x38)  # whoever writes it again would undo this
     forward(run, seed=1)
     with torch.no_grad():
         run.model(x(2))
-    assert (layer.nc_weight.rows.float() == 1).all()
+    assert (layer.nc_weight.rowwise.float() == 1).all()
     by_copy(run)
     forward(run)
     assert is_current(layer)
@@ -154,11 +154,11 @@ def test_a_scale_for_itself_follows_the_weight_and_one_from_the_past_comes_after
             run.model[0].weight.mul_(64.0)
         forward(run)
     wanted = 1 / scale_for(own.model[0].weight, E4M3).item()
-    assert own.model[0].nc_weight.inverse.item() == wanted
-    assert delayed.model[0].nc_weight.inverse.item() == wanted / 64
+    assert own.model[0].nc_weight.scale_inv.item() == wanted
+    assert delayed.model[0].nc_weight.scale_inv.item() == wanted / 64
     step(delayed)
     forward(delayed)
-    assert delayed.model[0].nc_weight.inverse.item() == wanted
+    assert delayed.model[0].nc_weight.scale_inv.item() == wanted
     assert is_current(delayed.model[0])
 
 
@@ -168,11 +168,11 @@ def test_a_frozen_weight_is_made_once(policy):
     layer = run.model[0]
     forward(run)
     assert is_current(layer)
-    layer.nc_weight.rows.view(torch.uint8).fill_(0x38)
+    layer.nc_weight.rowwise.view(torch.uint8).fill_(0x38)
     for seed in range(3):
         assert step(run, seed).applied
     forward(run)
-    assert (layer.nc_weight.rows.float() == 1).all()
+    assert (layer.nc_weight.rowwise.float() == 1).all()
 
 
 @pytest.mark.parametrize("frozen_first", [False, True])
@@ -200,11 +200,11 @@ def test_a_skipped_step_leaves_weights_and_scales_alone():
     run = prepared("fp8-delayed")
     step(run)
     forward(run)
-    before, inverse = kept(run.model[0]).clone(), run.model[0].nc_weight.inverse.item()
+    before, inverse = kept(run.model[0]).clone(), run.model[0].nc_weight.scale_inv.item()
     assert not step(run, factor=float("inf")).applied
     forward(run)
     assert torch.equal(kept(run.model[0]), before)
-    assert run.model[0].nc_weight.inverse.item() == inverse
+    assert run.model[0].nc_weight.scale_inv.item() == inverse
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -319,8 +319,8 @@ def test_a_copy_keeps_the_scales_of_its_model():
 def test_a_batch_without_rows_has_gradients_of_zero(policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
-    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen)
+    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan)
     with run.compute():
         output = model(x()[:0])
     assert output.shape == (0, 16)
@@ -334,10 +334,10 @@ def test_an_evaluation_before_the_first_step_decides_no_scale(emulate):
     for _ in range(2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)).to(DEVICE)
-        chosen = nc.plan(
+        plan = nc.plan(
             model, "fp8-delayed", hardware=hardware(), only_faster=False, emulate=emulate
         )
-        runs.append(nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen))
+        runs.append(nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan))
     run, straight = runs
     with torch.no_grad(), run.compute():
         run.model(x() * 2.0**20)
@@ -359,18 +359,18 @@ def test_passes_aside_leave_the_course_of_a_run_as_it_is(policy, bad):
     for looks in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(DEVICE)
-        chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=chosen)
+        plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=plan)
         for step, x in enumerate(drawn):
             given = x * float("nan") if step in bad else x
             for aside in (True, False) if looks else (False,):
-                with run.isolated() if aside else contextlib.nullcontext():
+                with run.engine.isolated() if aside else contextlib.nullcontext():
                     with run.compute():
                         loss = F.mse_loss(run.model(given * 3 if aside else given), given[:, :16])
                     run.backward(loss)
             assert run.step().applied is (step not in bad)
             if looks:
-                with run.isolated(), run.compute():
+                with run.engine.isolated(), run.compute():
                     run.model(given)
         ends.append([run.state_dict()["amax"], *run.full_weights().values()])
     (histories, *weights), (other_histories, *other_weights) = ends
@@ -399,8 +399,8 @@ def test_a_layer_first_used_in_a_skipped_step_takes_its_scale_from_the_next(nati
     def trained(*, skips):
         model = Branching().to(DEVICE)
         device, emulate = (hardware(), None) if native else (probe(DEVICE), True)
-        chosen = nc.plan(model, "fp8-delayed", hardware=device, only_faster=False, emulate=emulate)
-        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=chosen)
+        plan = nc.plan(model, "fp8-delayed", hardware=device, only_faster=False, emulate=emulate)
+        run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), policy=plan)
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         for number in range(4):
             model.uses_late = number >= 2
@@ -422,8 +422,8 @@ def test_a_layer_first_used_in_a_skipped_step_takes_its_scale_from_the_next(nati
 def test_a_backward_pass_through_a_weight_that_has_moved_on_is_refused_as_torch_does(policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)).to(DEVICE)
-    chosen = nc.plan(model, policy, hardware=hardware(), only_faster=False)
-    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=chosen)
+    plan = nc.plan(model, policy, hardware=hardware(), only_faster=False)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=plan)
     before = forward(run).float().sum()
     with torch.no_grad():
         model[2].weight.mul_(2)

@@ -6,8 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
-from narrowcast.precision.fp8.rowwise import Fp8RowLinear
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
+from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.chunked_loss import LossTerms
 from narrowcast.precision.fused.chunked_module import chunked_module_loss
 from narrowcast.precision.plan.presets import PRESETS
@@ -87,7 +86,7 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(loss, [hidden], create_graph=True)
 
 
-FP8_HEADS = {"fp8-tensor": Fp8Linear, "fp8-row": Fp8RowLinear}
+FP8_HEADS = {"fp8-tensor": Fp8Linear, "fp8-row": Fp8Linear}
 
 
 @pytest.mark.parametrize("preset", FP8_HEADS)

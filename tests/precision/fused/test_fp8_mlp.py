@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowcast.kernels import fp8
 from narrowcast.precision.fp8.delayed import AmaxHistories
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
+from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.presets import PRESETS

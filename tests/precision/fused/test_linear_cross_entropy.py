@@ -14,7 +14,7 @@ from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.numerics import BF16
 from narrowcast.precision.fused import chunked_pass
 from narrowcast.precision.fused import linear_cross_entropy as linear_loss
-from narrowcast.precision.modules.wrappers import NarrowLinear
+from narrowcast.precision.modules.wrappers import EmulatedLinear
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.products.regions import EmulatedProducts, InRegion, Region
@@ -359,7 +359,7 @@ def hooked(head):
 
 def narrow(head):
     formats = ProductFormats.of(Policy(forward="e4m3", scaling="tensor"))
-    swap(head, NarrowLinear, nc_formats=formats, nc_history=None)
+    swap(head, EmulatedLinear, nc_formats=formats, nc_history=None)
     return contextlib.nullcontext()
 
 

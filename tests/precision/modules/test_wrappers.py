@@ -7,7 +7,7 @@ from torch import nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
-from narrowcast.precision.modules.wrappers import MatchingInput, NarrowNorm, OwnLossScale, WideNorm
+from narrowcast.precision.modules.wrappers import Fp32Norm, MatchingInput, OwnLossScale, RoundedNorm
 from narrowcast.precision.swap import is_swapped, restore, swap
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -16,7 +16,7 @@ Pair = collections.namedtuple("Pair", "first second")
 def test_a_swapped_module_is_restored_to_exactly_what_it_was():
     layer = nn.LayerNorm(4)
     before = set(layer.__dict__)
-    swap(layer, WideNorm)
+    swap(layer, Fp32Norm)
     swap(layer, OwnLossScale, nc_scale=object())
     assert is_swapped(layer)
     restore(layer)
@@ -30,7 +30,7 @@ def test_a_swapped_module_keeps_its_hooks_parameters_and_keys():
     calls = []
     layer.register_forward_hook(lambda *a: calls.append(a))
     weight, keys = layer.weight, list(layer.state_dict())
-    swap(layer, WideNorm)
+    swap(layer, Fp32Norm)
     layer(torch.ones(4))
     assert layer.weight is weight
     assert list(layer.state_dict()) == keys
@@ -42,7 +42,7 @@ def test_a_wide_norm_computes_in_fp32_and_returns_what_came_in(how):
     layer = nn.LayerNorm(64)
     x = torch.randn(3, 64).bfloat16()
     expected = layer(x.float()).bfloat16()
-    swap(layer, WideNorm)
+    swap(layer, Fp32Norm)
     result = layer(x) if how == "positional" else layer(input=x)
     assert torch.equal(result, expected)
 
@@ -51,7 +51,7 @@ def test_a_narrow_norm_rounds_what_goes_in_and_what_comes_out():
     layer = nn.LayerNorm(64)
     x = torch.randn(3, 64)
     expected = layer(x.bfloat16().float()).bfloat16().float()
-    swap(layer, NarrowNorm, nc_dtype=torch.bfloat16)
+    swap(layer, RoundedNorm, nc_dtype=torch.bfloat16)
     assert torch.equal(layer(x), expected)
 
 
@@ -135,6 +135,6 @@ def test_a_frozen_part_may_return_what_it_likes():
 
 def test_a_copy_of_a_swapped_module_computes_the_same():
     layer = nn.LayerNorm(8)
-    swap(layer, WideNorm)
+    swap(layer, Fp32Norm)
     x = torch.randn(2, 8).bfloat16()
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))

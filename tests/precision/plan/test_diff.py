@@ -136,13 +136,13 @@ def test_any_fp32_weight_survives_a_split_and_a_master_copy(values):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("one_pass", [None, True])
+@pytest.mark.parametrize("fused_optimizer", [None, True])
 def test_a_switch_there_and_back_leaves_an_fp32_run_what_it_was(
-    one_pass, optimizer, accumulate, cpu
+    fused_optimizer, optimizer, accumulate, cpu
 ):
-    if one_pass and optimizer == "sgd":
-        pytest.skip("the one-pass kernel is for Adam")
-    settings = {"optimizer": optimizer, "one_pass": one_pass, "ema_decay": 0.9}
+    if fused_optimizer and optimizer == "sgd":
+        pytest.skip("the fused kernel is for Adam")
+    settings = {"optimizer": optimizer, "fused_optimizer": fused_optimizer, "ema_decay": 0.9}
     plain, switched = fresh("fp32", cpu, **settings), fresh("fp32", cpu, **settings)
     rest = train(plain, 0, 6, accumulate=accumulate)
     told = train(switched, 0, 3, accumulate=accumulate)
@@ -173,13 +173,15 @@ def test_training_through_a_switch_of_fp32_is_the_plain_loop_of_torch(cpu):
     assert equal(fp32_values(run), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("one_pass", [None, True])
+@pytest.mark.parametrize("fused_optimizer", [None, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("policy", ["aggressive", "bf16, params=bf16, master=fp32"])
-def test_a_switch_at_the_very_beginning_is_the_policy_itself(policy, optimizer, one_pass, cpu):
-    if one_pass and optimizer == "sgd":
-        pytest.skip("the one-pass kernel is for Adam")
-    settings = {"optimizer": optimizer, "one_pass": one_pass}
+def test_a_switch_at_the_very_beginning_is_the_policy_itself(
+    policy, optimizer, fused_optimizer, cpu
+):
+    if fused_optimizer and optimizer == "sgd":
+        pytest.skip("the fused kernel is for Adam")
+    settings = {"optimizer": optimizer, "fused_optimizer": fused_optimizer}
     direct, switched = fresh(policy, cpu, **settings), fresh("fp32", cpu, **settings)
     switched.change(planned(switched, policy))
     assert train(direct, 0, 4) == train(switched, 0, 4)
@@ -266,13 +268,13 @@ def test_histories_go_on_by_name_and_new_ones_begin_empty(cpu):
     run = fresh("fp8-delayed; 4: bf16", cpu)
     train(run, 0, 3)
     before = run.model[3].nc_history
-    amax, inverse = before.amax.clone(), before.inverse("weight").clone()
+    amax, inverse = before.amax.clone(), before.scale_inv("weight").clone()
     assert amax.any()
     run.change(planned(run, "fp8-delayed; 0: bf16"))
     after = run.model[3].nc_history
     assert after is not before
     assert torch.equal(after.amax, amax)
-    assert torch.equal(after.inverse("weight"), inverse)
+    assert torch.equal(after.scale_inv("weight"), inverse)
     run.change(planned(run, "fp8-delayed, grad_input=e4m3, grad_weight=e4m3; 3: bf16"))
     assert not run.model[0].nc_history.amax.any()
 
@@ -305,11 +307,11 @@ def test_a_skipped_step_after_a_change_leaves_older_histories_alone(cpu):
     run = fresh("fp8-delayed; 0: bf16", cpu)
     train(run, 0, 3)
     run.change(planned(run, "fp8-delayed"))
-    scale = run.model[3].nc_history.inverse("input").clone()
+    scale = run.model[3].nc_history.scale_inv("input").clone()
     train(run, 3, 4, overflow_at=(3,))
     with run.compute():
-        assert torch.equal(run.model[3].nc_history.inverse("input"), scale)
-        assert not run.model[0].nc_history.inverse("input").any()
+        assert torch.equal(run.model[3].nc_history.scale_inv("input"), scale)
+        assert not run.model[0].nc_history.scale_inv("input").any()
 
 
 def test_chance_is_drawn_anew_where_rounding_by_chance_begins(cpu):
@@ -416,7 +418,7 @@ def test_a_plan_of_another_model_is_refused_and_changes_nothing(cpu):
 def test_what_the_update_cannot_do_is_refused_and_changes_nothing(cpu):
     run = fresh("bf16", cpu, optimizer="sgd")
     before = run.plan
-    with pytest.raises(UnsupportedError, match="moments=int8 needs the one-pass optimizer"):
+    with pytest.raises(UnsupportedError, match="moments=int8 needs the fused optimizer"):
         run.change(planned(run, "bf16, moments=int8"))
     assert run.plan is before
 

@@ -9,8 +9,8 @@ from narrowcast.precision.plan.phases import PHASES, PhasePolicies, bytes_a_numb
 DISTRIBUTION = {"warmup": 0.1, "full": 0.2, "predict": 0.6, "correct": 0.1}
 
 
-def policies(chosen):
-    return [chosen.policy(phase) for phase in PHASES]
+def policies(shortcut):
+    return [shortcut.policy(phase) for phase in PHASES]
 
 
 def test_by_default_only_predictions_are_narrow():
@@ -82,5 +82,5 @@ def test_a_negative_share_is_refused():
 
 def test_every_preset_names_policies_that_exist():
     made = (PhasePolicies(), PhasePolicies.conservative(), PhasePolicies.aggressive())
-    for chosen, phase in itertools.product(made, PHASES):
-        assert isinstance(nc.policy(chosen.policy(phase)), nc.Policy)
+    for shortcut, phase in itertools.product(made, PHASES):
+        assert isinstance(nc.policy(shortcut.policy(phase)), nc.Policy)

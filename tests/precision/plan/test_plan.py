@@ -70,15 +70,15 @@ def test_the_reason_says_what_was_decided_and_why(cpu, policy, name, reason):
 def test_a_shape_that_is_no_multiple_of_sixteen_is_kept_in_bf16_and_says_so(h200):
     with torch.device("meta"):
         head = nn.Linear(768, 50257)
-    chosen = make_plan(head, "fp8-tensor", hardware=h200).modules[0]
-    assert chosen.reason.startswith("kept bf16: 768×50257 is not a multiple of 16")
-    assert chosen.policy.forward == "bf16"
+    module_plan = make_plan(head, "fp8-tensor", hardware=h200).modules[0]
+    assert module_plan.reason.startswith("kept bf16: 768×50257 is not a multiple of 16")
+    assert module_plan.policy.forward == "bf16"
 
 
 def test_eight_bit_products_are_for_linear_layers_and_the_plan_says_so(cpu):
-    chosen = rows(make_plan(Model(), "fp8-tensor", hardware=cpu))["blocks.0.attention"]
-    assert chosen.policy.forward == "bf16"
-    assert "kept bf16: only linear layers have 8-bit products" in chosen.reason
+    module_plan = rows(make_plan(Model(), "fp8-tensor", hardware=cpu))["blocks.0.attention"]
+    assert module_plan.policy.forward == "bf16"
+    assert "kept bf16: only linear layers have 8-bit products" in module_plan.reason
 
 
 def test_a_linear_layer_with_a_forward_of_its_own_is_not_said_to_run_in_fp8(cpu):
@@ -86,16 +86,16 @@ def test_a_linear_layer_with_a_forward_of_its_own_is_not_said_to_run_in_fp8(cpu)
         def forward(self, x):
             return F.linear(x, self.weight * 2, self.bias)
 
-    chosen = make_plan(Doubled(32, 32), "fp8-tensor", hardware=cpu).modules[0]
-    assert chosen.policy.forward == "bf16"
-    assert "has a forward of its own" in chosen.reason
+    module_plan = make_plan(Doubled(32, 32), "fp8-tensor", hardware=cpu).modules[0]
+    assert module_plan.policy.forward == "bf16"
+    assert "has a forward of its own" in module_plan.reason
 
 
 def test_formats_per_product_are_not_promised_to_a_convolution(cpu):
     policy = "bf16, grad_weight=fp32, output=fp32"
-    chosen = make_plan(nn.Conv1d(4, 4, 1), policy, hardware=cpu).modules[0].to_json()
-    assert (chosen["grad_weight"], chosen["output"]) == ("bf16", "bf16")
-    assert "kept bf16" in chosen["reason"]
+    module_plan = make_plan(nn.Conv1d(4, 4, 1), policy, hardware=cpu).modules[0].to_json()
+    assert (module_plan["grad_weight"], module_plan["output"]) == ("bf16", "bf16")
+    assert "kept bf16" in module_plan["reason"]
 
 
 def test_a_gpu_with_the_arithmetic_is_planned_natively(h200):
@@ -208,8 +208,8 @@ def test_a_shape_that_fp8_cannot_have_is_not_looked_up(measured):
 
 
 def test_products_that_no_gpu_mixes_are_emulated_on_one_that_has_them_all(h200):
-    chosen = make_plan(nn.Linear(32, 32), "bf16, grad_weight=fp32", hardware=h200).modules[0]
-    assert (chosen.how, chosen.policy.grad_weight) == ("emulated", "fp32")
+    module_plan = make_plan(nn.Linear(32, 32), "bf16, grad_weight=fp32", hardware=h200).modules[0]
+    assert (module_plan.how, module_plan.policy.grad_weight) == ("emulated", "fp32")
 
 
 def test_emulation_everywhere_is_said_to_have_been_asked_for(h200):
@@ -298,14 +298,14 @@ def test_a_model_without_storage_can_be_planned(cpu):
 
 def test_this_machines_own_reasons_reach_the_plan():
     hardware = probe("cpu")
-    chosen = make_plan(nn.Linear(16, 16), "fp8-tensor", hardware=hardware).modules[0]
-    assert chosen.reason == "emulated: no CPU has e4m3 products"
+    module_plan = make_plan(nn.Linear(16, 16), "fp8-tensor", hardware=hardware).modules[0]
+    assert module_plan.reason == "emulated: no CPU has e4m3 products"
 
 
 @pytest.mark.parametrize("reduce", ["bf16", "fp32"])
 def test_a_norm_says_the_format_it_runs_in(cpu, reduce):
-    chosen = make_plan(nn.LayerNorm(4), f"bf16, reduce={reduce}", hardware=cpu).modules[0]
-    assert chosen.reason == f"kept {reduce}: normalisation"
+    module_plan = make_plan(nn.LayerNorm(4), f"bf16, reduce={reduce}", hardware=cpu).modules[0]
+    assert module_plan.reason == f"kept {reduce}: normalisation"
 
 
 def test_a_parametrised_weight_is_computed_in_fp32(cpu):

@@ -369,10 +369,10 @@ def test_a_skipped_step_leaves_no_trace_in_the_history():
 def test_all_micro_batches_of_a_step_have_one_scale():
     history = remembering()
     delayed_product(torch.ones(1, IN), history)
-    first = history.inverse("input").clone()
+    first = history.scale_inv("input").clone()
     delayed_product(torch.full((1, IN), 1e-3), history)
     delayed_product(torch.full((1, IN), 1e3), history)
-    assert torch.equal(history.inverse("input"), first)
+    assert torch.equal(history.scale_inv("input"), first)
     applied(history)
     assert history.amax[0, 0] == 1e3
 

@@ -42,15 +42,15 @@ def test_scales_of_another_step_are_in_force_inside_and_gone_afterwards():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = nc.prepare(model, optimizer, policy="fp16", scale_groups=["1"])
-    assert [v.item() for v in run.scale_values()] == [2.0**16, 1.0]
-    with run.isolated([torch.tensor(8.0), torch.tensor(4.0)]):
-        assert [v.item() for v in run.scale_values()] == [8.0, 4.0]
+    assert [v.item() for v in run.engine.scale_values()] == [2.0**16, 1.0]
+    with run.engine.isolated([torch.tensor(8.0), torch.tensor(4.0)]):
+        assert [v.item() for v in run.engine.scale_values()] == [8.0, 4.0]
         with run.compute():
             loss = model(torch.ones(2, 4)).sum()
         run.backward(loss)
         # The bias of the last layer: two rows, the scale of the loss and that of its part.
         assert model[1].bias.grad.tolist() == [2 * 8.0 * 4.0] * 4
-    assert [v.item() for v in run.scale_values()] == [2.0**16, 1.0]
+    assert [v.item() for v in run.engine.scale_values()] == [2.0**16, 1.0]
 
 
 def test_a_bad_pass_aside_of_several_losses_lowers_no_scale():
@@ -65,12 +65,12 @@ def test_a_bad_pass_aside_of_several_losses_lowers_no_scale():
             with run.compute():
                 loss = model(x).mean()
             if aside:
-                with run.isolated():
+                with run.engine.isolated():
                     run.backward(loss, name=name)
             else:
                 run.backward(loss, name=name)
     assert run.step().applied
-    assert [v.item() for v in run.scale_values()] == [2.0**16] * 2
+    assert [v.item() for v in run.engine.scale_values()] == [2.0**16] * 2
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp8-delayed"])
@@ -81,7 +81,7 @@ def test_an_error_inside_gives_everything_back_too(policy):
     before = model[1].running_mean.clone()
 
     def broken():
-        with run.isolated(), run.compute():
+        with run.engine.isolated(), run.compute():
             model(torch.randn(8, 16))
             raise ValueError("in the middle")
 

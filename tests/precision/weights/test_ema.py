@@ -94,11 +94,11 @@ def on_path(path, policy, *, model=None):
     model = model or nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(30), nn.Linear(30, 5))
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    settings = {"clip_norm": 0.5, "ema_decay": DECAY, "one_pass": path != "torch"}
+    settings = {"clip_norm": 0.5, "ema_decay": DECAY, "fused_optimizer": path != "torch"}
     run = nc.prepare(model, optimizer, policy=policy, **settings)
     if path != "torch":  # on a machine without a GPU the kernel runs in Triton's interpreter
-        weights, kernel = run._weights, path == "kernel"
-        weights.one_pass = FusedAdamW(
+        weights, kernel = run.engine.weights, path == "kernel"
+        weights.fused = FusedAdamW(
             optimizer, weights.all, weights.masters, policy=run.plan.policy, kernel=kernel
         )
     return run

@@ -1,4 +1,4 @@
-"""The one-pass optimizer through `prepare`: torch's state, torch's trajectory, torch's skips."""
+"""The fused optimizer through `prepare`: torch's state, torch's trajectory, torch's skips."""
 
 import copy
 import math
@@ -39,13 +39,13 @@ def groups(model, **settings):
     return [{"params": matrices, **settings}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def fresh(policy="fp32", *, optimizer=torch.optim.AdamW, one_pass=True, **settings):
+def fresh(policy="fp32", *, optimizer=torch.optim.AdamW, fused_optimizer=True, **settings):
     model = net()
     built = optimizer(groups(model, weight_decay=0.1), lr=1e-2)
     schedule = LambdaLR(built, lambda step: 0.95**step)
     settings = {"clip_norm": 0.5, "meter_every": 1, **settings}
     return nc.prepare(
-        model, built, policy=policy, scheduler=schedule, one_pass=one_pass, **settings
+        model, built, policy=policy, scheduler=schedule, fused_optimizer=fused_optimizer, **settings
     )
 
 
@@ -65,7 +65,9 @@ def train(run, first, last, *, bad=()):
 )
 def test_the_trajectory_is_torchs(optimizer, master):
     policy = f"fp32{master}"
-    mine, theirs = (fresh(policy, optimizer=optimizer, one_pass=which) for which in (True, False))
+    mine, theirs = (
+        fresh(policy, optimizer=optimizer, fused_optimizer=which) for which in (True, False)
+    )
     # Ten updates of at most lr each, every one wrong by a few roundings of fp32, and gradients
     # that follow the weights.
     for step in range(10):
@@ -105,12 +107,12 @@ def test_a_run_goes_on_bit_for_bit_in_fresh_objects(policy, same_state):
 
 
 def test_a_run_saved_under_torchs_optimizer_goes_on_under_this_one_and_back():
-    first = fresh(one_pass=False)
+    first = fresh(fused_optimizer=False)
     train(first, 0, 3)
-    second = fresh(one_pass=True)
+    second = fresh(fused_optimizer=True)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     train(second, 3, 5)
-    third = fresh(one_pass=False)
+    third = fresh(fused_optimizer=False)
     third.load_state_dict(copy.deepcopy(second.state_dict()))
     train(third, 5, 6)
     train(first, 3, 6)
@@ -164,11 +166,11 @@ def test_parts_with_scales_of_their_own_are_unscaled_each_by_its_own():
     scale = nc.LossScale(initial=1024.0)
     policy = "fp16, params=fp16, master=fp32, grads=fp32"
     runs = [
-        fresh(policy, one_pass=which, loss_scale=scale, scale_groups=["0"])
+        fresh(policy, fused_optimizer=which, loss_scale=scale, scale_groups=["0"])
         for which in (True, False)
     ]
     for run in runs:
-        run._carried.scales.parts["0"].value.fill_(8.0)
+        run.engine.scales.parts["0"].value.fill_(8.0)
         run.model[3].weight.requires_grad_(False)  # fewer factors than weights
         train(run, 0, 3)
     mine, theirs = (run.full_weights() for run in runs)
@@ -189,7 +191,7 @@ def test_a_weight_may_be_tied_or_lie_in_another_order_in_memory():
     for which in (True, False):
         model = tied()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        run = nc.prepare(model, optimizer, policy="fp32, params=bf16", one_pass=which)
+        run = nc.prepare(model, optimizer, policy="fp32, params=bf16", fused_optimizer=which)
         x = torch.ones(2, 4, 3, 3, device=DEVICE)
         for _ in range(3):
             with run.compute():
@@ -208,7 +210,7 @@ def test_an_optimizer_may_bring_the_moments_it_has():
         optimizer.step()
         before = optimizer.state[model[0].weight]["exp_avg_sq"].clone()
         policy = f"fp32, params=bf16, moments={moments}"
-        run = nc.prepare(model, optimizer, policy=policy, one_pass=True)
+        run = nc.prepare(model, optimizer, policy=policy, fused_optimizer=True)
         run.release()
         after = optimizer.state[model[0].weight]["exp_avg_sq"]
         # The spacing of a code of 8 bits to the fourth power is widest, 4/255, for the largest.
@@ -264,7 +266,7 @@ def test_short_moments_train_as_well_as_fp32(moments):
         model = nn.Sequential(nn.Linear(2, 32), nn.GELU(), nn.Linear(32, 1)).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         policy = f"fp32, params=bf16, master=split, moments={kind}"
-        run = nc.prepare(model, optimizer, policy=policy, one_pass=True)
+        run = nc.prepare(model, optimizer, policy=policy, fused_optimizer=True)
         for _ in range(150):
             with run.compute():
                 loss = F.binary_cross_entropy_with_logits(model(x)[:, 0], y)
@@ -284,17 +286,17 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_it_cannot_do_is_left_to_torch_or_refused_with_the_reason(what):
     run = nc.prepare(*(lambda m: (m, REFUSED[what](m)))(net()), policy="fp32")
-    assert f"{what} is not in the one-pass kernel" in run.update_path
+    assert f"{what} is not in the fused kernel" in run.update_path
     model = net()
-    with pytest.raises(UnsupportedError, match=f"{what} is not in the one-pass kernel"):
-        nc.prepare(model, REFUSED[what](model), policy="fp32", one_pass=True)
-    with pytest.raises(UnsupportedError, match="moments=int8 needs the one-pass optimizer"):
+    with pytest.raises(UnsupportedError, match=f"{what} is not in the fused kernel"):
+        nc.prepare(model, REFUSED[what](model), policy="fp32", fused_optimizer=True)
+    with pytest.raises(UnsupportedError, match="moments=int8 needs the fused optimizer"):
         nc.prepare(model, REFUSED[what](model), policy="fp32, moments=int8")
 
 
 def test_moments_that_only_it_keeps_are_refused_without_it():
-    with pytest.raises(RecipeError, match="moments=bf16 is kept by the one-pass optimizer only"):
-        fresh("fp32, moments=bf16", one_pass=False)
+    with pytest.raises(RecipeError, match="moments=bf16 is kept by the fused optimizer only"):
+        fresh("fp32, moments=bf16", fused_optimizer=False)
 
 
 def test_step_hooks_are_never_passed_by():
@@ -310,7 +312,7 @@ def test_step_hooks_are_never_passed_by():
 
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_the_path_in_force_is_told(asked):
-    told = fresh(one_pass=asked).update_path
+    told = fresh(fused_optimizer=asked).update_path
     by_torch = asked is False or (asked is None and DEVICE == "cpu")
     assert told.startswith("torch.optim.AdamW:") == by_torch
 
@@ -320,8 +322,8 @@ def test_the_kernel_and_its_twin_train_alike(monkeypatch):
     full = []
     for kernel in (True, False):
         run = fresh("fp32, params=bf16, master=split")
-        weights = run._weights
-        weights.one_pass = FusedAdamW(
+        weights = run.engine.weights
+        weights.fused = FusedAdamW(
             run.optimizer, weights.all, weights.masters, policy=run.plan.policy, kernel=kernel
         )
         train(run, 0, 3, bad=(1,))
@@ -352,7 +354,7 @@ def trained(shard):
         for layer in (model[0], model[1], model[3]):
             fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = dict(clip_norm=0.5, one_pass=True, ema_decay=0.75)
+    settings = dict(clip_norm=0.5, fused_optimizer=True, ema_decay=0.75)
     run = nc.prepare(model, optimizer, policy=policy, **settings)
     norms = []
     for step in range(4):
@@ -371,7 +373,7 @@ def trained(shard):
         first = next(model.parameters())
         first.grad = distribute_tensor(torch.ones(32, 16, dtype=first.dtype), first.device_mesh)
         try:
-            run.queue_update([0], metered=False)
+            run.engine.queue_update([0], metered=False)
         except nc.errors.UnsupportedError as error:
             assert "shard both alike" in str(error), error
         else:

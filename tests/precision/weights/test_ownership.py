@@ -17,10 +17,10 @@ X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
 
 
-def fresh(mlp, *, policy="fp32, params=bf16, master=split", one_pass=True, **settings):
+def fresh(mlp, *, policy="fp32, params=bf16, master=split", fused_optimizer=True, **settings):
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
-    return nc.prepare(model, optimizer, policy=policy, one_pass=one_pass)
+    return nc.prepare(model, optimizer, policy=policy, fused_optimizer=fused_optimizer)
 
 
 def train(run, steps=2):
@@ -30,13 +30,13 @@ def train(run, steps=2):
         run.step(loss)
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("fused_optimizer", [True, False])
 @pytest.mark.parametrize("value", [0.0, -0.0, 0.5, -3.0])
 @pytest.mark.parametrize("master", MASTERS)
 def test_weights_loaded_into_a_prepared_model_are_the_ones_it_goes_on_from(
-    mlp, master, value, one_pass
+    mlp, master, value, fused_optimizer
 ):
-    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}", one_pass=one_pass)
+    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}", fused_optimizer=fused_optimizer)
     train(run)
     state = {name: torch.full_like(w, value) for name, w in run.model.state_dict().items()}
     run.model.load_state_dict(state)
@@ -49,11 +49,11 @@ def test_weights_loaded_into_a_prepared_model_are_the_ones_it_goes_on_from(
     assert all(torch.equal(w, state[name]) for name, w in run.model.state_dict().items())
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("fused_optimizer", [True, False])
 @pytest.mark.parametrize("master", MASTERS)
-def test_weights_pruned_through_data_stay_pruned_in_every_digit(mlp, master, one_pass):
+def test_weights_pruned_through_data_stay_pruned_in_every_digit(mlp, master, fused_optimizer):
     """As old code prunes, and torch does not count: low bits beside a zero were NaN once."""
-    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}", one_pass=one_pass)
+    run = fresh(mlp, policy=f"fp32, params=bf16, master={master}", fused_optimizer=fused_optimizer)
     keep = {
         name: torch.rand(p.shape, generator=torch.Generator().manual_seed(i)) < 0.5
         for i, (name, p) in enumerate(run.model.named_parameters())
@@ -84,11 +84,11 @@ def test_a_checkpoint_holds_no_digits_of_weights_that_were_written_over(mlp, mas
     assert all(torch.equal(theirs[name], full) for name, full in mine.items())
 
 
-@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("fused_optimizer", [True, False])
 @pytest.mark.parametrize("master", MASTERS)
-def test_what_is_written_through_data_trains_as_what_torch_counts(mlp, master, one_pass):
+def test_what_is_written_through_data_trains_as_what_torch_counts(mlp, master, fused_optimizer):
     runs = [
-        fresh(mlp, policy=f"fp32, params=bf16, master={master}", one_pass=one_pass)
+        fresh(mlp, policy=f"fp32, params=bf16, master={master}", fused_optimizer=fused_optimizer)
         for _ in range(2)
     ]
     for run in runs:
@@ -140,9 +140,9 @@ def test_a_model_laid_out_anew_after_prepare_is_refused():
 
 
 @pytest.mark.parametrize("cast", ["half", "float", "double"])
-@pytest.mark.parametrize("one_pass", [True, False])
-def test_a_model_cast_after_prepare_is_refused(mlp, cast, one_pass):
-    run = fresh(mlp, one_pass=one_pass)
+@pytest.mark.parametrize("fused_optimizer", [True, False])
+def test_a_model_cast_after_prepare_is_refused(mlp, cast, fused_optimizer):
+    run = fresh(mlp, fused_optimizer=fused_optimizer)
     train(run)
     with run.compute():
         loss = run.model(X).float().square().mean()
@@ -164,7 +164,7 @@ def test_a_weight_moved_to_another_group_is_refused_rather_than_updated_as_befor
     model = mlp()
     first, *others = model.parameters()
     optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others, "lr": 0.0}], lr=0.1)
-    run = nc.prepare(model, optimizer, policy="fp32", one_pass=True)
+    run = nc.prepare(model, optimizer, policy="fp32", fused_optimizer=True)
     train(run)
     one, other = optimizer.param_groups
     one["params"].append(other["params"].pop())
@@ -186,7 +186,7 @@ def test_a_layer_replaced_in_the_model_is_refused_rather_than_not_trained(mlp, w
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16-pure", "fp32, params=bf16, master=fp32"])
 def test_stepping_the_optimizer_by_hand_is_refused_until_release(mlp, policy):
-    run = fresh(mlp, policy=policy, one_pass=None)
+    run = fresh(mlp, policy=policy, fused_optimizer=None)
     train(run)
     with pytest.raises(RecipeError, match=r"call step\(loss\)"):
         run.optimizer.step()
@@ -221,12 +221,12 @@ def test_settings_that_the_one_pass_step_lacks_are_refused_when_they_come_later(
     run = fresh(mlp)
     train(run)
     run.optimizer.param_groups[0][setting] = value
-    with pytest.raises(RecipeError, match="write one_pass=False"):
+    with pytest.raises(RecipeError, match="write fused_optimizer=False"):
         train(run, 1)
 
 
 def test_gradients_that_no_loss_scale_is_in_are_refused_rather_than_divided_by_it(mlp):
-    run = fresh(mlp, policy="fp16", one_pass=None)
+    run = fresh(mlp, policy="fp16", fused_optimizer=None)
     with run.compute():
         loss = run.model(X).float().square().mean()
     loss.backward()
@@ -246,7 +246,7 @@ def test_a_model_laid_out_channels_last_trains_as_any_other(master, optimizer):
             model,
             torch.optim.AdamW(model.parameters(), lr=0.1, **kind),
             policy=f"fp32, params=bf16, master={master}",
-            one_pass=optimizer == "one pass",
+            fused_optimizer=optimizer == "one pass",
         )
         x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
         for _ in range(4):

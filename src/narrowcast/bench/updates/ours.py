@@ -22,10 +22,11 @@ def build(weights: Weights, *, policy: str) -> Trial:
 
     def step() -> None:
         # `Prepared.step` would refuse to unscale gradients that no backward pass has scaled.
-        prepared.begin_step()
-        present, metered = prepared.captured.present(), prepared.is_metered
-        packed = prepared.queue_update(present, metered=metered)
-        prepared.end_step(packed, present, metered=metered)
+        engine = prepared.engine
+        engine.begin_step()
+        present, metered = engine.weights.with_gradients(), engine.is_metered
+        packed = engine.queue_update(present, metered=metered)
+        engine.end_step(packed, present, metered=metered)
 
     return trial_of(weights, step, bytes_a_parameter=moved, update_path=prepared.update_path)
 

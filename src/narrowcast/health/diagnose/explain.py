@@ -9,7 +9,7 @@ from torch import Tensor
 
 from narrowcast.health.diagnose.replay import ReplayInputs, replay
 from narrowcast.health.diagnose.verdict import Verdict
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 
 
 def explain(

@@ -13,7 +13,7 @@ from narrowcast.health.diagnose.replay import ReplayInputs, replay
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.health.faults.faults import Faults, StepFaults
 from narrowcast.precision.step.outcome import Outcome
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.step_log import AT_FLOOR
 from narrowcast.runs import FindingRecord
 
@@ -184,17 +184,17 @@ def _finding(step: int, verdict: Verdict, outcome: Outcome, *, later: str) -> Fi
 
 
 def _joined(
-    finding: FindingRecord, ledgers: FindingRecord, verdict: Verdict, outcome: Outcome
+    finding: FindingRecord, logged: FindingRecord, verdict: Verdict, outcome: Outcome
 ) -> FindingRecord:
     """Tell once of an overflow to which no scale gives way: how it began, and what follows."""
-    at_floor = ledgers.what == AT_FLOOR
+    at_floor = logged.what == AT_FLOOR
     floor = f"; the scale is {outcome.loss_scale:g} and may not go lower" if at_floor else ""
     return replace(
         finding,
-        since=ledgers.since,
+        since=logged.since,
         what=AT_FLOOR if at_floor and verdict.what == "overflow" else verdict.what,
         why=finding.why + floor,
-        action=ledgers.action,
+        action=logged.action,
         advice=verdict.advice(loss_scale=1.0),  # where it gives way no more
     )
 

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.plan.roles import Role
+from narrowcast.precision.plan.roles import GRADIENTS, OPERANDS, Role, roundings
 
 SQUARE_ROOT = 2.0**64 * (1 - 2.0**-24)
 """The largest number whose square fp32 holds. Beyond it a gradient counts as not finite, because
@@ -28,13 +27,13 @@ class Place:
     def limit(self) -> float:
         """The largest magnitude that is no reason to worry."""
         # What a product returns is in its format already, and infinite if it does not fit.
-        cast_here = self.role in ("input", "weight", "grad_output")
+        cast_here = self.role in OPERANDS
         return LARGEST_TO_FP16 if cast_here and self.format == "fp16" else SQUARE_ROOT
 
     @property
     def in_backward(self) -> bool:
         """Whether it is a gradient."""
-        return self.role in ("grad_output", "grad_weight")
+        return self.role in GRADIENTS
 
     def __str__(self) -> str:
         """Say it in words."""
@@ -58,16 +57,8 @@ class Formats:
         return Place(module, role, self._format(module, role))
 
     def _format(self, module: str, role: Role) -> str:
-        chosen = self._plans.get(module)
-        if chosen is None:
+        module_plan = self._plans.get(module)
+        if module_plan is None:
             return ""
-        policy = chosen.policy
-        if not multiplies(chosen.kind):
-            return policy.params if chosen.kind == "embedding" else policy.reduce
-        match role:
-            case "input" | "weight":
-                return policy.forward
-            case "grad_weight":
-                return policy.grad_weight
-            case _:
-                return policy.output_format
+        # The first: what it cannot hold is where a number stops being finite.
+        return roundings(module_plan.policy, role, kind=module_plan.kind)[0]

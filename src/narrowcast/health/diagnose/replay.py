@@ -20,7 +20,7 @@ from narrowcast.health.diagnose.recording import Recorder, Seen
 from narrowcast.health.diagnose.verdict import Verdict, written
 from narrowcast.health.statistics.watched import probes_off
 from narrowcast.precision.nested import tensors_in
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 
 Around = Callable[[int], contextlib.AbstractContextManager[Any]]
 """What holds over the passes of a micro-batch, by its number: the faults of a rehearsal."""
@@ -38,7 +38,8 @@ class ReplayInputs:
     def before(cls, prepared: Prepared, batches: Sequence[Any]) -> "ReplayInputs":
         """Return the replay_inputs of a step that is about to be taken. Waits for nothing."""
         device = next(prepared.model.parameters()).device
-        return cls(batches=batches, scales=prepared.scale_values(), random=RandomState.now(device))
+        scales = prepared.engine.scale_values()
+        return cls(batches=batches, scales=scales, random=RandomState.now(device))
 
 
 def replay(
@@ -54,7 +55,7 @@ def replay(
     """
     recorder = Recorder(prepared.model, Formats(prepared.plan))
     count = len(replay_inputs.batches)
-    aside = prepared.isolated(replay_inputs.scales)
+    aside = prepared.engine.isolated(replay_inputs.scales)
     with aside, probes_off(prepared.model), drawing_from(replay_inputs.random), eagerly():
         for number, batch in enumerate(replay_inputs.batches, start=1):
             if verdict := _look_at_batch(batch, number, count):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.health.faults.corruption import corrupt, corrupted, spot_of
-from narrowcast.precision.nested import changed_tensors, tensors_in
+from narrowcast.precision.nested import map_tensors, tensors_in
 from narrowcast.precision.plan.roles import ROLES
 
 FaultRole = Literal["input", "weight", "output", "grad_output", "grad_weight"]
@@ -173,7 +173,7 @@ def own_weight(module: nn.Module) -> nn.Parameter:
 
 def _first_struck(hit: _Hit, value: Any) -> Any:
     """Strike the first floating-point tensor in a value."""
-    return changed_tensors(value, lambda t: hit.strike(t) if t.is_floating_point() else t)
+    return map_tensors(value, lambda t: hit.strike(t) if t.is_floating_point() else t)
 
 
 def _gradient_struck(hit: _Hit, value: Any) -> None:

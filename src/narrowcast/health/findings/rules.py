@@ -6,6 +6,8 @@ from itertools import islice, pairwise
 from statistics import median
 from typing import NamedTuple
 
+from narrowcast.precision.plan.roles import GRADIENTS
+
 SATURATED = 1e-3
 """Share of values beyond the range of an 8-bit format above which a layer is said to saturate."""
 VANISHED = 0.25
@@ -23,7 +25,6 @@ CALM = 3
 """Looks without a trouble after which it is over."""
 
 EIGHT_BITS = frozenset({"e4m3", "e5m2", "e2m1", "mxfp8", "nvfp4"})
-GRADIENTS = frozenset({"grad_output", "grad_weight"})
 
 
 class Seen(NamedTuple):

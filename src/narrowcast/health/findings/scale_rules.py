@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from narrowcast.health.findings.rules import GRADIENTS, Seen, Trouble, percent
+from narrowcast.health.findings.rules import Seen, Trouble, percent
 from narrowcast.numerics import FP16
 from narrowcast.precision.gradients.loss_scale import LossScale, power_of_two_below
+from narrowcast.precision.plan.roles import GRADIENTS
 
 LOW = 0.5
 """Share of a gradient below the smallest number with all its digits that a larger scale is for."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.health.statistics.statistics import COLUMNS
-from narrowcast.precision.fp8.delayed import ROLES, AmaxHistory
+from narrowcast.precision.fp8.delayed import AmaxHistory
+from narrowcast.precision.plan.roles import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats
 
 _AMAX, _OVERFLOW, _UNDERFLOW = map(COLUMNS.index, ("amax", "overflow", "underflow"))
@@ -25,7 +26,7 @@ class CastCounts:
     def __init__(self, model: nn.Module, tensors: Sequence[tuple[str, str, str]]) -> None:
         """Find the counts of tensors, each a module's name, a role and a format."""
         found = [(i, _history(model, *tensor), tensor[1]) for i, tensor in enumerate(tensors)]
-        counted = [(i, history, ROLES.index(role)) for i, history, role in found if history]
+        counted = [(i, history, OPERANDS.index(role)) for i, history, role in found if history]
         self._whole = next((history.whole for _, history, _ in counted), None)
         if self._whole is not None:
             device = self._whole.counts.device
@@ -55,7 +56,7 @@ def _history(model: nn.Module, name: str, role: str, form: str) -> AmaxHistory |
     """Return what counts the casts of a tensor to this format; None where nobody does."""
     module = model.get_submodule(name)
     history, formats = module.__dict__.get("nc_history"), module.__dict__.get("nc_formats")
-    if role not in ROLES or not isinstance(history, AmaxHistory):
+    if role not in OPERANDS or not isinstance(history, AmaxHistory):
         return None
     assert isinstance(formats, ProductFormats)
     cast_to = formats.grad_input if role == "grad_output" else formats.forward

@@ -46,10 +46,10 @@ class Probes:
         # By the module that runs: a chain runs for its first and its last layer.
         taken: dict[nn.Module, dict[str, Tensor | None]] = {}
         chained = _ends_of_chains(model)
-        chosen = [each for each in plan.modules if multiplies(each.kind)]
-        kept = {c.name: w for c in chosen if (w := _trained_weight(model, c)) is not None}
+        multiplying = [each for each in plan.modules if multiplies(each.kind)]
+        kept = {c.name: w for c in multiplying if (w := _trained_weight(model, c)) is not None}
         self.weights = WeightSamples(list(kept.values()), self._device)
-        for each in chosen:
+        for each in multiplying:
             module = model.get_submodule(each.name)
             entry, exit_ = chained.get(each.name, (module, module))
             if entry is not None:
@@ -99,17 +99,17 @@ class Probes:
                 del module.__dict__["nc_plain_class"]
         self._before.clear()
 
-    def _add(self, chosen: ModulePlan, role: str, *, sample: Tensor | None = None) -> Site:
+    def _add(self, module_plan: ModulePlan, role: str, *, sample: Tensor | None = None) -> Site:
         if sample is None:
             sample = torch.zeros(SAMPLE, device=self._device)
-        site = site_of(chosen.name, role, chosen.policy, sample=sample)
+        site = site_of(module_plan.name, role, module_plan.policy, sample=sample)
         self.sites.append(site)
         return site
 
 
-def _trained_weight(model: nn.Module, chosen: ModulePlan) -> nn.Parameter | None:
+def _trained_weight(model: nn.Module, module_plan: ModulePlan) -> nn.Parameter | None:
     """Return the weight that a module multiplies with, if it has one that is trained."""
-    weight = getattr(model.get_submodule(chosen.name), "weight", None)
+    weight = getattr(model.get_submodule(module_plan.name), "weight", None)
     return weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.roles import OPERANDS, roundings
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +22,6 @@ class Site:
 
 def site_of(module: str, role: str, policy: Policy, *, sample: Tensor) -> Site:
     """Return the site of a role of a module that has a policy."""
-    rounded_to = {
-        "input": policy.forward,
-        "weight": policy.forward,
-        "output": policy.output_format,
-        "grad_output": policy.grad_input,
-        "grad_weight": policy.grads_format,
-        "update": policy.params,
-    }[role]
-    scaling = policy.scaling if role in ("input", "weight", "grad_output") else "none"
+    rounded_to = roundings(policy, role)[-1]  # what that one loses is lost to the product
+    scaling = policy.scaling if role in OPERANDS else "none"
     return Site(module=module, role=role, format=rounded_to, scaling=scaling, sample=sample)

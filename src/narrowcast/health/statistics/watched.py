@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.health.statistics.sampling import take, tap
-from narrowcast.precision.nested import changed_tensors
+from narrowcast.kernels.launch import is_capturing
+from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.swap import Onlooker
 
 ATTRIBUTES = ("nc_switch", "nc_input", "nc_output", "nc_grad_output", "nc_unseen")
@@ -54,7 +55,7 @@ class Watched(Onlooker):
 
     def _nc_looks(self) -> bool:
         # A compiler that asked the switch would compile again whenever it moves.
-        on = torch.compiler.is_compiling() or self.nc_switch.on or _is_capturing()
+        on = torch.compiler.is_compiling() or self.nc_switch.on or is_capturing()
         return on and torch.is_grad_enabled()
 
     def _nc_looked_at(self, output: Any) -> Any:
@@ -69,7 +70,7 @@ class Watched(Onlooker):
         else:
             tapped = tap(first, self.nc_grad_output)
             if tapped is not first:
-                output = changed_tensors(output, lambda each: tapped if each is first else each)
+                output = map_tensors(output, lambda each: tapped if each is first else each)
         if self.nc_unseen != unseen:  # a compiler need not know that it could have been
             self.nc_unseen = unseen
         return output
@@ -104,7 +105,3 @@ def _first(value: Any) -> Tensor | None:
         if found is not None:
             return found
     return None
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

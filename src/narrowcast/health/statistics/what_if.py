@@ -9,12 +9,13 @@ from typing import final
 
 from torch import Tensor
 
-from narrowcast.health.findings.rules import EIGHT_BITS, GRADIENTS, SATURATED, VANISHED
+from narrowcast.health.findings.rules import EIGHT_BITS, SATURATED, VANISHED
 from narrowcast.health.statistics.grouping import Grouping
 from narrowcast.health.statistics.sites import Site, site_of
 from narrowcast.health.statistics.statistics import COLUMNS, statistics
 from narrowcast.numerics import FP16
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.roles import GRADIENTS
 
 ROOM = 2.0
 """What must be left to each limit: a sample misses the largest, and values move."""

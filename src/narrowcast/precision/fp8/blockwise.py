@@ -10,53 +10,66 @@ from typing import final
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import LocallyQuantized
+from narrowcast.kernels.fp8 import Quantized
 from narrowcast.kernels.fp8_blocks import quantize_blocks
-from narrowcast.precision.fp8.local import Fp8LocalLinear
+from narrowcast.precision.fp8.scaling import OWN, Scale, write_into
 
 
 @final
-class BlockScales:
+class BlockScaling:
     """Blocks of 1 × 128, of weights 128 × 128."""
 
     def quantize(
-        self, x: Tensor, target: torch.dtype, *, rows: bool = True, columns: bool = True
-    ) -> LocallyQuantized:
+        self,
+        x: Tensor,
+        target: torch.dtype,
+        *,
+        scale: Scale = OWN,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> Quantized:
         """Return an input or a gradient in fp8; an unwanted layout is empty."""
-        return quantize_blocks(x, target, rows=rows, columns=columns)
+        return quantize_blocks(x, target, rowwise=rowwise, columnwise=columnwise)
 
     def quantize_weight(
-        self, weight: Tensor, target: torch.dtype, *, columns: bool
-    ) -> LocallyQuantized:
-        """Return a weight in fp8."""
-        return quantize_blocks(weight, target, square=True, columns=columns)
+        self,
+        weight: Tensor,
+        target: torch.dtype,
+        *,
+        scale: Scale,
+        columnwise: bool,
+        into: Quantized | None,
+    ) -> Quantized:
+        """Return a weight in fp8, in the memory of `into` where that is given."""
+        fresh = quantize_blocks(weight, target, square=True, columnwise=columnwise)
+        return write_into(into, fresh)
 
     def product(
         self,
         left: Tensor,
         right: Tensor,
-        inverses: tuple[Tensor, Tensor],
+        scale_invs: tuple[Tensor, Tensor],
         *,
+        dtype: torch.dtype,
         by_weight: bool,
         fast: bool = False,
     ) -> Tensor:
-        """Return left · rightᵀ in bf16. Sums are fp32 from block to block, whatever is `fast`."""
+        """Return left · rightᵀ in `dtype`, rounded to bf16 before.
+
+        Sums are fp32 from block to block, whatever is `fast`.
+        """
         from torch.nn.functional import ScalingType, scaled_mm
 
+        if not left.numel():  # of a batch without rows; torch's CPU leaves the result unwritten
+            return left.new_zeros((left.shape[0], right.shape[0]), dtype=dtype)
         by_line, by_square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        result: Tensor = scaled_mm(
+        product: Tensor = scaled_mm(
             left,
             right.t(),
-            inverses[0].t(),
+            scale_invs[0].t(),
             by_line,
-            inverses[1].t(),
+            scale_invs[1].t(),
             by_square if by_weight else by_line,
             output_dtype=torch.bfloat16,
         )
-        return result
-
-
-class Fp8BlockLinear(Fp8LocalLinear):
-    """A linear layer with native fp8 products scaled by blocks, forward and backward."""
-
-    nc_local = BlockScales()
+        return product.to(dtype)

@@ -2,7 +2,8 @@
 
 Within a step every call uses the same scale and notes the largest magnitude it met. When the step
 is applied, that goes into the history and the next scale comes out of it; a skipped step leaves no
-trace. The scales of all modules lie side by side, so that a step moves them in one go.
+trace. The scales of all modules lie side by side, so that a step moves them in one go. A scale that
+is zero is undecided: the first matrix decides it, and whoever asks for it learns so here.
 """
 
 import contextlib
@@ -13,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8 import distrust, inverse_for, trust, trusted_among
+from narrowcast.kernels.fp8 import DECIDED, scale_inv_for
 from narrowcast.numerics import Format, scale_for
+from narrowcast.precision.plan.roles import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats, is_delayed
 
-ROLES = ("input", "weight", "grad_output")
 LENGTH = 16
 """Steps remembered."""
 COUNTS = ("looked at", "saturated", "flushed to zero")
-"""Of values, beside the largest magnitude, in a cast's notes."""
+"""Of values, beside the largest magnitude, in what a cast counts."""
 COUNTED = 8
 """An emulated product looks at one row in so many, as a kernel at one tile."""
 _APART = 4
@@ -31,12 +32,12 @@ class AmaxHistories:
     """The histories of all modules with delayed scaling."""
 
     def __init__(self, formats: Sequence[ProductFormats], device: torch.device) -> None:
-        shape = (len(formats), len(ROLES))
+        shape = (len(formats), len(OPERANDS))
         self.amax = torch.zeros(*shape, LENGTH, device=device)
         # cuBLAS reads scales only from addresses that are multiples of 16 bytes, and a compiled
         # graph works on a copy of what is not at one.
-        self.notes = torch.zeros(*shape, _APART, dtype=torch.int32, device=device)
-        self.inverse = torch.zeros(*shape, _APART, device=device)[..., 0]
+        self.cast_stats = torch.zeros(*shape, _APART, dtype=torch.int32, device=device)
+        self.scale_inv = torch.zeros(*shape, _APART, device=device)[..., 0]
         self._largest = torch.tensor([_largest(each) for each in formats], device=device)
         self.counts = torch.zeros(*shape, len(COUNTS), dtype=torch.int64, device=device)
         """What casts to fp8 of applied steps have lost since the counts were last taken."""
@@ -45,15 +46,15 @@ class AmaxHistories:
         self.moves = 0
         """How often the scales may have changed."""
         self._where = self._addresses
-        distrust(self._where)
-        weakref.finalize(self, distrust, self._where)
+        DECIDED.remove(self._where)
+        weakref.finalize(self, DECIDED.remove, self._where)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Be a copy: at other addresses, with the same scales. Waits for the device."""
         self.__dict__.update(state)
         self._where = self._addresses
-        self._trust_what_is_known()
-        weakref.finalize(self, distrust, self._where)
+        self._note_decided()
+        weakref.finalize(self, DECIDED.remove, self._where)
 
     def of(self, module: int) -> "AmaxHistory":
         """Return one module's part."""
@@ -65,23 +66,25 @@ class AmaxHistories:
         Where the loss is multiplied by so much more from then on, so are all gradients of the past:
         else those of the next step would saturate whenever a loss scale doubles.
         """
-        amax = self.notes[..., 0].contiguous().view(torch.float32)
+        amax = self.cast_stats[..., 0].contiguous().view(torch.float32)
         amax = torch.where(finite & amax.isfinite(), amax, 0.0)
         moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
         self.amax.copy_(torch.where(finite, moved, self.amax))
         if loss_growth is not None:
-            self.amax[:, ROLES.index("grad_output")] *= loss_growth
-        self.counts += self.notes[..., 1:] * finite
+            self.amax[:, OPERANDS.index("grad_output")] *= loss_growth
+        self.counts += self.cast_stats[..., 1:] * finite
         torch.maximum(self.peak, amax, out=self.peak)
-        self.notes.zero_()
+        self.cast_stats.zero_()
         self.moves += 1
         past = self.amax.amax(-1)
-        self.inverse.copy_(torch.where(past > 0, inverse_for(past, self._largest), self.inverse))
+        self.scale_inv.copy_(
+            torch.where(past > 0, scale_inv_for(past, self._largest), self.scale_inv)
+        )
 
     @property
-    def known(self) -> frozenset[int]:
+    def decided(self) -> frozenset[int]:
         """Where the scales are that native products use as they are: a matrix has decided them."""
-        return trusted_among(self._where)
+        return DECIDED.among(self._where)
 
     def take_counts(self) -> tuple[Tensor, Tensor]:
         """Return what casts have lost, and the largest magnitudes, since this was last asked.
@@ -95,27 +98,27 @@ class AmaxHistories:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what decides the scales to come, and what is still to be told."""
-        return {name: getattr(self, name) for name in ("amax", "inverse", "counts", "peak")}
+        return {name: getattr(self, name) for name in ("amax", "scale_inv", "counts", "peak")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take up where saved histories stood. Waits for the device."""
         for name, held in self.state_dict().items():
             held.copy_(state[name])
-        self.notes.zero_()
+        self.cast_stats.zero_()
         self.moves += 1
-        self._trust_what_is_known()
+        self._note_decided()
 
     def forget(self, keep: frozenset[int] = frozenset()) -> None:
         """Let the next matrices decide the scales that come from no applied step, as the first did.
 
         Those at the addresses `keep` stay. Waits for the device.
         """
-        kept = torch.tensor([each.data_ptr() in keep for each in self.inverse.view(-1).split(1)])
+        kept = torch.tensor([each.data_ptr() in keep for each in self.scale_inv.view(-1).split(1)])
         past = self.amax.amax(-1) > 0
         stays = past | kept.view(past.shape).to(past.device)
-        self.inverse.copy_(torch.where(stays, self.inverse, 0.0))
+        self.scale_inv.copy_(torch.where(stays, self.scale_inv, 0.0))
         self.moves += 1
-        self._trust_what_is_known()
+        self._note_decided()
 
     def take_over(self, pairs: Sequence[tuple["AmaxHistory", "AmaxHistory"]]) -> None:
         """Let modules of these go on from other histories: pairs of one's own and another's.
@@ -128,11 +131,11 @@ class AmaxHistories:
             self.counts[i], self.peak[i] = theirs.counts[j], theirs.peak[j]
             past = self.amax[i].amax(-1)
             same = self._largest[i] == theirs._largest[j]
-            first = torch.where(same, theirs.inverse[j], 0.0)  # from before any step was applied
-            made = inverse_for(past, self._largest[i])
-            self.inverse[i] = torch.where(past > 0, made, first)
+            first = torch.where(same, theirs.scale_inv[j], 0.0)  # from before any step was applied
+            made = scale_inv_for(past, self._largest[i])
+            self.scale_inv[i] = torch.where(past > 0, made, first)
         self.moves += 1
-        self._trust_what_is_known()
+        self._note_decided()
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -140,8 +143,8 @@ class AmaxHistories:
 
         A scale that no matrix has decided yet is decided by those of the block, and forgotten.
         """
-        # As `.data`: autograd may be keeping the notes for a backward pass.
-        held = [each.data for each in (self.notes, *self.state_dict().values())]
+        # As `.data`: autograd may be keeping the counts for a backward pass.
+        held = [each.data for each in (self.cast_stats, *self.state_dict().values())]
         before, moves = [each.clone() for each in held], self.moves
         try:
             yield
@@ -149,19 +152,19 @@ class AmaxHistories:
             for each, value in zip(held, before, strict=True):
                 each.copy_(value)
             self.moves = moves
-            self._trust_what_is_known()
+            self._note_decided()
 
     @property
     def _addresses(self) -> set[int]:
-        return {each.data_ptr() for each in self.inverse.view(-1).split(1)}
+        return {each.data_ptr() for each in self.scale_inv.view(-1).split(1)}
 
-    def _trust_what_is_known(self) -> None:
-        scales = self.inverse.view(-1)
-        for each, known in zip(scales.split(1), scales.tolist(), strict=True):
-            if known:
-                trust(each)
+    def _note_decided(self) -> None:
+        scales = self.scale_inv.view(-1)
+        for each, decided in zip(scales.split(1), scales.tolist(), strict=True):
+            if decided:
+                DECIDED.add(each)
             else:  # from before its first step: the next matrix decides it
-                distrust({each.data_ptr()})
+                DECIDED.remove({each.data_ptr()})
 
 
 class AmaxHistory:
@@ -170,17 +173,21 @@ class AmaxHistory:
     def __init__(self, whole: AmaxHistories, module: int) -> None:
         self.whole, self.module = whole, module  # the whole holds the memory
         self.amax = whole.amax[module]
-        self._inverse = [_single(whole.inverse[module, i]) for i in range(len(ROLES))]
-        self._notes = list(whole.notes[module])
+        self._scale_inv = [_single(whole.scale_inv[module, i]) for i in range(len(OPERANDS))]
+        self._cast_stats = list(whole.cast_stats[module])
 
-    def inverse(self, role: str) -> Tensor:
+    def scale_inv(self, role: str) -> Tensor:
         """Return the inverse scale of a role: one number, zero until it is first used."""
-        return self._inverse[ROLES.index(role)]
+        return self._scale_inv[OPERANDS.index(role)]
 
-    def notes(self, role: str) -> Tensor | None:
+    def is_decided(self, role: str) -> bool:
+        """Say whether native products use the scale of a role as it is."""
+        return self.scale_inv(role) in DECIDED
+
+    def cast_stats(self, role: str) -> Tensor | None:
         """Return where a cast notes what it met in a role; of inputs, only in training."""
         noted = torch.is_grad_enabled() or role != "input"
-        return self._notes[ROLES.index(role)] if noted else None
+        return self._cast_stats[OPERANDS.index(role)] if noted else None
 
     @property
     def moves(self) -> int:
@@ -191,27 +198,27 @@ class AmaxHistory:
         """Return the scale of a role in force, which its first matrix decides; note this one."""
         if x.numel() == 0:
             return scale_for(x, target)
-        amax, inverse = x.detach().abs().amax().float(), self.inverse(role)
+        amax, scale_inv = x.detach().abs().amax().float(), self.scale_inv(role)
         own = scale_for(amax, target)
-        scale = torch.where(inverse[0] > 0, inverse[0].reciprocal(), own)
-        notes = self.notes(role)
-        if notes is not None:
-            inverse.copy_(scale.reciprocal())
-            notes[:1] = torch.maximum(notes[:1], amax.view(1).view(torch.int32))
+        scale = torch.where(scale_inv[0] > 0, scale_inv[0].reciprocal(), own)
+        cast_stats = self.cast_stats(role)
+        if cast_stats is not None:
+            scale_inv.copy_(scale.reciprocal())
+            cast_stats[:1] = torch.maximum(cast_stats[:1], amax.view(1).view(torch.int32))
             # An evaluation looks at the weights of a step again and again.
             if role == "grad_output" or torch.is_grad_enabled():
-                _count(notes, x.detach(), target, scale)
+                _count(cast_stats, x.detach(), target, scale)
         return scale
 
 
-def _count(notes: Tensor, x: Tensor, target: Format, scale: Tensor) -> None:
+def _count(cast_stats: Tensor, x: Tensor, target: Format, scale: Tensor) -> None:
     """Add what a cast loses of one row in eight."""
     rows = x.reshape(-1, x.shape[-1])[::COUNTED]
     scaled = rows.float().abs() * scale
     saturated = (scaled > target.largest) & rows.isfinite()
     flushed = (scaled <= target.smallest / 2) & (rows != 0)
-    notes[1] += rows.numel()
-    notes[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
+    cast_stats[1] += rows.numel()
+    cast_stats[2:] += torch.stack((saturated.sum(), flushed.sum())).int()
 
 
 def _single(number: Tensor) -> Tensor:

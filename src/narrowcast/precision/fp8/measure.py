@@ -17,7 +17,7 @@ from narrowcast.hardware import Speeds
 from narrowcast.hardware.replay import captured
 from narrowcast.hardware.speeds import KINDS, TOKENS, WIDTHS
 from narrowcast.precision.fp8.delayed import AmaxHistories
-from narrowcast.precision.fp8.layers import native_linear
+from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.plan.module_plan import BLOCKS_AT
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
@@ -59,7 +59,7 @@ def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch
     if kind != "bf16":
         formats = ProductFormats.of(PRESETS[f"fp8-{kind}"])
         history = AmaxHistories([formats], device).of(0) if kind == "delayed" else None
-        swap(layer, native_linear(kind), nc_formats=formats, nc_history=history)
+        swap(layer, Fp8Linear, nc_formats=formats, nc_history=history)
     x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
 

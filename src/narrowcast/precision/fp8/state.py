@@ -8,16 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.fp8.local import Fp8LocalLinear
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
+from narrowcast.precision.fp8.linear import Fp8Linear
 
 
 class Fp8Model:
     """Every module of a model with fp8 weights or delayed scaling; often none."""
 
     def __init__(self, model: nn.Module) -> None:
-        kinds = Fp8Linear | Fp8LocalLinear
-        self._layers = [m for m in model.modules() if isinstance(m, kinds)]
+        self._layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
         found = {name: m.__dict__.get("nc_history") for name, m in model.named_modules()}
         self._by_name = {name: h for name, h in found.items() if isinstance(h, AmaxHistory)}
         self._histories = next((h.whole for h in self._by_name.values()), None)
@@ -39,9 +37,9 @@ class Fp8Model:
         return self._histories is not None
 
     @property
-    def scales_known(self) -> frozenset[int]:
+    def decided_scales(self) -> frozenset[int]:
         """Where the scales from past steps are that are in use."""
-        return frozenset() if self._histories is None else self._histories.known
+        return frozenset() if self._histories is None else self._histories.decided
 
     def forget(self, keep: frozenset[int] = frozenset()) -> None:
         """Let the next matrices decide the scales that no step has, but those at `keep`."""
@@ -61,7 +59,7 @@ class Fp8Model:
             yield
             return
         # As `.data`: autograd may be keeping it for a backward pass.
-        noted = self._histories.notes.data
+        noted = self._histories.cast_stats.data
         before = noted.clone()
         try:
             yield
@@ -84,7 +82,7 @@ class Fp8Model:
     def bytes(self) -> dict[str, int]:
         """Return what the fp8 weights take, by role; nothing where there are none."""
         made = [layer.nc_weight for layer in self._layers if layer.nc_weight is not None]
-        return {"fp8": sum(each.rows.nbytes + each.columns.nbytes for each in made)} if made else {}
+        return {"fp8": sum(q.rowwise.nbytes + q.columnwise.nbytes for q in made)} if made else {}
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the histories; the weights are made from their originals."""

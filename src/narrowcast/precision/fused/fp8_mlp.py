@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.fp8 import quantize
-from narrowcast.precision.fp8.tensorwise import Fp8Linear, dtype_of, product
+from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.fp8.scaling import dtype_of
+from narrowcast.precision.fp8.tensorwise import scaled_product
 from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
-from narrowcast.precision.products.operands import ProductFormats, is_narrow
+from narrowcast.precision.products.operands import ProductFormats, needs_scale
 
 
 class Fp8Mlp(nn.Module):
@@ -37,8 +39,8 @@ class Fp8Mlp(nn.Module):
             rows,
             first.weight,
             last.weight,
-            *first.nc_weight,
-            *last.nc_weight,
+            *_layouts_and_scale(first),
+            *_layouts_and_scale(last),
             *x_scale,
             *between,
             *back,
@@ -63,9 +65,16 @@ def can_fuse(module: nn.Module) -> bool:
     return (
         bias is None  # its gradient is the sum of what is never written
         and formats == last.nc_formats
+        and formats.scaling not in ("row", "block")
         and formats.grad_input == formats.grad_weight
-        and is_narrow(formats.grad_input.name)
+        and needs_scale(formats.grad_input.name)
     )
+
+
+def _layouts_and_scale(layer: Fp8Linear) -> tuple[Tensor, Tensor, Tensor]:
+    made = layer.nc_weight
+    assert made is not None, "the weight was never quantised; call the model inside compute()"
+    return made.rowwise, made.columnwise, made.scale_inv
 
 
 class _Chain(torch.autograd.Function):
@@ -75,41 +84,49 @@ class _Chain(torch.autograd.Function):
         x: Tensor,
         first: Tensor,
         last: Tensor,
-        first_rows: Tensor,
-        first_columns: Tensor,
-        first_inverse: Tensor,
-        last_rows: Tensor,
-        last_columns: Tensor,
-        last_inverse: Tensor,
-        x_inverse: Tensor | None,
-        x_notes: Tensor | None,
-        between_inverse: Tensor | None,
-        between_notes: Tensor | None,
-        back_inverse: Tensor | None,
-        back_notes: Tensor | None,
-        between_back_inverse: Tensor | None,
-        between_back_notes: Tensor | None,
+        first_rowwise: Tensor,
+        first_columnwise: Tensor,
+        first_scale_inv: Tensor,
+        last_rowwise: Tensor,
+        last_columnwise: Tensor,
+        last_scale_inv: Tensor,
+        x_scale_inv: Tensor | None,
+        x_cast_stats: Tensor | None,
+        between_scale_inv: Tensor | None,
+        between_cast_stats: Tensor | None,
+        back_scale_inv: Tensor | None,
+        back_cast_stats: Tensor | None,
+        between_back_scale_inv: Tensor | None,
+        between_back_cast_stats: Tensor | None,
         formats: ProductFormats,
     ) -> Tensor:
         target, output = dtype_of(formats.forward), dtype_of(formats.output)
-        into = quantize(x, target, inverse=x_inverse, notes=x_notes)
-        wide = product(
-            into.rows, first_rows, (into.inverse, first_inverse), dtype=output, fast=formats.fast
+        into = quantize(x, target, scale_inv=x_scale_inv, cast_stats=x_cast_stats)
+        wide = scaled_product(
+            into.rowwise,
+            first_rowwise,
+            (into.scale_inv, first_scale_inv),
+            dtype=output,
+            fast=formats.fast,
         )
         between = quantize(
-            wide, target, inverse=between_inverse, notes=between_notes, activation="gelu"
+            wide,
+            target,
+            scale_inv=between_scale_inv,
+            cast_stats=between_cast_stats,
+            activation="gelu",
         )
-        result = product(
-            between.rows,
-            last_rows,
-            (between.inverse, last_inverse),
+        result = scaled_product(
+            between.rowwise,
+            last_rowwise,
+            (between.scale_inv, last_scale_inv),
             dtype=output,
             fast=formats.fast,
         )
         ctx.save_for_backward(
-            into.columns, into.inverse, wide, between.columns, between.inverse,
-            first_columns, first_inverse, last_columns, last_inverse,
-            back_inverse, back_notes, between_back_inverse, between_back_notes,
+            into.columnwise, into.scale_inv, wide, between.columnwise, between.scale_inv,
+            first_columnwise, first_scale_inv, last_columnwise, last_scale_inv,
+            back_scale_inv, back_cast_stats, between_back_scale_inv, between_back_cast_stats,
         )  # fmt: skip
         ctx.formats, ctx.rows, ctx.x_dtype = formats, x.shape[0], x.dtype
         ctx.dtypes = first.dtype, last.dtype
@@ -119,37 +136,41 @@ class _Chain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (
-            x, x_inverse, wide, between, between_inverse,
-            first, first_inverse, last, last_inverse,
-            inverse, notes, wide_inverse, wide_notes,
+            x, x_scale_inv, wide, between, between_scale_inv,
+            first, first_scale_inv, last, last_scale_inv,
+            scale_inv, cast_stats, wide_scale_inv, wide_cast_stats,
         ) = ctx.saved_tensors  # fmt: skip
         target, output = dtype_of(ctx.formats.grad_input), dtype_of(ctx.formats.output)
         grad_x = grad_first = grad_last = None
         needs_x, needs_first, needs_last = ctx.needs_input_grad[:3]
-        found = quantize(grad, target, inverse=inverse, notes=notes, columns=needs_last)
+        found = quantize(
+            grad, target, scale_inv=scale_inv, cast_stats=cast_stats, columnwise=needs_last
+        )
         if needs_x or needs_first:
-            widened = product(found.rows, last, (found.inverse, last_inverse), dtype=output)
+            widened = scaled_product(
+                found.rowwise, last, (found.scale_inv, last_scale_inv), dtype=output
+            )
             through = quantize(
                 widened,
                 target,
-                inverse=wide_inverse,
-                notes=wide_notes,
-                rows=needs_x,
-                columns=needs_first,
+                scale_inv=wide_scale_inv,
+                cast_stats=wide_cast_stats,
+                rowwise=needs_x,
+                columnwise=needs_first,
                 activation="gelu_backward",
                 beside=wide,
             )
             if needs_x:
-                grad_x = product(
-                    through.rows, first, (through.inverse, first_inverse), dtype=output
+                grad_x = scaled_product(
+                    through.rowwise, first, (through.scale_inv, first_scale_inv), dtype=output
                 )
                 grad_x = grad_x[: ctx.rows].to(ctx.x_dtype)
             if needs_first:
-                scales = (through.inverse, x_inverse)
-                grad_first = product(through.columns, x, scales, dtype=ctx.dtypes[0])
+                scales = (through.scale_inv, x_scale_inv)
+                grad_first = scaled_product(through.columnwise, x, scales, dtype=ctx.dtypes[0])
         if needs_last:
-            scales = (found.inverse, between_inverse)
-            grad_last = product(found.columns, between, scales, dtype=ctx.dtypes[1])
+            scales = (found.scale_inv, between_scale_inv)
+            grad_last = scaled_product(found.columnwise, between, scales, dtype=ctx.dtypes[1])
         return grad_x, grad_first, grad_last, *[None] * 15
 
 

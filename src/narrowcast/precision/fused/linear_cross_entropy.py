@@ -142,13 +142,9 @@ def _is_fp8(head: nn.Linear, terms: LossTerms) -> bool:
     """Say whether a head multiplies in fp8 on this device, and can be called for each chunk."""
     if torch.compiler.is_compiling() or _is_emulated() or is_watched(head):
         return False  # the compiler cannot trace a backward pass inside a forward pass
-    from narrowcast.precision.fp8.local import Fp8LocalLinear
-    from narrowcast.precision.fp8.tensorwise import Fp8Linear
+    from narrowcast.precision.fp8.linear import Fp8Linear
 
-    if (
-        not isinstance(head, Fp8Linear | Fp8LocalLinear)
-        or head.nc_formats.output.dtype == torch.float16
-    ):
+    if not isinstance(head, Fp8Linear) or head.nc_formats.output.dtype == torch.float16:
         return False
     return terms.reduction != "none" or not torch.is_grad_enabled()
 

@@ -31,13 +31,13 @@ def norms_of(gradients: Sequence[Tensor]) -> Tensor:
 
 def check_gradients(
     gradients: Sequence[Tensor],
-    inverse_scales: Tensor | None,
+    inv_scales: Tensor | None,
     *,
     take_norms: Callable[[Sequence[Tensor]], Tensor] = norms_of,
 ) -> Checked:
-    """Take the norms of all gradients; `inverse_scales` is one factor for each, or one for all."""
+    """Take the norms of all gradients; `inv_scales` is one factor for each, or one for all."""
     norms = take_norms(gradients)
-    true_norms = norms if inverse_scales is None else norms * inverse_scales
+    true_norms = norms if inv_scales is None else norms * inv_scales
     norm = torch.linalg.vector_norm(true_norms)
     # Of a single number torch takes the magnitude, whose square may still overflow.
     squares = norm.square() + norms.square().sum()

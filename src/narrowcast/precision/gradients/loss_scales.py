@@ -95,20 +95,20 @@ class Scales:
     def take_unscaled(self, name: str, gradients: Sequence[Tensor]) -> None:
         """Divide one loss's scale out of its gradients at once, so that the next can be added."""
         scale = self._losses[name]
-        inverse = scale.value.reciprocal()
-        checked = check_gradients(gradients, inverse)
-        torch._foreach_mul_(list(gradients), inverse)
+        inv_scale = scale.value.reciprocal()
+        checked = check_gradients(gradients, inv_scale)
+        torch._foreach_mul_(list(gradients), inv_scale)
         before = self._finite.get(name)
         self._finite[name] = checked.finite if before is None else checked.finite & before
 
-    def inverse(self, present: Sequence[int]) -> Tensor | None:
+    def inv_scale(self, present: Sequence[int]) -> Tensor | None:
         """Return the factor that unscales, one for all or one for each of the given parameters."""
         if not self._losses or self.per_loss:
             return None
-        inverse = next(iter(self._losses.values())).value.reciprocal()
+        inv_scale = next(iter(self._losses.values())).value.reciprocal()
         if not self.parts:
-            return inverse
-        return (inverse * self._part_factors())[self._parts_of(present)]
+            return inv_scale
+        return (inv_scale * self._part_factors())[self._parts_of(present)]
 
     def update(self, checked: Checked, present: Sequence[int]) -> Tensor:
         """Move every scale after a step; return whether none can give way to an overflow."""

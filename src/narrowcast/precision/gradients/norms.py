@@ -1,4 +1,4 @@
-"""The norm of each gradient for the one-pass optimizer, by a kernel where there is one."""
+"""The norm of each gradient for the fused optimizer, by a kernel where there is one."""
 
 from collections.abc import Callable, Sequence
 from typing import final

@@ -8,13 +8,17 @@ from torch import Tensor, nn
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories
-from narrowcast.precision.fp8.layers import native_linear
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
+from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
-from narrowcast.precision.modules.wrappers import MatchingInput, NarrowLinear, NarrowNorm, WideNorm
+from narrowcast.precision.modules.wrappers import (
+    EmulatedLinear,
+    Fp32Norm,
+    MatchingInput,
+    RoundedNorm,
+)
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
@@ -33,29 +37,26 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
     """Let every module compute in its formats; leave the weights as they are kept."""
     device_type = torch.device(plan.hardware.device).type
     regions = {"": Region.of(plan)}
-    for chosen in plan.modules:
-        module = model.get_submodule(chosen.name)
-        around = _region_around(chosen.name, regions)
-        match chosen.kind:
+    for module_plan in plan.modules:
+        module = model.get_submodule(module_plan.name)
+        around = _region_around(module_plan.name, regions)
+        match module_plan.kind:
             case "normalisation":
-                _rewrite_norm(module, chosen, plan.policy)
-            case "linear" if _needs_own_products(chosen, around):
-                native = native_linear(chosen.policy.scaling)
-                kind = NarrowLinear if chosen.how == "emulated" else native
-                swap(module, kind, nc_formats=ProductFormats.of(chosen.policy), nc_history=None)
+                _rewrite_norm(module, module_plan, plan.policy)
+            case "linear" if _needs_own_products(module_plan, around):
+                kind = EmulatedLinear if module_plan.how == "emulated" else Fp8Linear
+                formats = ProductFormats.of(module_plan.policy)
+                swap(module, kind, nc_formats=formats, nc_history=None)
             case "embedding":
                 continue
             case _:
-                if chosen.policy.functional != around.format_name:
-                    region = Region(
-                        chosen.policy.functional,
-                        around.emulated or chosen.how == "emulated" or widens(chosen.policy),
-                        device_type,
-                        chosen.policy.reduce,
-                    )
+                policy = module_plan.policy
+                if policy.functional != around.format_name:
+                    emulated = around.emulated or module_plan.how == "emulated" or widens(policy)
+                    region = Region(policy.functional, emulated, device_type, policy.reduce)
                     swap(module, InRegion, nc_region=region)
-                    regions[chosen.name] = region
-                if chosen.kind == "recurrent" and chosen.policy.params != "fp32":
+                    regions[module_plan.name] = region
+                if module_plan.kind == "recurrent" and policy.params != "fp32":
                     swap(module, MatchingInput)
     _give_histories(model, plan)
     _fuse_mlps(model, plan)
@@ -69,11 +70,11 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
 def weight_formats(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
     """Return what each weight is kept in; one that two modules share has the wider one's format."""
     wanted: dict[nn.Parameter, str] = {}
-    for chosen in plan.modules:
-        module = model.get_submodule(chosen.name)
-        for parameter in module.parameters(recurse=chosen.kind == "attention"):
-            before = wanted.get(parameter, chosen.policy.params)
-            wanted[parameter] = "fp32" if "fp32" in (before, chosen.policy.params) else before
+    for module_plan in plan.modules:
+        module = model.get_submodule(module_plan.name)
+        for parameter in module.parameters(recurse=module_plan.kind == "attention"):
+            before = wanted.get(parameter, module_plan.policy.params)
+            wanted[parameter] = "fp32" if "fp32" in (before, module_plan.policy.params) else before
     return wanted
 
 
@@ -86,28 +87,28 @@ def _region_around(name: str, regions: Mapping[str, Region]) -> Region:
     return regions[""]
 
 
-def _needs_own_products(chosen: ModulePlan, around: Region) -> bool:
+def _needs_own_products(module_plan: ModulePlan, around: Region) -> bool:
     """Say whether a linear layer multiplies in another way than the region around it.
 
     One in the same format is left to the region; one in fp32 gets a region of its own.
     """
-    match chosen.how:
+    match module_plan.how:
         case "unchanged":
             return False
         case "native":
-            return not is_uniform(chosen.policy)
+            return not is_uniform(module_plan.policy)
         case "emulated":
-            like_region = around.emulated and chosen.policy.forward == around.format_name
-            return not (like_region and is_uniform(chosen.policy))
+            like_region = around.emulated and module_plan.policy.forward == around.format_name
+            return not (like_region and is_uniform(module_plan.policy))
 
 
 def _give_histories(model: nn.Module, plan: Plan) -> None:
     """Give every module with delayed scaling its part of what all of them remember."""
     delayed = [
         module
-        for chosen in plan.modules
-        if chosen.policy.scaling == "delayed"
-        and isinstance(module := model.get_submodule(chosen.name), Fp8Linear | NarrowLinear)
+        for module_plan in plan.modules
+        if module_plan.policy.scaling == "delayed"
+        and isinstance(module := model.get_submodule(module_plan.name), Fp8Linear | EmulatedLinear)
     ]
     if not delayed:
         return
@@ -119,7 +120,7 @@ def _give_histories(model: nn.Module, plan: Plan) -> None:
 
 def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
     """Run modules as one that promise to be a chain of layers in the same formats."""
-    chosen = {each.name: each for each in plan.modules}
+    by_name = {each.name: each for each in plan.modules}
     for name, module in list(model.named_modules()):
         ends = fused_mlp_layers(module)
         if ends is None:
@@ -127,17 +128,17 @@ def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
         if can_fuse(module):
             swap(module, Fp8Mlp, nc_layers=ends)
         elif can_fuse_16_bits(module, device=torch.device(plan.hardware.device)):
-            plans = [chosen.get(f"{name}.{end}".lstrip(".")) for end in ends]
+            plans = [by_name.get(f"{name}.{end}".lstrip(".")) for end in ends]
             formats = {_format_of_16_bits(each) for each in plans}
             if len(formats) == 1 and (one := formats.pop()):
                 swap(module, GeluMlp, nc_layers=ends, nc_dtype=_dtype(one))
 
 
-def _format_of_16_bits(chosen: ModulePlan | None) -> str:
+def _format_of_16_bits(module_plan: ModulePlan | None) -> str:
     """Return the one format of all products of a module on a GPU; nothing where that is not so."""
-    if chosen is None or chosen.how != "native" or not is_uniform(chosen.policy):
+    if module_plan is None or module_plan.how != "native" or not is_uniform(module_plan.policy):
         return ""
-    return chosen.policy.forward if chosen.policy.forward in ("bf16", "fp16") else ""
+    return module_plan.policy.forward if module_plan.policy.forward in ("bf16", "fp16") else ""
 
 
 def _allow_kernels(model: nn.Module, plan: Plan) -> None:
@@ -152,16 +153,16 @@ def _allow_kernels(model: nn.Module, plan: Plan) -> None:
                 module.__dict__["nc_kernels"] = True
 
 
-def _rewrite_norm(module: nn.Module, chosen: ModulePlan, policy: Policy) -> None:
-    if chosen.policy.reduce != "fp32":
-        swap(module, NarrowNorm, nc_dtype=_dtype(chosen.policy.reduce))
+def _rewrite_norm(module: nn.Module, module_plan: ModulePlan, policy: Policy) -> None:
+    if module_plan.policy.reduce != "fp32":
+        swap(module, RoundedNorm, nc_dtype=_dtype(module_plan.policy.reduce))
     elif policy.params != "fp32":
-        swap(module, WideNorm)
+        swap(module, Fp32Norm)
 
 
 def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     """Cast weights to their storage format."""
-    narrowed = []
+    lowered = []
     for parameter, name in weight_formats(model, plan).items():
         if name == "fp32" or not parameter.is_floating_point():
             continue
@@ -169,8 +170,8 @@ def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Te
         parameter.data = full.to(_dtype(name))
         wide = plan.policy.grads_format == "fp32"
         set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
-        narrowed.append((parameter, full))
-    return narrowed
+        lowered.append((parameter, full))
+    return lowered
 
 
 def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

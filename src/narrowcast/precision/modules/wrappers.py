@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.nested import cast_floats, changed_tensors, first_tensor
+from narrowcast.precision.nested import cast_floats, first_tensor, map_tensors
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.operands import ProductFormats
 
 
-class NarrowLinear(nn.Linear):
+class EmulatedLinear(nn.Linear):
     """A linear layer whose three products have formats of their own."""
 
     nc_formats: ProductFormats
@@ -26,14 +26,10 @@ class NarrowLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""
-        f = self.nc_formats
-        return (
-            f"{super().extra_repr()}, forward={f.forward.name}, grad_input={f.grad_input.name}, "
-            f"grad_weight={f.grad_weight.name}, scaling={f.scaling}"
-        )
+        return f"{super().extra_repr()}, {self.nc_formats}"
 
 
-class WideNorm(nn.Module):
+class Fp32Norm(nn.Module):
     """A normalisation in fp32 between 16-bit neighbours."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +40,7 @@ class WideNorm(nn.Module):
             return super().forward(*args, **kwargs).to(x.dtype)
 
 
-class NarrowNorm(nn.Module):
+class RoundedNorm(nn.Module):
     """A normalisation whose input and result are rounded to a 16-bit format."""
 
     nc_dtype: torch.dtype
@@ -117,4 +113,4 @@ def _scale_gradients(value: Any, factor: Tensor) -> tuple[Any, int]:
         scaled.append(tensor)
         return cast(Tensor, _scale_gradient(tensor, factor))
 
-    return changed_tensors(value, change), len(scaled)
+    return map_tensors(value, change), len(scaled)

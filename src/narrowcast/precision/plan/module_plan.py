@@ -15,7 +15,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat
 from narrowcast.precision.plan.module_kinds import Kind, multiplies
-from narrowcast.precision.plan.policy import NARROW, PRODUCTS, Policy
+from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
 from narrowcast.precision.swap import plain_class
 
 How = Literal["native", "emulated", "unchanged"]
@@ -231,8 +231,8 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     own = [FP8_BLOCK] if policy.scaling == "block" else []
     multiple = max([FP8_MULTIPLE, *own, *blocks])
     shape = (module.in_features, module.out_features)
-    narrow = any(_eight_bits_or_less(known.name) for known in formats)
-    if narrow and any(size % multiple for size in shape):
+    scaled = any(_eight_bits_or_less(known.name) for known in formats)
+    if scaled and any(size % multiple for size in shape):
         return f"kept {one}: {shape[0]}×{shape[1]} is not a multiple of {multiple}", wide
     return "", policy
 
@@ -252,14 +252,14 @@ def _widened(policy: Policy) -> Policy:
 
 
 def _eight_bits_or_less(name: str) -> bool:
-    return name in NARROW or isinstance(FORMATS[name], BlockFormat)
+    return name in FP8_FORMATS or isinstance(FORMATS[name], BlockFormat)
 
 
 def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict[str, int]:
-    narrow = policy.params != "fp32"
-    beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if narrow else 0
-    kept = whole.moments_format if narrow or whole.needs_one_pass else "fp32"
-    grads = whole.grads_format if narrow else "fp32"
+    lowered = policy.params != "fp32"
+    beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if lowered else 0
+    kept = whole.moments_format if lowered or whole.needs_fused_optimizer else "fp32"
+    grads = whole.grads_format if lowered else "fp32"
     return {
         "params": parameters * _size(policy.params),
         "grads": parameters * _size(grads),
@@ -273,7 +273,7 @@ def _fp8_bytes(policy: Policy, module: nn.Module, how: How) -> dict[str, int]:
     keeps = how == "native" and _is_fp8_product(policy)
     if not keeps or not isinstance(module, nn.Linear):
         return {}
-    layouts = 1 + (policy.grad_input in NARROW)
+    layouts = 1 + (policy.grad_input in FP8_FORMATS)
     return {"fp8": layouts * module.weight.numel()}
 
 

@@ -110,8 +110,8 @@ def make_plan(
             )
         )
     totals: dict[str, int] = {}
-    for chosen in modules:
-        for role, size in chosen.bytes.items():
+    for module_plan in modules:
+        for role, size in module_plan.bytes.items():
             totals[role] = totals.get(role, 0) + size
     return Plan(
         policy=whole,

@@ -21,10 +21,10 @@ STORAGE_FORMATS = ("fp32", "bf16", "fp16")
 MOMENT_FORMATS = ("fp32", "bf16", "int8")
 HEADS = frozenset({"head", "lm_head"})
 """What a model's output layer is called: here, and in transformers."""
-NARROW = ("e4m3", "e5m2")
+FP8_FORMATS = ("e4m3", "e5m2")
 """Formats whose operands need a scale."""
 # Block formats carry their own scales; a product of them is e4m3 or e2m1 with one scale a block.
-COMPUTE_FORMATS = ("fp32", "tf32", "bf16", "fp16", *NARROW, "mxfp8", "nvfp4")
+COMPUTE_FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS, "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Policy:
     """How the digits that `params` cannot hold are kept; empty: fp32 where there are any."""
     moments: str = ""
     """Format of the optimizer's moments; empty: fp32, or as `params` where there is no master.
-    bf16 and int8 are rounded by chance, and kept by the one-pass optimizer only."""
+    bf16 and int8 are rounded by chance, and kept by the fused optimizer only."""
     reduce: str = "fp32"
     """Format of normalisations, softmax, losses and reductions."""
     head: str = ""
@@ -98,7 +98,7 @@ class Policy:
         return self.moments or (self.params if self.master == "none" else "fp32")
 
     @property
-    def needs_one_pass(self) -> bool:
+    def needs_fused_optimizer(self) -> bool:
         """True where torch's own optimizers would keep the moments in another format."""
         return self.moments not in ("", self.params if self.master == "none" else "fp32")
 
@@ -214,7 +214,7 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
             )
         if role == "compute":
             changes |= dict.fromkeys(PRODUCTS, value)
-            if value not in NARROW:
+            if value not in FP8_FORMATS:
                 # What belongs to fp8 products goes with them, a head of its own too.
                 changes |= {"scaling": "none", "accumulate": "fp32", "head": "", **changes}
             elif policy.scaling == "none":
@@ -240,9 +240,9 @@ def _problems(policy: Policy) -> Iterable[str]:
     for role in ("output", "grads", "head"):
         yield from _one_of(role, getattr(policy, role), ("", *STORAGE_FORMATS))
     yield from _one_of("moments", policy.moments, ("", *MOMENT_FORMATS))
-    narrow = [role for role in PRODUCTS if getattr(policy, role) in NARROW]
-    if narrow and policy.scaling == "none":
-        yield f"{narrow[0]}={getattr(policy, narrow[0])} needs a scale; write scaling=tensor"
+    fp8 = [role for role in PRODUCTS if getattr(policy, role) in FP8_FORMATS]
+    if fp8 and policy.scaling == "none":
+        yield f"{fp8[0]}={getattr(policy, fp8[0])} needs a scale; write scaling=tensor"
     if policy.params == "fp32" and policy.master in ("split", "kahan", "stochastic"):
         yield f"master={policy.master} is for 16-bit weights; write params=bf16, or leave it out"
     if policy.params == "fp16" and policy.master == "none":

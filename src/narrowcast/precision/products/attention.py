@@ -1,7 +1,7 @@
 """Multi-head attention as `nn.MultiheadAttention` computes it, out of functions a region can see.
 
 torch hides the products of this one function from function modes, so an emulated region calls this
-in its place. Same arguments, same results; `tests/precision/products/test_attention.py` compares them.
+in its place: same arguments, same results, which `tests/precision/products/test_attention.py` says.
 """
 
 import math

@@ -19,7 +19,7 @@ from narrowcast.numerics.carriers import CHUNK
 from narrowcast.precision.products.operands import (
     ProductFormats,
     is_delayed,
-    is_narrow,
+    needs_scale,
     operand,
     rounded,
 )
@@ -50,7 +50,7 @@ def linear_product(
             history.scale(x, formats.forward, "input"),
             history.scale(weight, formats.forward, "weight"),
         )
-    # Under a native region around it, autocast would narrow these operands a second time.
+    # Under a native region around it, autocast would round these operands a second time.
     with torch.autocast(x.device.type, enabled=False):
         result: Tensor = _linear_product(x, weight, bias, formats, scales, history)
     return result
@@ -93,7 +93,7 @@ class _LinearProduct(torch.autograd.Function):
         rounded_bias = None if bias is None else rounded(bias.float(), formats.output)
         if rounded_bias is None:
             output = torch.ops.aten.mm.default(x_narrow, transposed)
-        elif is_narrow(formats.forward.name):
+        elif needs_scale(formats.forward.name):
             # An 8-bit product returns 16 bits, and the bias is added to those.
             output = torch.ops.aten.mm.default(x_narrow, transposed)
             output = _rounded_fresh(output, formats.output).add_(rounded_bias)
@@ -128,29 +128,29 @@ class _LinearProduct(torch.autograd.Function):
         scale = None
         if ctx.history is not None and is_delayed(formats.grad_input):
             scale = ctx.history.scale(grad, formats.grad_input, "grad_output")
-        narrow = None
+        rounded_grad = None
         if ctx.needs_input_grad[0]:
-            narrow = grad
+            rounded_grad = grad
             if formats.grad_input is not formats.output:
-                narrow = operand(grad, formats.grad_input, "row", formats.scaling, scale)
+                rounded_grad = operand(grad, formats.grad_input, "row", formats.scaling, scale)
             beside = weight
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_input)
                 past = ctx.scales[1] if is_delayed(other) else None
                 beside = operand(weight, other, "column", formats.scaling, past, weight=True)
-            grad_x = _rounded_fresh(torch.ops.aten.mm.default(narrow, beside), formats.output)
+            grad_x = _rounded_fresh(torch.ops.aten.mm.default(rounded_grad, beside), formats.output)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             if formats.grad_weight != formats.grad_input:
                 scale = None  # the history is for the other product's format
-            if narrow is None or not formats.one_rounding:
-                narrow = operand(grad, formats.grad_weight, "column", formats.scaling, scale)
+            if rounded_grad is None or not formats.one_rounding:
+                rounded_grad = operand(grad, formats.grad_weight, "column", formats.scaling, scale)
             beside = x
             if not formats.one_rounding:
                 other = formats.other_operand(formats.grad_weight)
                 past = ctx.scales[0] if is_delayed(other) else None
                 beside = operand(x, other, "column", formats.scaling, past)
-            grad_weight = torch.ops.aten.mm.default(narrow.t(), beside)
+            grad_weight = torch.ops.aten.mm.default(rounded_grad.t(), beside)
             grad_weight = _rounded_fresh(grad_weight, formats.output)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rounded(grad.sum(0), formats.output)

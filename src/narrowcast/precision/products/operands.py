@@ -49,13 +49,19 @@ class ProductFormats:
             fast=policy.accumulate == "fast",
         )
 
+    def __str__(self) -> str:
+        return (
+            f"forward={self.forward.name}, grad_input={self.grad_input.name}, "
+            f"grad_weight={self.grad_weight.name}, scaling={self.scaling}"
+        )
+
     @property
     def one_rounding(self) -> bool:
         """True where each tensor is rounded once for all products it takes part in."""
         backward = {self.grad_input.name, self.grad_weight.name}
-        narrow = {name for name in backward if is_narrow(name)}
+        scaled = {name for name in backward if needs_scale(name)}
         # Beside an 8-bit gradient the other operand keeps its rounding only if that has 8 bits too.
-        beside = is_narrow(self.forward.name) and len(backward) == 1 and narrow == backward
+        beside = needs_scale(self.forward.name) and len(backward) == 1 and scaled == backward
         same = backward == {self.forward.name} or beside
         blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
         return same and not blocks and self.scaling not in ("row", "block")
@@ -66,8 +72,8 @@ class ProductFormats:
         Beside an 8-bit gradient the input or weight keeps its own 8-bit format (e5m2 · e4m3); in a
         wider product both operands have that format.
         """
-        narrow = is_narrow(product.name) and is_narrow(self.forward.name)
-        return self.forward if narrow else product
+        both_scaled = needs_scale(product.name) and needs_scale(self.forward.name)
+        return self.forward if both_scaled else product
 
 
 def operand(
@@ -83,7 +89,7 @@ def operand(
     if isinstance(target, BlockFormat):
         # Blocks run along the dimension that is summed.
         return round_blocks(x, target) if along == "row" else round_blocks(x.t(), target).t()
-    if not is_narrow(target.name):
+    if not needs_scale(target.name):
         return rounded(x, target)
     if scale is not None:
         # Beyond what the past foretold a value saturates; what is not finite stays so (· 0 is NaN).
@@ -113,9 +119,9 @@ def rounded(x: Tensor, target: Format) -> Tensor:
 
 def is_delayed(target: Format | BlockFormat) -> bool:
     """Say whether a scale from the past is of use: a block has its own, 16 bits need none."""
-    return isinstance(target, Format) and is_narrow(target.name)
+    return isinstance(target, Format) and needs_scale(target.name)
 
 
-def is_narrow(name: str) -> bool:
+def needs_scale(name: str) -> bool:
     """Say whether operands of this format need scales."""
     return name not in (FP32.name, TF32.name, BF16.name, FP16.name)

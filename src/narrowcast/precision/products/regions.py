@@ -7,7 +7,7 @@ exception. A native region is torch's autocast; an emulated one a function mode,
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,8 +219,8 @@ def _is_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     if kwargs.get("out") is not None:
-        narrow = (torch.bfloat16, torch.float16)
-        return not any(isinstance(a, Tensor) and a.dtype in narrow for a in args)
+        of_16_bits = (torch.bfloat16, torch.float16)
+        return not any(isinstance(a, Tensor) and a.dtype in of_16_bits for a in args)
     return TracingContext.try_get() is not None
 
 
@@ -261,6 +261,3 @@ def tf32_products() -> Iterator[None]:
     finally:
         for switch, value in zip(switches, before, strict=True):
             switch.fp32_precision = value
-
-
-RegionFactory = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -94,18 +94,18 @@ def refuse_senseless_rates(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def refuse_foreign_plan(model: nn.Module, chosen: Plan, *, mine: Plan) -> None:
+def refuse_foreign_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
     """Refuse to change to a plan that was made for another model or another device."""
     names = {name for name, _ in model.named_modules()}
-    missing = next((m.name for m in chosen.modules if m.name not in names), None)
+    missing = next((m.name for m in plan.modules if m.name not in names), None)
     if missing is not None:
         raise RecipeError(
             f"the plan is of another model: this one has no module {missing!r}; "
             "make it with plan(prepared.model, …)"
         )
-    if chosen.hardware.device != mine.hardware.device:
+    if plan.hardware.device != mine.hardware.device:
         raise RecipeError(
-            f"the plan was made for {chosen.hardware.device}, and the model is prepared on "
+            f"the plan was made for {plan.hardware.device}, and the model is prepared on "
             f"{mine.hardware.device}; make it with hardware=prepared.plan.hardware"
         )
 

@@ -1,48 +1,172 @@
-"""What a CUDA graph of a step needs to know of the model, and to tell it."""
+"""Steps as CUDA graphs: when they are captured, what is, and how they are replayed.
 
-from collections.abc import Sequence
-from typing import final
+A step is two graphs, one of the passes and one of the update, between which the host learns how the
+step before ended and sets the learning rate. A replay costs the host nothing, whatever the number
+of kernels: it is how small models keep a GPU busy. The first steps are launched kernel by kernel,
+on the stream of the capture.
+"""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
 from torch import Tensor
 
-from narrowcast.precision.weights.trained import TrainedWeights
+from narrowcast.errors import UnsupportedError
+from narrowcast.hardware.replay import capture_stream, on_capture_stream
+from narrowcast.precision.nested import copy_tensors, map_tensors, outline
+from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.weights.fused_adamw import FusedAdamW
+
+Between = Callable[[], None]
+"""Looks at weights and gradients between the passes and the update."""
+Passes = Callable[[Sequence[Any]], Tensor]
+"""Queues forward and backward passes of micro-batches; returns the mean loss."""
+Launch = Callable[[Sequence[Any], Between | None], tuple[Outcome, Tensor]]
+"""Takes a step kernel by kernel; returns its outcome and the mean loss."""
+
+WARM_UP = 3
+"""Steps before a capture: the compiler, cuBLAS and the allocator settle in them."""
+
+
+def unsupported_reason(engine: Engine) -> str:
+    """Say why no CUDA graph can hold this model's update; nothing where one can."""
+    if engine.weights.device.type != "cuda":
+        return f"CUDA graphs are not for {engine.weights.device.type}"
+    if engine.weights.fused is None:
+        return f"the update is not the fused kernel ({engine.update_path})"
+    return ""
 
 
 @final
-class CapturedStep:
-    """The side of a prepared model that is for those who record its step and replay it."""
+class GraphedStep:
+    """Steps of a model in the formats it has now, replayed as soon as they are warm.
 
-    def __init__(self, weights: TrainedWeights, *, update_path: str) -> None:
-        self._weights, self._update_path = weights, update_path
+    Their memory stays with the graphs, so they are captured anew, by another of these, when the
+    formats change, rather than kept for each policy.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._graphs: _Graphs | None = None
+        self._taken, self._applied_before = 0, engine.log.counts().applied
 
     @property
-    def unsupported_reason(self) -> str:
-        """Why no CUDA graph can hold this model's update; nothing where one can."""
-        if self._weights.device.type != "cuda":
-            return f"CUDA graphs are not for {self._weights.device.type}"
-        if self._weights.one_pass is None:
-            return f"the update is not the one-pass kernel ({self._update_path})"
-        return ""
+    def captured(self) -> bool:
+        """Whether steps are replayed by now."""
+        return self._graphs is not None
 
-    def present(self) -> list[int]:
-        """Return the places of the weights that have a gradient now."""
-        return self._weights.with_gradients()
+    def __call__(
+        self,
+        batches: Sequence[Any],
+        between: Between | None,
+        *,
+        passes: Passes,
+        launch: Launch,
+    ) -> tuple[Outcome, Tensor]:
+        """Take a step; return its outcome and the mean loss, on the device.
 
-    def gradients(self) -> list[Tensor | None]:
-        """Return every weight's gradient as it is now."""
-        return [p.grad for p in self._weights.all]
+        `passes` is what is captured; until then, `launch` takes the step.
+        """
+        self._taken += 1
+        if not self._is_warm():
+            with on_capture_stream(_current_device()):
+                return launch(batches, between)
+        if self._graphs is None or not self._graphs.fit(batches):
+            self._graphs = self._capture(batches, passes)
+        return self._graphs.replay(batches, between)
 
-    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Give every weight the gradient it had."""
-        for p, gradient in zip(self._weights.all, gradients, strict=True):
+    def _is_warm(self) -> bool:
+        # A graph keeps what its capture did, so the scales of fp8 must be those of a step by then.
+        return self._taken > WARM_UP and (
+            self.captured or self._engine.log.counts().applied > self._applied_before
+        )
+
+    def _capture(self, batches: Sequence[Any], passes: Passes) -> "_Graphs":
+        try:
+            return _Graphs(self._engine, passes, batches)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedError(
+                f"the step cannot be captured as a CUDA graph ({reason}); a model that reads a "
+                "tensor on the host cannot be, nor one whose graphs do not fit: write "
+                "cuda_graph=false"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Update:
+    graph: torch.cuda.CUDAGraph
+    packed: Tensor
+
+
+class _Graphs:
+    """The graphs of one step, and the memory its batches are put into."""
+
+    def __init__(self, engine: Engine, passes: Passes, batches: Sequence[Any]) -> None:
+        self._engine = engine
+        self._inputs = map_tensors(list(batches), torch.clone)
+        engine.log.sync()
+        self._fused_update.write_hyper()  # a change of them must not be captured
+        # The graph must make fp8 weights anew, even if an evaluation has just done so.
+        torch.autograd.graph.increment_version(
+            [p for p in engine.model.parameters() if p.requires_grad]
+        )
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the steps before held, the graphs hold in their own pool
+        pool = torch.cuda.graph_pool_handle()
+        self._passes = torch.cuda.CUDAGraph()
+        stream = capture_stream(_current_device())
+        with torch.cuda.graph(self._passes, pool=pool, stream=stream):
+            self._loss = passes(self._inputs)
+        self._present = engine.weights.with_gradients()
+        gradients = self._held_gradients()
+        self._updates: dict[bool, _Update] = {}
+        for metered in (False, True):
+            self._set_gradients(gradients)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                packed = engine.queue_update(self._present, metered=metered)
+            self._updates[metered] = _Update(graph, packed)
+        self._gradients = gradients  # their memory is written and read by the graphs
+
+    def fit(self, batches: Sequence[Any]) -> bool:
+        """Say whether batches are built, and have the shapes, as those that were captured."""
+        return bool(outline(list(batches)) == outline(self._inputs))
+
+    def replay(self, batches: Sequence[Any], between: Between | None) -> tuple[Outcome, Tensor]:
+        """Take a step with other values in the captured batches."""
+        engine = self._engine
+        copy_tensors(self._inputs, list(batches))
+        self._passes.replay()
+        if between is not None:
+            without = self._held_gradients()
+            self._set_gradients(self._gradients)
+            between()
+            self._set_gradients(without)
+        engine.begin_step()
+        self._fused_update.write_hyper()  # the optimizer's settings of now
+        metered = engine.is_metered
+        update = self._updates[metered]
+        update.graph.replay()
+        self._fused_update.has_written(self._present)  # weights kept in fp8 are older than it
+        outcome = engine.end_step(update.packed, self._present, metered=metered)
+        return outcome, self._loss
+
+    @property
+    def _fused_update(self) -> FusedAdamW:
+        assert self._engine.weights.fused is not None
+        return self._engine.weights.fused
+
+    def _held_gradients(self) -> list[Tensor | None]:
+        return [p.grad for p in self._engine.weights.all]
+
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for p, gradient in zip(self._engine.weights.all, gradients, strict=True):
             p.grad = gradient
 
-    def write_settings(self) -> None:
-        """Let the next replay of a captured update use the optimizer's settings of now."""
-        assert self._weights.one_pass is not None
-        self._weights.one_pass.write_hyper()
 
-    def has_replayed(self, present: Sequence[int]) -> None:
-        """Take note that a captured update was replayed: weights kept in fp8 are older than it."""
-        assert self._weights.one_pass is not None
-        self._weights.one_pass.has_written(present)
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,113 +1,280 @@
-"""A plan carried out on a model, and how another takes its place between two steps."""
+"""The engine of a prepared model: what is in force on it, and its step in the parts it is made of.
 
-from collections.abc import Mapping, Sequence
-from typing import final
+Trainers, replays and benchmarks take a step apart: `begin_step` (the host catches up),
+`queue_update` (all that the device does, which a CUDA graph can capture) and `end_step` (the
+numbers go on their way to the host). `Prepared.step` is these three in a row.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import DivergedError
+from narrowcast.precision.fp8.first_scales import FirstScales
 from narrowcast.precision.fp8.state import Fp8Model
+from narrowcast.precision.gradients.check import Checked, check_gradients, clip_factor
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.loss_scales import Scales
-from narrowcast.precision.gradients.scale_groups import find_parts, part_of, scale_parts
+from narrowcast.precision.gradients.scale_groups import scale_parts
+from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.products.regions import Region
-from narrowcast.precision.step.checks import refuse_foreign_plan, refuse_watched
+from narrowcast.precision.products.regions import Region, tf32_products
+from narrowcast.precision.step.buffers import BufferGuard
+from narrowcast.precision.step.checks import (
+    refuse_foreign_plan,
+    refuse_senseless_rates,
+    refuse_watched,
+)
+from narrowcast.precision.step.isolation import grads_and_buffers_kept
+from narrowcast.precision.step.outcome import Outcome, pack
+from narrowcast.precision.step.step_log import Scheduler, StepLog
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
 
-Settings = LossScale | Mapping[str, LossScale]
-
 
 @final
-class Carried:
-    """What is in force: the weights as they are kept, the loss scales, the fp8 side, the update."""
+class Engine:
+    """What is in force: weights as they are kept, loss scales, the fp8 side; and the step."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        chosen: Plan,
+        plan: Plan,
         *,
+        clip_norm: float | None,
+        scheduler: Scheduler | None,
         loss_scale: Settings | None,
         scale_groups: Sequence[str],
-        one_pass: bool | None,
+        ema_decay: float | None,
+        patience: int,
+        meter_every: int,
+        fused_optimizer: bool | None,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._settings, self._scaled_parts, self._asked = loss_scale, scale_groups, one_pass
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self._clip_norm, self._meter_every = clip_norm, meter_every
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
-        self._parts = find_parts(model, scale_groups)
-        self.scales = self._begun_scales(loss_scale)
-        _refuse_lost_gradients(self.scales, chosen.policy)
-        in_one_pass, self.update_path = update_path(optimizer, chosen.policy, asked=one_pass)
-        self.plan, self.region = chosen, Region.of(chosen)
-        self.weights.narrow(chosen, one_pass=in_one_pass)
-        self.fp8 = Fp8Model(model)
-        scale_parts(self._parts, self.scales.parts)
+        self._request = ScaleRequest(
+            model,
+            settings=loss_scale,
+            scale_groups=scale_groups,
+            names=self.weights.names,
+            device=self.weights.device,
+        )
+        scales, self._fused_asked = self._request.first(plan.policy), fused_optimizer
+        fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
+        self.weights.apply(plan, fused=fused)
+        self._take(plan, scales, path)
+        self.buffers = BufferGuard(model)
+        if ema_decay is not None:
+            self.weights.keep_average(decay=ema_decay)
+        self.log = StepLog(
+            scheduler,
+            patience=patience,
+            weights=len(self.weights.all),
+            scaled=self.scales.value is not None,
+        )
+        self.steps_begun = 0
+        self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
+        self.begin_first_scales(step=0, applied_before=0)
 
-    def change(self, chosen: Plan, *, loss_scale: LossScale | None, seed: int) -> None:
+    def change(self, plan: Plan, *, loss_scale: LossScale | None) -> None:
         """Put another plan in the place of the one in force. Waits for the device.
 
         What cannot be is refused before anything is changed. A loss scale that both policies need
         goes on; one that begins has the settings given here, or those given before, or the default.
         Histories of delayed scaling go on where a module of the same name had one.
         """
-        refuse_watched(self._model, doing="change()")
-        in_one_pass, path, scales = self.terms(chosen, loss_scale=loss_scale)
+        applied = self.log.counts().applied
+        refuse_watched(self.model, doing="change()")
+        fused, path, scales = self._terms_of(plan, loss_scale=loss_scale)
         before = self.fp8
-        self.weights.change(self.plan, chosen, one_pass=in_one_pass, seed=seed)
-        self.plan, self.region = chosen, Region.of(chosen)
-        self.scales, self.update_path = scales, path
-        self.fp8 = Fp8Model(self._model)
+        self.weights.change(self.plan, plan, fused=fused, seed=self.steps_begun)
+        self._take(plan, scales, path)
         self.fp8.take_over(before)
-        scale_parts(self._parts, scales.parts)
+        self.log.scaled = self.scales.value is not None
+        self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
-    def terms(
-        self, chosen: Plan, *, loss_scale: LossScale | None = None
-    ) -> tuple[bool, str, Scales]:
-        """Return whether the update would be in one pass, and why, and the loss scales; or refuse.
+    def refuse_impossible(self, plan: Plan) -> None:
+        """Raise what `change` to this plan would raise; change nothing."""
+        self._terms_of(plan, loss_scale=None)
 
-        Changes nothing.
+    def compute(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what holds over the forward pass and the loss; make fp8 weights ready for it."""
+        if not torch.compiler.is_compiling():
+            self.take_back_first_scales()
+        self.fp8.refresh()
+        return self.region()
+
+    def backward(self, loss: Tensor, *, name: str, retain_graph: bool) -> None:
+        """Add a loss's gradients to those already there, scaled as the policy needs."""
+        self.weights.ownership.has_scaled_gradients = True
+        scale = self.scales.of_loss(name)
+        scaled = loss if scale is None else loss.float() * scale.value
+        if not self.scales.per_loss:
+            self._run_backward(scaled, retain_graph=retain_graph)
+            return
+        others = [p.grad for p in self.weights.all]
+        self.weights.forget_gradients()
+        self._run_backward(scaled, retain_graph=retain_graph)
+        with torch.no_grad():
+            fresh = [p.grad for p in self.weights.all if p.grad is not None]
+            if fresh:
+                self.scales.take_unscaled(name, fresh)
+            for p, other in zip(self.weights.all, others, strict=True):
+                if other is not None:
+                    p.grad = other if p.grad is None else p.grad.add_(other)
+
+    def begin_step(self) -> None:
+        """Refuse to go on where every step would be skipped; else let the host catch up."""
+        try:
+            self.log.refuse_to_go_on()
+        except DivergedError:
+            self.buffers.restore()
+            raise
+        refuse_senseless_rates(self.optimizer)
+        self.weights.ownership.refuse_ema_swapped_in(doing="step()")
+        self.weights.ownership.refuse_changes()
+        self.log.sync()
+
+    @torch.no_grad()
+    def queue_update(self, present: Sequence[int], *, metered: bool) -> Tensor:
+        """Queue all that a step does with its gradients; return its numbers, packed, on the device.
+
+        `present` are the places of the weights that have one. Nothing here waits where the
+        optimizer skips by itself, so a CUDA graph can capture it.
         """
-        refuse_foreign_plan(self._model, chosen, mine=self.plan)
-        in_one_pass, path = update_path(self._optimizer, chosen.policy, asked=self._asked)
-        scales = self._scales_under(chosen.policy, loss_scale)
-        _refuse_lost_gradients(scales, chosen.policy)
-        return in_one_pass, path, scales
+        inv_scale = self.scales.inv_scale(present)
+        checked = check_gradients(
+            [self.weights.all[i].grad for i in present], inv_scale, take_norms=self.weights.norms
+        )
+        one = torch.ones_like(checked.norm)
+        scale = one if self.scales.value is None else self.scales.value.clone()
+        lost = None
+        on_device = self._decides_on_device
+        if on_device or bool(checked.finite):
+            lost = self.weights.update(
+                present,
+                factor=self._factor(checked, inv_scale),
+                finite=checked.finite if on_device else None,
+                metered=metered,
+            )
+        at_floor = self.scales.update(checked, present)
+        growth = self.scales.growth_since(scale)
+        self.fp8.advance(checked.finite, loss_growth=growth)
+        self.buffers.after_step(checked.finite)
+        self.weights.forget_gradients()
+        return pack(
+            finite=checked.finite,
+            norm=checked.norm,
+            scale=scale,
+            next_scale=one if self.scales.value is None else self.scales.value,
+            lost=lost,
+            at_floor=at_floor,
+            norms=checked.norms,
+        )
+
+    def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:
+        """Send a step's numbers on their way to the host, and return what will hold them."""
+        self.steps_begun += 1
+        outcome = Outcome(
+            packed,
+            step=self.steps_begun,
+            names=[self.weights.names[i] for i in present],
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            metered=metered,
+            sync=self.log.sync,
+        )
+        self.log.enter(outcome)
+        if self.weights.device.type == "cpu":
+            self.log.sync()
+        return outcome
 
     @property
-    def decides_on_device(self) -> bool:
+    def is_metered(self) -> bool:
+        """Whether the next step counts lost updates."""
+        return self._meter_every > 0 and self.steps_begun % self._meter_every == 0
+
+    def scale_values(self) -> list[Tensor]:
+        """Return copies of every loss scale in force: of the losses, then of parts of the model."""
+        return [value.clone() for value in self.scales.values]
+
+    @contextlib.contextmanager
+    def isolated(self, scales: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Leave no trace of the passes that are made inside the block, and make no step in it.
+
+        Gradients, buffers, fp8 weights and what their scales come from are afterwards as they were.
+        `scales`, from `scale_values`, are in force inside. Random numbers are drawn as ever.
+        """
+        values = self.scales.values if scales is None else scales
+        with (
+            self.first_scales.unchanged(),
+            self.fp8.unchanged(),
+            self.scales.set_to(values),
+            grads_and_buffers_kept(self.model),
+        ):
+            yield
+
+    def begin_first_scales(self, *, step: int, applied_before: int) -> None:
+        """Look after the delayed scales of the model as it is after so many steps."""
+        emulated = self.plan.emulated
+        self.first_scales.begin(
+            self.fp8, emulated=emulated, step=step, applied_before=applied_before
+        )
+
+    def take_back_first_scales(self) -> None:
+        """Forget the delayed scales that skipped steps alone have decided."""
+        self.first_scales.take_back(step=self.steps_begun)
+
+    def _terms_of(self, plan: Plan, *, loss_scale: LossScale | None) -> tuple[bool, str, Scales]:
+        """Return whether the update would be fused, and why, and the loss scales; or refuse."""
+        refuse_foreign_plan(self.model, plan, mine=self.plan)
+        fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
+        before = self.plan.policy
+        scales = self._request.next(
+            plan.policy, before=before, scales=self.scales, settings=loss_scale
+        )
+        return fused, path, scales
+
+    def _take(self, plan: Plan, scales: Scales, path: str) -> None:
+        """Let a plan be in force that the weights are kept by already."""
+        self.plan, self.region = plan, Region.of(plan)
+        self.scales, self.update_path = scales, path
+        self.fp8 = Fp8Model(self.model)
+        scale_parts(self._request.parts, scales.parts)
+
+    @property
+    def _decides_on_device(self) -> bool:
         """Whether the update skips by itself.
 
         Any other must be told by the host, which costs nothing on a CPU and one wait a step on a
         GPU.
         """
-        fused = bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
+        torch_fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         on_gpu = self.weights.device.type == "cuda"
-        return self.weights.one_pass is not None or (fused and on_gpu)
+        return self.weights.fused is not None or (torch_fused and on_gpu)
 
-    def _begun_scales(self, settings: Settings | None) -> Scales:
-        return Scales(
-            settings,
-            parts=self._scaled_parts,
-            part_of=[part_of(name, self._scaled_parts) for name in self.weights.names],
-            device=self.weights.device,
-        )
+    def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
+        if self.plan.emulated:
+            # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
+            # tensor and steps aside for all that happens in it; that of an edge passes it by.
+            with self.region():
+                edge = torch.autograd.graph.get_gradient_edge(scaled)
+                one = torch.ones_like(scaled)
+                torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
+            return
+        # tf32 is a switch of the whole process, so the backward pass needs it thrown as well.
+        native_tf32 = self.plan.policy.functional == "tf32"
+        with tf32_products() if native_tf32 else contextlib.nullcontext():
+            scaled.backward(retain_graph=retain_graph)
 
-    def _scales_under(self, policy: Policy, settings: LossScale | None) -> Scales:
-        if policy.needs_loss_scale and self.scales.value is None:
-            return self._begun_scales(settings or self._settings or LossScale())
-        if not policy.needs_loss_scale and self.plan.policy.needs_loss_scale:
-            return self._begun_scales(None)
-        return self.scales  # needed before and after, or by nobody but asked for
-
-
-def _refuse_lost_gradients(scales: Scales, policy: Policy) -> None:
-    if scales.per_loss and policy.grads_format == "fp16":
-        raise RecipeError(
-            "several loss scales are divided out before the gradients are added, and fp16 "
-            "gradients would vanish there; write grads=fp32 in the policy"
-        )
+    def _factor(self, checked: Checked, inv_scale: Tensor | None) -> Tensor | None:
+        """Return what each gradient is multiplied by, to unscale and clip it; None for by one."""
+        factor = None if self._clip_norm is None else clip_factor(checked.norm, self._clip_norm)
+        if inv_scale is not None:
+            factor = inv_scale if factor is None else factor * inv_scale
+        return factor

@@ -1,11 +1,11 @@
 """What a step did: applied or skipped, and why; known to the host only once it asks.
 
-On a GPU the facts of a step (finite, norm, scale, lost updates) travel to the host in one small
-copy that nothing waits for. Reading an `Outcome` waits; not reading it costs nothing.
+On a GPU the numbers of a step (finite, norm, scale, lost updates) are packed into one tensor, whose
+small copy to the host nothing waits for. Reading an `Outcome` waits; not reading it costs nothing.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -14,30 +14,6 @@ from narrowcast.hardware.async_copy import AsyncCopy
 
 NO_MODULE = "no single module (the sum of all gradients overflowed)"
 """In the place of a module's name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """The numbers of one step, as the host knows them."""
-
-    finite: bool
-    grad_norm: float
-    loss_scale: float
-    next_scale: float
-    lost_updates: float | None
-    lr: float
-    at_floor: bool
-    """No loss scale could have given way to an overflow in this step."""
-    bad_parameters: tuple[str, ...]
-    """Names of those whose gradients were not finite, from input to output."""
-
-    @property
-    def bad_module(self) -> str:
-        """The module among them that is nearest the loss."""
-        if not self.bad_parameters:
-            return NO_MODULE
-        last = self.bad_parameters[-1]
-        return last.rpartition(".")[0] or last
 
 
 def pack(
@@ -56,84 +32,112 @@ def pack(
     return torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
 
 
-class Flight:
-    """The numbers of one step on their way from the device, as `pack` made them."""
+class _Numbers(NamedTuple):
+    """What `pack` packs, on the host."""
 
-    def __init__(self, packed: Tensor, *, names: Sequence[str], lr: float, metered: bool) -> None:
-        self._names, self._lr, self._metered = names, lr, metered
-        self._packed = AsyncCopy(packed)
-
-    def land(self) -> Facts:
-        """Return the numbers. Waits for the device."""
-        finite, norm, scale, next_scale, lost, at_floor, *norms = self._packed.wait().tolist()
-        bad = []
-        if not finite:
-            bad = [
-                name
-                for name, value in zip(self._names, norms, strict=True)
-                if not abs(value) < float("inf")
-            ]
-        return Facts(
-            finite=bool(finite),
-            grad_norm=norm,
-            loss_scale=scale,
-            next_scale=next_scale,
-            lost_updates=lost if self._metered and finite else None,
-            lr=self._lr,
-            at_floor=bool(at_floor),
-            bad_parameters=tuple(bad),
-        )
+    finite: float
+    norm: float
+    scale: float
+    next_scale: float
+    lost: float
+    at_floor: float
+    norms: list[float]
 
 
-@dataclass(kw_only=True)
+@final
 class Outcome:
-    """One step's outcome. Every property but `step` waits for the device."""
+    """One step's outcome. Every property but `step` and `lr` waits for the device."""
 
-    step: int
-    sync: Callable[[], None] = field(repr=False)
-    """Makes the host catch up with the device, this step included."""
-    _known: tuple[Facts, str] | None = field(default=None, repr=False)
+    def __init__(
+        self,
+        packed: Tensor,
+        *,
+        step: int,
+        names: Sequence[str],
+        lr: float,
+        metered: bool,
+        sync: Callable[[], None],
+    ) -> None:
+        self.step, self.lr = step, lr
+        """The learning rate is that of the first parameter group in this step."""
+        self.sync = sync
+        """Makes the host catch up with the device, this step included."""
+        self._copy: AsyncCopy | None = AsyncCopy(packed)
+        self._names, self._metered = names, metered
+        self._arrived: _Numbers | None = None
+        self._why = ""
+
+    def __repr__(self) -> str:
+        return f"Outcome(step={self.step})"
 
     @property
     def applied(self) -> bool:
         """Whether the weights moved."""
-        return self._facts.finite
+        return bool(self._numbers.finite)
 
     @property
     def why(self) -> str:
         """Why the step was skipped; empty where it was applied."""
-        self._facts  # noqa: B018  # waits, so that the text is there
-        assert self._known is not None
-        return self._known[1]
+        self._numbers  # noqa: B018  # waits, so that the text is there
+        return self._why
 
     @property
     def loss_scale(self) -> float:
         """The scale the loss was multiplied by."""
-        return self._facts.loss_scale
+        return self._numbers.scale
 
     @property
     def next_scale(self) -> float:
         """The scale the loss of the next step is multiplied by."""
-        return self._facts.next_scale
+        return self._numbers.next_scale
 
     @property
     def grad_norm(self) -> float:
         """The norm of all gradients, unscaled, before clipping."""
-        return self._facts.grad_norm
+        return self._numbers.norm
 
     @property
     def lost_updates(self) -> float | None:
         """The share of weights whose update rounded to nothing; None where it was not measured."""
-        return self._facts.lost_updates
+        numbers = self._numbers
+        return numbers.lost if self._metered and numbers.finite else None
 
     @property
-    def lr(self) -> float:
-        """The learning rate of the first parameter group in this step."""
-        return self._facts.lr
+    def at_floor(self) -> bool:
+        """Whether no loss scale could have given way to an overflow in this step."""
+        return bool(self._numbers.at_floor)
 
     @property
-    def _facts(self) -> Facts:
-        if self._known is None:
+    def bad_parameters(self) -> tuple[str, ...]:
+        """Names of those whose gradients were not finite, from input to output; if skipped."""
+        numbers = self._numbers
+        if numbers.finite:
+            return ()
+        named = zip(self._names, numbers.norms, strict=True)
+        return tuple(name for name, norm in named if not abs(norm) < float("inf"))
+
+    @property
+    def bad_module(self) -> str:
+        """The module among them that is nearest the loss."""
+        bad = self.bad_parameters
+        if not bad:
+            return NO_MODULE
+        return bad[-1].rpartition(".")[0] or bad[-1]
+
+    def arrive(self) -> None:
+        """Take the numbers in: the step log does so, for one step after the other. Waits."""
+        assert self._copy is not None
+        finite, norm, scale, next_scale, lost, at_floor, *norms = self._copy.wait().tolist()
+        self._arrived = _Numbers(finite, norm, scale, next_scale, lost, at_floor, norms)
+        self._copy = None  # pinned memory is given back
+
+    def explain(self, why: str) -> None:
+        """Say why the step was skipped, once that is known."""
+        self._why = why
+
+    @property
+    def _numbers(self) -> _Numbers:
+        if self._arrived is None:
             self.sync()
-        assert self._known is not None
-        return self._known[0]
+        assert self._arrived is not None
+        return self._arrived

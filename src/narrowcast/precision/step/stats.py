@@ -3,22 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowcast.precision.step.outcome import Facts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something a user should know: what is wrong, where, since when, and what to do."""
-
-    step: int
-    since: int
-    """The step at which it began."""
-    module: str
-    role: str
-    what: str
-    why: str
-    action: str
-    advice: str
+from narrowcast.precision.step.outcome import Outcome
 
 
 @dataclass(kw_only=True)
@@ -52,21 +37,21 @@ class Stats:
         """Skipped over tried."""
         return self.skipped / self.steps if self.steps else 0.0
 
-    def count(self, facts: Facts) -> None:
+    def count(self, outcome: Outcome) -> None:
         """Take in one step."""
         self.steps += 1
-        if not self.scale_history or self.scale_history[-1][1] != facts.loss_scale:
-            self.scale_history.append((self.steps, facts.loss_scale))
-        if facts.lost_updates is not None:
-            self.lost_updates = facts.lost_updates
-        if facts.finite:
+        if not self.scale_history or self.scale_history[-1][1] != outcome.loss_scale:
+            self.scale_history.append((self.steps, outcome.loss_scale))
+        if outcome.lost_updates is not None:
+            self.lost_updates = outcome.lost_updates
+        if outcome.applied:
             self.overflows_in_a_row = self.overflows_at_floor = 0
-            self.grad_norm = facts.grad_norm
+            self.grad_norm = outcome.grad_norm
             return
         self.skipped += 1
-        self.bad_module = facts.bad_module
+        self.bad_module = outcome.bad_module
         self.overflows_in_a_row += 1
-        if facts.at_floor:
+        if outcome.at_floor:
             self.overflows_at_floor += 1
 
     def state_dict(self) -> dict[str, Any]:

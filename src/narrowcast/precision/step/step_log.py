@@ -1,4 +1,4 @@
-"""The ledger: what became of each step, once the host knows, and what follows from it.
+"""What became of each step, once the host knows, and what follows from it.
 
 Only here does the learning-rate schedule move, and only for a step that was applied.
 """
@@ -6,8 +6,10 @@ Only here does the learning-rate schedule move, and only for a step that was app
 from typing import Any, Protocol
 
 from narrowcast.errors import DivergedError
-from narrowcast.precision.step.outcome import NO_MODULE, Facts, Flight, Outcome
-from narrowcast.precision.step.stats import Finding, Stats
+from narrowcast.precision.fp8.first_scales import StepCounts
+from narrowcast.precision.step.outcome import NO_MODULE, Outcome
+from narrowcast.precision.step.stats import Stats
+from narrowcast.runs import FindingRecord
 
 AT_FLOOR = "overflow at the smallest loss scale"
 """What is told of an overflow to which the scale cannot give way."""
@@ -26,7 +28,7 @@ class Scheduler(Protocol):
         """Go on from there."""
 
 
-class Ledger:
+class StepLog:
     """Steps in flight, steps counted, and what was found."""
 
     def __init__(
@@ -35,23 +37,26 @@ class Ledger:
         self.stats = Stats()
         self.scaled = scaled
         self._scheduler, self._patience, self._weights = scheduler, patience, weights
-        self._in_flight: list[tuple[Flight, Outcome]] = []
-        self._findings: list[Finding] = []
+        self._in_flight: list[Outcome] = []
+        self._findings: list[FindingRecord] = []
 
-    def enter(self, flight: Flight, *, step: int) -> Outcome:
+    def enter(self, outcome: Outcome) -> None:
         """Take in a step whose numbers are on their way."""
-        outcome = Outcome(step=step, sync=self.sync)
-        self._in_flight.append((flight, outcome))
-        return outcome
+        self._in_flight.append(outcome)
 
     def sync(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""
         while self._in_flight:
-            flight, outcome = self._in_flight.pop(0)
-            facts = flight.land()
-            outcome._known = facts, self._count(outcome.step, facts)
+            outcome = self._in_flight.pop(0)
+            outcome.arrive()
+            outcome.explain(self._count(outcome))
 
-    def findings(self) -> list[Finding]:
+    def counts(self) -> StepCounts:
+        """Return how many steps there were so far. Waits for the device."""
+        self.sync()
+        return StepCounts(applied=self.stats.applied, skipped=self.stats.skipped)
+
+    def findings(self) -> list[FindingRecord]:
         """Return what was found since this was last asked."""
         found, self._findings = self._findings, []
         return found
@@ -71,37 +76,37 @@ class Ledger:
             f"Look at {stats.bad_module}: {_remedy(stats.bad_module)}",
         )
 
-    def _count(self, step: int, facts: Facts) -> str:
+    def _count(self, outcome: Outcome) -> str:
         """Return why the step was skipped; nothing where it was not."""
-        self.stats.count(facts)
-        if facts.finite:
+        self.stats.count(outcome)
+        if outcome.applied:
             if self._scheduler is not None:
                 self._scheduler.step()
             return ""
-        count = f"{len(facts.bad_parameters)} of {self._weights} weights"
-        why = f"gradients of {count} are not finite, nearest the loss {facts.bad_module}"
-        if facts.next_scale != facts.loss_scale:
-            why += f"; loss scale {facts.loss_scale:g} → {facts.next_scale:g}"
+        count = f"{len(outcome.bad_parameters)} of {self._weights} weights"
+        why = f"gradients of {count} are not finite, nearest the loss {outcome.bad_module}"
+        if outcome.next_scale != outcome.loss_scale:
+            why += f"; loss scale {outcome.loss_scale:g} → {outcome.next_scale:g}"
         if self.stats.overflows_at_floor == 1:
-            floor = f"; the scale is {facts.loss_scale:g} and may not go lower"
+            floor = f"; the scale is {outcome.loss_scale:g} and may not go lower"
             self._findings.append(
-                Finding(
-                    step=step,
-                    since=step - self.stats.overflows_in_a_row + 1,
-                    module=facts.bad_module,
+                FindingRecord(
+                    step=outcome.step,
+                    since=outcome.step - self.stats.overflows_in_a_row + 1,
+                    module=outcome.bad_module,
                     role="grad_weight",
                     what=AT_FLOOR if self.scaled else "overflow",
                     why=why + (floor if self.scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
-                    advice=_remedy(self._one_to_blame(facts)),
+                    advice=_remedy(self._one_to_blame(outcome)),
                 )
             )
         return why
 
-    def _one_to_blame(self, facts: Facts) -> str:
+    def _one_to_blame(self, outcome: Outcome) -> str:
         """Return the module nearest the loss; where every gradient is bad that says nothing."""
-        everywhere = len(facts.bad_parameters) == self._weights > 1
-        return NO_MODULE if everywhere else facts.bad_module
+        everywhere = len(outcome.bad_parameters) == self._weights > 1
+        return NO_MODULE if everywhere else outcome.bad_module
 
 
 def _remedy(module: str) -> str:

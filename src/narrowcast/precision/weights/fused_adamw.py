@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
-from narrowcast.kernels.adamw_twin import (
+from narrowcast.kernels.adamw.twin import (
     BLOCK,
     AdamTwin,
     Hyper,
@@ -50,7 +50,7 @@ class FusedAdamW:
     ) -> None:
         self._optimizer, self._weights, self._masters = optimizer, list(weights), masters
         # In the formats that torch keeps too, each weight has that of its own dtype or master.
-        self._moments = policy.moments if policy.needs_one_pass else ""
+        self._moments = policy.moments if policy.needs_fused_optimizer else ""
         self._device = local_part(self._weights[0]).device
         self._kernel = self._device.type == "cuda" if kernel is None else kernel
         places = {p: i for i, p in enumerate(masters.parameters)}
@@ -83,8 +83,8 @@ class FusedAdamW:
         """
         if has_step_hooks(self._optimizer):
             raise RecipeError(
-                "the optimizer was given step hooks after prepare(), and the one-pass optimizer "
-                "would pass them by; register them before, or write one_pass=False"
+                "the optimizer was given step hooks after prepare(), and the fused optimizer "
+                "would pass them by; register them before, or write fused_optimizer=False"
             )
         if average is not self._average:
             self._average, self._bound = average, []
@@ -111,7 +111,7 @@ class FusedAdamW:
         if why:
             raise RecipeError(
                 f"the optimizer was given other settings after prepare(), and {why}; set them "
-                "before, or write one_pass=False"
+                "before, or write fused_optimizer=False"
             )
         self._adam.write_hyper([_hyper(self._optimizer, g) for g in self._optimizer.param_groups])
 
@@ -161,7 +161,7 @@ class FusedAdamW:
         self._layouts = _layouts([w.weight for w in weights])
         share = 0.0 if self._average is None else self._average.share
         if self._kernel:
-            from narrowcast.kernels.adamw import AdamKernel
+            from narrowcast.kernels.adamw.kernel import AdamKernel
 
             count = len(self._optimizer.param_groups)
             self._adam = AdamKernel(weights, device=self._device, groups=count, share=share)

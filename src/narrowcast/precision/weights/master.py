@@ -23,9 +23,9 @@ from narrowcast.numerics import BF16, FP16, round_stochastic
 from narrowcast.numerics.parts import (
     fitting_compensation,
     fitting_master,
+    join_fp32,
     nearest,
     split,
-    whole,
 )
 from narrowcast.precision.dtensor import local_part, placed_like
 from narrowcast.precision.plan.policy import Master
@@ -107,7 +107,7 @@ class MasterWeights:
         # torch cannot look at the bits of a sharded tensor, but at those of its shards.
         beside = self.beside(i)
         kept = None if beside is None else local_part(beside)
-        full = whole(local_part(self.parameters[i]), kept, kind=self.kind)
+        full = join_fp32(local_part(self.parameters[i]), kept, kind=self.kind)
         return placed_like(full, self.parameters[i].detach())
 
     def stored(self, i: int) -> tuple[Tensor, ...]:
@@ -161,17 +161,17 @@ class MasterWeights:
         if not type(optimizer).__module__.startswith("torch.optim"):
             self._step_some(optimizer, with_gradient, factors)
             return
-        whole = [group["params"] for group in optimizer.param_groups]
+        groups = [group["params"] for group in optimizer.param_groups]
         mine = set(self.fp32_params)
-        first = {p for params in whole for p in params if p not in mine}
+        first = {p for params in groups for p in params if p not in mine}
         for bucket in in_buckets(with_gradient, self.parameters):
             now = {self.fp32_params[i] for i in bucket} | first
-            for group, params in zip(optimizer.param_groups, whole, strict=True):
+            for group, params in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = [p for p in params if p in now]
             try:
                 self._step_some(optimizer, bucket, factors)
             finally:
-                for group, params in zip(optimizer.param_groups, whole, strict=True):
+                for group, params in zip(optimizer.param_groups, groups, strict=True):
                     group["params"] = params
             first = set()
 

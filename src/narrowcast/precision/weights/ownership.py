@@ -1,6 +1,6 @@
 """What `prepare` took into its hands, and how a change behind its back is noticed.
 
-Afterwards the optimizer holds master weights and the model narrow ones: whoever steps the optimizer
+Afterwards the optimizer holds master weights and the model 16-bit ones: whoever steps the optimizer
 by hand, gives the model another layer or casts it would train something else, and not be told. A
 look costs a step about half a microsecond of the host for each weight.
 """

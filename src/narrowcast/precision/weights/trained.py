@@ -20,7 +20,7 @@ from narrowcast.precision.modules.rewrite import (
 )
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.regions import EmulatedProducts
-from narrowcast.precision.swap import restore
+from narrowcast.precision.swap import restore as restore_modules
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.lost_updates import LostUpdates
@@ -39,40 +39,38 @@ class TrainedWeights:
         self.names = [names.get(p, f"weight {i}") for i, p in enumerate(self.all)]
         self.device = self.all[0].device
         self._model, self._optimizer = model, optimizer
-        self._narrowed: list[nn.Parameter] = []
+        self._lowered: list[nn.Parameter] = []
         self.masters = MasterWeights([], [], "none")
         self._emulated = False
-        self.one_pass: FusedAdamW | None = None
+        self.fused: FusedAdamW | None = None
         self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
         self._ownership: Ownership | None = None
 
-    def narrow(self, chosen: Plan, *, one_pass: bool, seed: int = 0) -> None:
+    def apply(self, plan: Plan, *, fused: bool, seed: int = 0) -> None:
         """Carry out a plan on the model, and let the optimizer hold the master weights.
 
         `seed` is that of rounding by chance, where the master weights are `stochastic`.
         """
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
-        narrowed = rewrite(self._model, chosen)
-        for p, full in narrowed:
+        lowered = rewrite(self._model, plan)
+        for p, full in lowered:
             if as_sharded(p) is not None:
                 replace_values(p, full.to(p.dtype))
-        self._narrowed = [p for p, _ in narrowed]
+        self._lowered = [p for p, _ in lowered]
         trained = set(self.all)
         self.masters = MasterWeights(
-            [p for p, _ in narrowed if p in trained],
-            [full for p, full in narrowed if p in trained],
-            chosen.policy.master or "none",
+            [p for p, _ in lowered if p in trained],
+            [full for p, full in lowered if p in trained],
+            plan.policy.master or "none",
             seed=seed,
         )
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self._optimizer)
-        self._emulated = chosen.emulated and chosen.policy.master == "none"
-        self.one_pass = None
-        if one_pass:
-            self.one_pass = FusedAdamW(
-                self._optimizer, self.all, self.masters, policy=chosen.policy
-            )
+        self._emulated = plan.emulated and plan.policy.master == "none"
+        self.fused = None
+        if fused:
+            self.fused = FusedAdamW(self._optimizer, self.all, self.masters, policy=plan.policy)
         self._ownership = Ownership(self._model, self._optimizer, self.all)
 
     @property
@@ -82,7 +80,7 @@ class TrainedWeights:
             raise RecipeError("release() has undone this prepare(); call prepare() again")
         return self._ownership
 
-    def change(self, before: Plan, chosen: Plan, *, one_pass: bool, seed: int) -> None:
+    def change(self, before: Plan, plan: Plan, *, fused: bool, seed: int) -> None:
         """Carry out another plan in place of the one in force.
 
         Every weight passes through its fp32 value, so fp32 weights and `fp32` and `split` masters
@@ -92,31 +90,31 @@ class TrainedWeights:
         stay so keep their codes. Where nothing is kept in another way, no tensor is touched; else
         two fp32 copies of the weights that are changed exist for a moment.
         """
-        if _storage(self._model, before) == _storage(self._model, chosen):
-            restore(self._model)
-            rewrite_modules(self._model, chosen)
-            self._emulated = chosen.emulated and chosen.policy.master == "none"
+        if _storage(self._model, before) == _storage(self._model, plan):
+            restore_modules(self._model)
+            rewrite_modules(self._model, plan)
+            self._emulated = plan.emulated and plan.policy.master == "none"
             return
         codes = "int8"  # by themselves: made into numbers and back they would round once more
-        both = before.policy.moments_format == chosen.policy.moments_format == codes
-        self.widen(keep_codes=both and one_pass)
+        both = before.policy.moments_format == plan.policy.moments_format == codes
+        self.restore(keep_codes=both and fused)
         self.masters, self._master_index = MasterWeights([], [], "none"), {}
-        self.narrow(chosen, one_pass=one_pass, seed=seed)
+        self.apply(plan, fused=fused, seed=seed)
 
-    def widen(self, *, keep_codes: bool = False) -> None:
-        """Undo `narrow`: plain modules, fp32 weights with all digits, the optimizer on them.
+    def restore(self, *, keep_codes: bool = False) -> None:
+        """Undo `apply`: plain modules, fp32 weights with all digits, the optimizer on them.
 
         With `keep_codes` moments of 8 bits stay what they are; torch itself cannot go on with them.
         """
         if self._ownership is not None:
             self._ownership.give_back()
             self._ownership = None
-        if self.one_pass is not None and not keep_codes:
-            self.one_pass.release()
-        full = [self.full(p) for p in self._narrowed]
-        restore(self._model)
+        if self.fused is not None and not keep_codes:
+            self.fused.release()
+        full = [self.full(p) for p in self._lowered]
+        restore_modules(self._model)
         originals = dict(zip(self.masters.fp32_params, self.masters.parameters, strict=True))
-        for parameter, value in zip(self._narrowed, full, strict=True):
+        for parameter, value in zip(self._lowered, full, strict=True):
             parameter.grad = None
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
@@ -158,7 +156,7 @@ class TrainedWeights:
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient."""
-        return norms_of(gradients) if self.one_pass is None else self.one_pass.norms(gradients)
+        return norms_of(gradients) if self.fused is None else self.fused.norms(gradients)
 
     def update(
         self,
@@ -175,16 +173,16 @@ class TrainedWeights:
         Returns the share of lost updates if it is to be measured: of a sample, or of all weights
         where that costs nothing.
         """
-        if self.one_pass is not None:
+        if self.fused is not None:
             assert finite is not None
-            lost = self.one_pass.update(
+            lost = self.fused.update(
                 present, factor=factor, finite=finite, metered=metered, average=self.average
             )
         else:
             factors = self._factors(present, factor)
             lost = self._update_by_torch(factors, finite=finite, metered=metered)
         if self.average is not None:
-            moved = set() if self.one_pass is None else set(present)
+            moved = set() if self.fused is None else set(present)
             left = [i for i in range(len(self.all)) if i not in moved]
             self.average.update(left, self.full, finite=finite)
         return lost
@@ -223,8 +221,8 @@ class TrainedWeights:
         """Give the optimizer a saved state, bit for bit."""
         # torch keeps the tensors it is given, and another run may be using them.
         self._optimizer.load_state_dict(copy.deepcopy(state))
-        if self.one_pass is not None:
-            self.one_pass.restore(state)
+        if self.fused is not None:
+            self.fused.restore(state)
 
     def bytes(self) -> dict[str, int]:
         """Return what is held now, by role; gradients as if they were there."""
@@ -243,7 +241,7 @@ class TrainedWeights:
 
     def _optimizer_products(self) -> contextlib.AbstractContextManager[Any]:
         """An optimizer that multiplies (Adafactor) must not do so natively in bf16 either."""
-        if self._emulated and self._narrowed:
+        if self._emulated and self._lowered:
             return EmulatedProducts(BF16, widen=False)
         return contextlib.nullcontext()
 
@@ -255,7 +253,7 @@ class TrainedWeights:
 def _storage(model: nn.Module, plan: Plan) -> tuple[object, ...]:
     """Return all that decides how weights, gradients and moments are kept."""
     policy = plan.policy
-    kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_one_pass)
+    kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_fused_optimizer)
     return (weight_formats(model, plan), *kept)
 
 

@@ -15,36 +15,37 @@ from narrowcast.precision.weights.ownership import OwnStepOnly
 def update_path(
     optimizer: torch.optim.Optimizer, policy: Policy, *, asked: bool | None
 ) -> tuple[bool, str]:
-    """Say whether the one-pass optimizer stands in, and in words what updates the weights and why.
+    """Say whether the fused optimizer stands in, and in words what updates the weights and why.
 
     Refuses what was asked for and cannot be: `asked`, or moments that only it can keep.
     """
     theirs = f"torch.optim.{type(optimizer).__name__}"
-    needed = f"moments={policy.moments}" if policy.needs_one_pass else ""
+    needed = f"moments={policy.moments}" if policy.needs_fused_optimizer else ""
     if asked is False:
         if needed:
             raise RecipeError(
-                f"{needed} is kept by the one-pass optimizer only, and one_pass=False was given; "
-                "leave one_pass out, or leave moments out of the policy"
+                f"{needed} is kept by the fused optimizer only, and fused_optimizer=False was "
+                "given; leave fused_optimizer out, or leave moments out of the policy"
             )
-        return False, f"{theirs}: one_pass=False was given"
+        return False, f"{theirs}: fused_optimizer=False was given"
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     why = _why_not(optimizer)
     if device.type == "cuda":
         why = why or launch.unsupported_reason(device)
     if why:
         if asked or needed:
-            what = needed or "one_pass=True"
-            instead = "leave moments out of the policy" if needed else "leave one_pass out"
+            what = needed or "fused_optimizer=True"
+            instead = "leave moments out of the policy" if needed else "leave fused_optimizer out"
             raise UnsupportedError(
-                f"{what} needs the one-pass optimizer, but {why}; use plain torch.optim.AdamW or "
+                f"{what} needs the fused optimizer, but {why}; use plain torch.optim.AdamW or "
                 f"Adam on one device, or {instead}"
             )
         return False, f"{theirs}: {why}"
     if device.type == "cuda":
         return True, "one pass over memory (Triton)"
     if asked or needed:
-        return True, f"the one-pass optimizer in plain torch: {needed or 'one_pass=True'} was asked"
+        why = needed or "fused_optimizer=True"
+        return True, f"the fused optimizer in plain torch: {why} was asked"
     return False, f"{theirs}: without a GPU torch's own is as fast"
 
 
@@ -63,20 +64,20 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
-    """Say which of its groups' settings the one-pass step cannot obey; nothing where it can."""
+    """Say which of its groups' settings the fused step cannot obey; nothing where it can."""
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
-                return f"{name} is not in the one-pass kernel"
+                return f"{name} is not in the fused kernel"
         if any(isinstance(beta, Tensor) for beta in group["betas"]):
             return "its betas are tensors"
     return ""
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
-    """Say what about an optimizer the one-pass step cannot do; nothing where it can stand in."""
+    """Say what about an optimizer the fused step cannot do; nothing where it can stand in."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        return f"{type(optimizer).__name__} is not in the one-pass kernel"
+        return f"{type(optimizer).__name__} is not in the fused kernel"
     why = unsupported_settings(optimizer)
     if why:
         return why

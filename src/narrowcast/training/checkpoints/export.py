@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from narrowcast.precision.step.prepare import Prepared
+from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.checkpoints.files import write_tensors, written_beside
 from narrowcast.training.checkpoints.tree import flatten
 

@@ -1,4 +1,4 @@
-"""The one-pass kernel against its twin, torch's AdamW, exact bits and the laws of chance."""
+"""The fused kernel against its twin, torch's AdamW, exact bits and the laws of chance."""
 
 import copy
 import dataclasses
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.kernels.adamw import AdamKernel, Tiling
-from narrowcast.kernels.adamw_twin import (
+from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
+from narrowcast.kernels.adamw.twin import (
     AdamTwin,
     Hyper,
     Weight,

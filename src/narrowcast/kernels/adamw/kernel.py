@@ -30,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.kernels.adamw_programs import begin, update
-from narrowcast.kernels.adamw_twin import Hyper, Weight
-from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, is_capturing, upload
+from narrowcast.kernels.adamw.programs import begin, update
+from narrowcast.kernels.adamw.twin import Hyper, Weight
+from narrowcast.kernels.launch import interpreted, is_capturing
+from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, upload
 
 _Make = tuple[tuple[torch.dtype, str, str, bool], torch.dtype, bool]
 """What weights of one launch share: their make, the gradient's dtype, whole loads or not."""

@@ -1,4 +1,4 @@
-"""The programs of the one-pass optimizer; `adamw` has their tables and launches, and the account.
+"""The programs of the fused optimizer; `kernel` has their tables and launches, and the account.
 
 Counted on an H200's instructions, one element takes about 27 of them with fp32 moments and 77 with
 moments of 8 bits, where memory leaves room for 180 and 97. An average of the weights adds 3 to 9.
@@ -7,7 +7,7 @@ moments of 8 bits, where memory leaves room for 180 and 97. An average of the we
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.adamw_numbers import (
+from narrowcast.kernels.adamw.numbers import (
     decoded,
     encode_first,
     encode_second,

@@ -6,22 +6,29 @@ been what it was skipped for: the scale is taken back, and the next matrix decid
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, final
 
 import torch
 
-from narrowcast.kernels.tables import is_capturing
+from narrowcast.kernels.launch import is_capturing
 from narrowcast.precision.fp8.state import Fp8Model
-from narrowcast.precision.step.step_log import Ledger
+
+
+class StepCounts(NamedTuple):
+    """How many steps there were so far."""
+
+    applied: int
+    skipped: int
 
 
 @final
 class FirstScales:
     """Takes back scales that no step but skipped ones has made."""
 
-    def __init__(self, ledger: Ledger, *, device: torch.device) -> None:
-        self._ledger, self._device = ledger, device
+    def __init__(self, counts: Callable[[], StepCounts], *, device: torch.device) -> None:
+        self._counts, self._device = counts, device
+        """To ask for the counts is to wait for the device."""
         self.applied_before = 0
         """Steps that were applied before the model had these scales."""
         self._fp8: Fp8Model | None = None
@@ -47,8 +54,7 @@ class FirstScales:
         self._checked_at = step
         before, fp8 = self._known, self._fp8
         if before is None or before != self._now(fp8):
-            self._ledger.sync()
-            applied = self._ledger.stats.applied > self.applied_before
+            applied = self._counts().applied > self.applied_before
             if before is not None or not applied:
                 # What was known before stays: a captured step uses it as it is.
                 fp8.forget(frozenset() if before is None else before[0])
@@ -69,6 +75,4 @@ class FirstScales:
         Emulated products do not tell which scales they use, so that every skipped step counts;
         to know of it is to wait, where they are emulated on a GPU.
         """
-        if self._emulated:
-            self._ledger.sync()
-        return fp8.scales_known, self._ledger.stats.skipped if self._emulated else 0
+        return fp8.decided_scales, self._counts().skipped if self._emulated else 0

@@ -1,4 +1,4 @@
-"""The one-pass optimizer in plain torch: what its kernel computes, and what runs where it cannot.
+"""The fused optimizer in plain torch: what its kernel computes, and what runs where it cannot.
 
 One pass per tensor and operation, so many bytes; the same arithmetic in the same order, the same
 random bits, the same values stored. Fused multiply-adds of a GPU aside, kernel and twin agree bit
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from narrowcast.numerics.parts import (
     fitting_compensation,
+    join_fp32,
     nearest,
     split,
-    whole,
 )
 
 BLOCK = 256
@@ -210,7 +210,7 @@ def _update(w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, pla
 
 def _full(w: Weight) -> Tensor:
     beside = None if w.beside is None else _flat(w.beside)
-    return whole(_flat(w.weight), beside, kind=w.master)
+    return join_fp32(_flat(w.weight), beside, kind=w.master)
 
 
 def _keep_weight(w: Weight, old: Tensor, new: Tensor, random: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from narrowcast.precision.fp8.delayed import AmaxHistories
-from narrowcast.precision.fp8.rowwise import Fp8RowLinear
-from narrowcast.precision.fp8.tensorwise import Fp8Linear
-from narrowcast.precision.modules.wrappers import NarrowLinear
+from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.modules.wrappers import EmulatedLinear
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
@@ -49,7 +48,7 @@ def pair(policy, device):
     plain = nn.Linear(64, 32).to(device)
     layers = []
     formats = ProductFormats.of(policy)
-    for mixin in (Fp8RowLinear if policy.scaling == "row" else Fp8Linear, NarrowLinear):
+    for mixin in (Fp8Linear, EmulatedLinear):
         layer = copy.deepcopy(plain)
         history = None
         if policy.scaling == "delayed":
@@ -92,7 +91,7 @@ def test_native_and_emulated_products_agree_forward_and_backward(device, policy,
         for layer in (native, emulated):
             layer.nc_history.whole.advance(torch.tensor(True, device=device))
         assert torch.equal(native.nc_history.amax, emulated.nc_history.amax)
-        assert torch.equal(native.nc_history.whole.inverse, emulated.nc_history.whole.inverse)
+        assert torch.equal(native.nc_history.whole.scale_inv, emulated.nc_history.whole.scale_inv)
 
 
 @pytest.mark.parametrize("device", DEVICES)

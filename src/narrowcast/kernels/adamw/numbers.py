@@ -1,4 +1,4 @@
-"""How the one-pass optimizer rounds, and keeps moments in 8 bits.
+"""How the fused optimizer rounds, and keeps moments in 8 bits.
 
 Instructions are counted here, hence what looks odd: roots without Triton's detour for subnormals,
 and conversions between bytes and floats by their bits.
@@ -7,7 +7,7 @@ and conversions between bytes and floats by their bits.
 import triton
 import triton.language as tl
 
-from narrowcast.kernels.adamw_twin import HEADROOM, MULTIPLIERS, SMALLEST_SCALE
+from narrowcast.kernels.adamw.twin import HEADROOM, MULTIPLIERS, SMALLEST_SCALE
 from narrowcast.kernels.instruction import instruction
 from narrowcast.kernels.words import ZERO, last_bytes, plus_zero, signed_bytes
 

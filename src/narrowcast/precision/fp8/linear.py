@@ -1,0 +1,205 @@
+"""Linear layers whose products run on fp8 tensor cores, with scales of any kind.
+
+The weight is kept in fp8 as well, in both layouts, and made anew only when it changes: once a step,
+whatever the number of micro-batches. An input is read once to be quantised for the output and,
+transposed, for the gradient of the weight; only the latter is kept for the backward pass. The
+gradient of the output is read once for both backward products.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from narrowcast.kernels.fp8 import Quantized
+from narrowcast.numerics import BF16
+from narrowcast.precision.fp8.blockwise import BlockScaling
+from narrowcast.precision.fp8.delayed import AmaxHistory
+from narrowcast.precision.fp8.rowwise import RowScaling
+from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, dtype_of
+from narrowcast.precision.fp8.tensorwise import TensorScaling
+from narrowcast.precision.products.operands import ProductFormats, needs_scale
+
+SCALINGS: dict[str, Scaling] = {
+    "tensor": TensorScaling(),
+    "delayed": TensorScaling(),
+    "row": RowScaling(),
+    "block": BlockScaling(),
+}
+"""How operands are scaled, by its name in a policy."""
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer with native fp8 products, forward and backward."""
+
+    nc_formats: ProductFormats
+    nc_history: AmaxHistory | None = None
+    """What delayed scales come from; only with them."""
+    nc_weight: Quantized | None = None
+    """The weight in fp8."""
+    nc_weight_is_of: tuple[int, int, int, bool] | None = None
+    """Which weight, which version of it, the scales of which step it was made from, and whether to
+    train: between training and evaluation weights may be exchanged through `.data`, uncounted."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
+        """Multiply in this layer's formats; returns the output format's dtype."""
+        if not torch.compiler.is_compiling():
+            self.nc_refresh()
+        made = self.nc_weight
+        assert made is not None, "the weight was never quantised; call the model inside compute()"
+        rows = input.reshape(-1, input.shape[-1])
+        x_scale, grad_scale = self.nc_scales()
+        output: Tensor = _apply(
+            rows, self.weight, self.bias, *made, *x_scale, *grad_scale, self.nc_formats
+        )
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def nc_scales(self) -> tuple[Scale, Scale]:
+        """Return the scales of the input and of the gradient of the output."""
+        history = self.nc_history
+        if history is None:
+            return OWN, OWN
+        of_input: Scale = history.scale_inv("input"), history.cast_stats("input")
+        decided = torch.compiler.is_compiling() or history.is_decided("input")
+        if of_input[1] is None and not decided:
+            of_input = OWN  # an evaluation before the first step decides nothing for it
+        return of_input, (history.scale_inv("grad_output"), history.cast_stats("grad_output"))
+
+    def nc_refresh(self) -> None:
+        """Make the weight in fp8 anew if it has changed.
+
+        In eager mode every call asks; before a compiled forward pass `compute()` does.
+        """
+        weight = self.weight.detach()
+        # A weight that never moves has its scale once and for all.
+        history = self.nc_history if self.weight.requires_grad else None
+        moves = 0 if history is None else history.moves
+        before, now = (
+            self.nc_weight_is_of,
+            (
+                weight.data_ptr(),
+                self.weight._version,
+                moves,
+                self.training,
+            ),
+        )
+        if now == before:
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():  # kept for training too
+            made = self.nc_weight = self._nc_made(weight, history)
+        if before is not None and before[:-1] != now[:-1]:
+            # A backward pass that has kept an fp8 weight must fail, as any would, if it is another.
+            torch.autograd.graph.increment_version([made.rowwise, made.columnwise])
+        self.nc_weight_is_of = now
+
+    def _nc_made(self, weight: Tensor, history: AmaxHistory | None) -> Quantized:
+        scale = OWN
+        if history is not None:
+            scale = history.scale_inv("weight"), history.cast_stats("weight")
+        made, shared = self.nc_weight, self.nc_history and self.nc_history.scale_inv("weight")
+        if made is not None and (made.scale_inv is shared) != (history is not None):
+            made = None  # frozen or thawed on the way: its scale is another one from now on
+        return SCALINGS[self.nc_formats.scaling].quantize_weight(
+            weight,
+            dtype_of(self.nc_formats.forward),
+            scale=scale,
+            columnwise=needs_scale(self.nc_formats.grad_input.name),
+            into=made,
+        )
+
+    def extra_repr(self) -> str:
+        """Say the formats where the model is printed."""
+        return f"{super().extra_repr()}, {self.nc_formats}, native"
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_rowwise: Tensor,
+        weight_columnwise: Tensor,
+        weight_rowwise_scale_inv: Tensor,
+        weight_columnwise_scale_inv: Tensor,
+        x_scale_inv: Tensor | None,
+        x_cast_stats: Tensor | None,
+        grad_scale_inv: Tensor | None,
+        grad_cast_stats: Tensor | None,
+        formats: ProductFormats,
+    ) -> Tensor:
+        scaling = SCALINGS[formats.scaling]
+        fp8_x, fp8_weight = (
+            needs_scale(formats.grad_weight.name),
+            needs_scale(formats.grad_input.name),
+        )
+        found = scaling.quantize(
+            x, dtype_of(formats.forward), scale=(x_scale_inv, x_cast_stats), columnwise=fp8_x
+        )
+        output = scaling.product(
+            found.rowwise,
+            weight_rowwise,
+            (found.rowwise_scale_inv, weight_rowwise_scale_inv),
+            dtype=dtype_of(formats.output),
+            by_weight=True,
+            fast=formats.fast,
+        )[: x.shape[0]]
+        if bias is not None:
+            output = output + bias.to(output.dtype)
+        ctx.save_for_backward(
+            found.columnwise if fp8_x else x,
+            found.columnwise_scale_inv,
+            weight_columnwise if fp8_weight else weight,
+            weight_columnwise_scale_inv,
+            grad_scale_inv,
+            grad_cast_stats,
+        )
+        ctx.formats, ctx.bias_dtype = formats, None if bias is None else bias.dtype
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        formats: ProductFormats = ctx.formats
+        scaling = SCALINGS[formats.scaling]
+        x, x_scale_inv, weight, weight_scale_inv, scale_inv, cast_stats = ctx.saved_tensors
+        to_input, to_weight = formats.grad_input, formats.grad_weight
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = grad_weight = grad_bias = found = None
+        both = to_input == to_weight and needs_weight  # one read makes both casts
+        # What is met is remembered even where no product needs it.
+        if needs_scale(to_input.name) and (needs_x or both or cast_stats is not None):
+            found = scaling.quantize(
+                grad,
+                dtype_of(to_input),
+                scale=(scale_inv, cast_stats),
+                rowwise=needs_x,
+                columnwise=both,
+            )
+        if needs_x:
+            if found is None:
+                grad_x = grad.to(BF16.dtype) @ weight.to(BF16.dtype)
+            else:
+                scales = (found.rowwise_scale_inv, weight_scale_inv)
+                dtype = dtype_of(formats.output)
+                grad_x = scaling.product(found.rowwise, weight, scales, dtype=dtype, by_weight=True)
+            grad_x = grad_x[: grad.shape[0]].to(ctx.x_dtype)
+        if needs_weight and not needs_scale(to_weight.name):
+            grad_weight = grad.to(BF16.dtype).t() @ x.to(BF16.dtype)
+        elif needs_weight:
+            if not both or found is None:
+                # The scale from the past is for the other product's format.
+                found = scaling.quantize(grad, dtype_of(to_weight), rowwise=False)
+            scales = (found.columnwise_scale_inv, x_scale_inv)
+            grad_weight = scaling.product(
+                found.columnwise, x, scales, dtype=ctx.weight_dtype, by_weight=False
+            )
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, *[None] * 9
+
+
+_apply: Any = _Fp8Product.apply

@@ -1,0 +1,191 @@
+"""`Prepared`: what users hold of a model that was made ready.
+
+A step is: scaled backward passes, one look at the gradients (norm, finite or not), unscale and clip
+in one multiplication, the optimizer, the scale. Whether it is applied is decided on the device; the
+host learns of it later, and only then does the learning-rate schedule move, so that it never moves
+on a skipped step. How that is done, and the parts of a step for those who take it apart, is in
+`engine`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.gradients.loss_scale import LossScale
+from narrowcast.precision.plan.diff import PrecisionChange, changes_between
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.step.checks import refuse_unscaled_gradients
+from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.saved_state import load_state, state_of
+from narrowcast.precision.step.stats import Stats
+from narrowcast.runs import FindingRecord
+
+
+class Prepared:
+    """A model with its formats, optimizer, master weights and loss scale; see `prepare`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        """The parts of a step, for those who replay it, look into it or measure it."""
+        self.model, self.optimizer = engine.model, engine.optimizer
+        self.scheduler = engine.scheduler
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
+        raise UnsupportedError(
+            "what prepare() returned can be neither copied nor pickled: it shares model and "
+            "optimizer with whoever called prepare(); save its state_dict(), and load that into "
+            "another that was prepared alike"
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """What is carried out now."""
+        return self.engine.plan
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The settings of the loss scale in force; None without one. Of several, the first."""
+        return self.engine.scales.settings
+
+    def change(self, plan: Plan, *, loss_scale: LossScale | None = None) -> list[PrecisionChange]:
+        """Carry out another plan from the next step on; return the modules it changes.
+
+        Between two steps only. The optimizer, its learning rates and schedule, all counts, the
+        average of the weights and what buffers hold stay what they are; weights, master weights and
+        moments are converted as exactly as the new formats allow (see `TrainedWeights.change`). A
+        loss scale that both policies need goes on where it is; one that only the new one needs
+        begins with `loss_scale`, or the settings `prepare` was given, or the default. Delayed fp8
+        scales go on in the modules that have had them. Waits for the device.
+
+        Make the plan with `make_plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+        """
+        weights = self.engine.weights
+        weights.ownership.refuse_ema_swapped_in(doing="change()")
+        if weights.with_gradients():
+            raise RecipeError(
+                "change() was called between backward() and step(), and gradients have the formats "
+                "and the scale of the old policy; call it after step()"
+            )
+        before = self.plan
+        self.engine.change(plan, loss_scale=loss_scale)
+        return changes_between(before, plan)
+
+    def compute(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold this over the forward pass and the loss."""
+        return self.engine.compute()
+
+    def backward(self, loss: Tensor, *, name: str = "loss", retain_graph: bool = False) -> None:
+        """Add a loss's gradients to those already there, scaled as the policy needs.
+
+        Called n times before `step` this is gradient accumulation: divide the loss by n.
+        """
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without gradients"
+            raise RecipeError(
+                f"backward() was given a loss {what}; give it one number that depends on the "
+                "model's weights, computed outside torch.no_grad()"
+            )
+        self.engine.backward(loss, name=name, retain_graph=retain_graph)
+
+    @torch.no_grad()
+    def step(self, loss: Tensor | None = None) -> Outcome:
+        """Update the weights, unless a gradient is not finite; then skip, and say so.
+
+        Waits for the device only where the optimizer cannot skip by itself: fused ones can.
+        """
+        if loss is not None:
+            with torch.enable_grad():
+                self.backward(loss)
+        engine = self.engine
+        engine.begin_step()
+        present = engine.weights.with_gradients()
+        if not present:
+            raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
+        ownership = engine.weights.ownership
+        if engine.scales.value is not None:
+            refuse_unscaled_gradients(ours=ownership.has_scaled_gradients)
+        ownership.has_scaled_gradients = False
+        metered = engine.is_metered
+        packed = engine.queue_update(present, metered=metered)
+        return engine.end_step(packed, present, metered=metered)
+
+    def sync(self) -> None:
+        """Wait for every step so far, and let schedule, counts and findings catch up."""
+        self.engine.log.sync()
+
+    def stats(self) -> Stats:
+        """Return the counts of the run so far. Waits for the device."""
+        self.sync()
+        stats = self.engine.log.stats
+        stats.bytes = self.engine.weights.bytes() | self.engine.fp8.bytes()
+        return stats
+
+    def findings(self) -> list[FindingRecord]:
+        """Return what was found since this was last asked."""
+        return self.engine.log.findings()
+
+    @property
+    def steps_attempted(self) -> int:
+        """Steps tried."""
+        return self.engine.steps_begun
+
+    @property
+    def steps_applied(self) -> int:
+        """Steps that moved the weights. Waits for the device."""
+        self.sync()
+        return self.engine.log.stats.applied
+
+    @property
+    def update_path(self) -> str:
+        """What updates the weights, and why: the fused optimizer or torch's own."""
+        return self.engine.update_path
+
+    @property
+    def has_average(self) -> bool:
+        """Whether an average of the weights is kept."""
+        return self.engine.weights.average is not None
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model use the averaged weights inside the block; without an average, nothing."""
+        weights = self.engine.weights
+        if weights.average is None:
+            yield
+            return
+        with (
+            self.engine.fp8.amax_frozen(),
+            weights.ownership.ema_swapped_in(),
+            weights.average.in_place_of_weights(),
+        ):
+            yield
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return the model's state with every digit that is kept: master values, by name.
+
+        Refused inside `averaged()`, where the model holds other weights.
+        """
+        self.engine.weights.ownership.refuse_ema_swapped_in(doing="full_weights()")
+        return self.engine.weights.full_by_name()
+
+    def release(self) -> nn.Module:
+        """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
+        self.engine.weights.ownership.refuse_ema_swapped_in(doing="release()")
+        self.sync()
+        self.engine.weights.restore()
+        return self.model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides the steps to come, but data order and random state."""
+        self.engine.weights.ownership.refuse_ema_swapped_in(doing="state_dict()")
+        return state_of(self.engine)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a saved run stood; that of another run is refused and changes nothing."""
+        self.engine.weights.ownership.refuse_ema_swapped_in(doing="load_state_dict()")
+        load_state(self.engine, state)
