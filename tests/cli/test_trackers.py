@@ -103,7 +103,6 @@ def test_a_tracker_that_does_not_exist_is_bad_input(narrowcast, tiny, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_offline_means_that_no_process_of_it_calls_anybody(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")

@@ -94,7 +94,6 @@ def test_watching_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.slow
 def test_a_real_run_is_followed_through_its_death_and_its_resumption(
     narrowcast, start, watching, tiny, tmp_path
 ):

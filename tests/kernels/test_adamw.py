@@ -20,10 +20,11 @@ from narrowcast.kernels.adamw_twin import (
     random_bits,
     randomly,
 )
+from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics.parts import join, split
 from narrowcast.precision.weights.ema import WeightAverage
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
 SIZES = (0, 1, 17, 256, 512, 777)
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 ADAMW = Hyper(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, decoupled=True)
@@ -167,7 +168,7 @@ def test_a_group_s_weight_decay_may_become_coupled_between_steps():
             assert torch.allclose(a.first, b.first, rtol=2.0**-20, atol=2.0**-24)
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="captures a CUDA graph")
+@pytest.mark.gpu
 def test_weight_decay_that_a_captured_step_does_not_have_is_refused():
     weights = weights_of(torch.float32, "none", "fp32")
     kernel, given = kernel_of(weights), gradients_of(torch.Generator(), torch.float32)
@@ -436,7 +437,6 @@ def test_chances_are_even_and_know_nothing_of_neighbours_steps_or_tensors(field,
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_replays_the_step_with_the_learning_rate_of_the_moment():
     pair = [averaged(weights_of(torch.bfloat16, "split", "int8")) for _ in range(2)]
     kernels = [kernel_of(weights) for weights in pair]

@@ -69,7 +69,6 @@ def test_a_part_with_its_own_scale_is_traced_too():
     assert all(torch.equal(compiled[name], value) for name, value in weights.items())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("target", [BF16, FP16, TF32], ids=lambda f: f.name)
 def test_compiled_products_are_rounded_once_and_not_less(target):

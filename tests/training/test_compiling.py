@@ -177,7 +177,6 @@ def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(grap
     assert counts[6:] == [counts[5]] * 6
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_compiled_model_computes_the_loss_and_the_gradients_of_the_plain_one():

@@ -2,7 +2,6 @@ import math
 import shutil
 import signal
 import threading
-import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -249,7 +248,7 @@ def test_a_run_with_verdicts_on_the_gpu_is_the_run_without_bit_for_bit(ready, po
     assert first_difference(*ends) is None
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -433,20 +432,14 @@ def test_workers_do_not_change_the_course(ready):
     assert first_difference(alone.prepared.state_dict(), helped.prepared.state_dict()) is None
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
-def test_no_step_on_the_gpu_makes_the_host_wait(ready, policy):
+def test_no_step_on_the_gpu_makes_the_host_wait(ready, policy, host_never_waits):
     """Torch raises on every operation that waits for the device, except waiting for an event."""
     made = ready(policy, steps=24, device="cuda", health={"every": 2})
     records = train(made.prepared, made.task, made.recipe)
     until(records, 6)  # of which the fourth is captured
-    with warnings.catch_warnings():  # that the mode is a prototype
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         until(records, 22)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

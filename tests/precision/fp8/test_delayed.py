@@ -7,11 +7,12 @@ import torch
 
 from narrowcast.kernels import fp8
 from narrowcast.kernels.fp8 import quantize
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import LENGTH, ROLES, AmaxHistories
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
 FORMATS = ProductFormats.of(PRESETS["fp8-delayed"])
 TARGETS = dict(
     zip(ROLES, (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2), strict=True)

@@ -11,11 +11,12 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.hardware import Hardware, Support, probe
 from narrowcast.kernels import fp8
+from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics import E4M3, scale_for
 from narrowcast.precision.fp8.state import Fp8Model
 from narrowcast.precision.fp8.tensorwise import Fp8Linear
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 POLICIES = ["fp8-tensor", "fp8-delayed"]
 
 

@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.rowwise import Fp8RowLinear
 from narrowcast.precision.fp8.tensorwise import Fp8Linear
 from narrowcast.precision.fused.chunked_loss import LossTerms
@@ -14,7 +15,7 @@ from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 
 
 def drawn(rows=11, width=12, columns=50):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from narrowcast.kernels import fp8
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.tensorwise import Fp8Linear
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
@@ -16,7 +17,7 @@ from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import restore, swap
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 POLICIES = {
     "tensor": PRESETS["fp8-tensor"],
     "delayed": PRESETS["fp8-delayed"],

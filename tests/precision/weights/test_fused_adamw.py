@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 Y = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")

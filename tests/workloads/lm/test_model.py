@@ -251,7 +251,6 @@ def test_traced_as_one_graph_it_computes_the_same_loss_and_gradients(kind):
 
 # torch 2.13's inductor imports a module of its own that torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.slow
 def test_compiled_it_computes_the_same_loss_and_gradients():
     settings = LmModel(layers=1, width=32, heads=2, kv_heads=1, mlp="swiglu")
     model = build_gpt(settings, vocab=VOCAB, length=LENGTH, seed=0, device=CPU)
