@@ -10,7 +10,6 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.hardware import Hardware, Support, probe
-from narrowcast.kernels import fp8
 from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics import E4M3, scale_for
 from narrowcast.precision.fp8.state import Fp8Model
@@ -30,15 +29,6 @@ pytestmark = pytest.mark.skipif(
     needs_fp8_products(),
     reason="needs torch 2.13 on a CPU, or a GPU of compute capability 8.9",
 )
-
-
-@pytest.fixture(autouse=True)
-def _without_the_interpreter(monkeypatch):
-    """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(
-            fp8, "unsupported_reason", lambda device: "the interpreter takes its time"
-        )
 
 
 def hardware():

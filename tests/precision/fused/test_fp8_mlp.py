@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from narrowcast.kernels import fp8
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.tensorwise import Fp8Linear
@@ -38,15 +37,6 @@ pytestmark = pytest.mark.skipif(
     needs_fp8_products(),
     reason="needs torch 2.13 on a CPU, or a GPU of compute capability 8.9",
 )
-
-
-@pytest.fixture(autouse=True)
-def _without_the_interpreter(monkeypatch):
-    """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(
-            fp8, "unsupported_reason", lambda device: "the interpreter takes its time"
-        )
 
 
 class Feed(nn.Module):

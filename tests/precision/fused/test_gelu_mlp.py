@@ -15,6 +15,7 @@ from narrowcast.precision.swap import restore, swap
 interpreter = pytest.mark.skipif(
     not launch.interpreted(), reason="a GPU is there, so kernels are not interpreted"
 )
+pytestmark = pytest.mark.interpreted
 
 
 class Feed(nn.Module):
