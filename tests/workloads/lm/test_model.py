@@ -235,23 +235,13 @@ def loss_and_gradients(model, run):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def assert_compiled_equals_eager(model, *, backend):
+@pytest.mark.parametrize("kind", KINDS)
+def test_traced_as_one_graph_a_model_computes_the_same_loss_and_gradients(kind):
+    model = gpt(kind)
     eager = loss_and_gradients(model, model)
-    compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=backend))
+    traced = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = loss_and_gradients(model, traced)
     for expected, result in zip(eager, compiled, strict=True):
         # Sums of up to 128 terms, in another order, forward and backward through two layers.
         error = 4 * 128 * 2.0**-24 * expected.abs().max().item()
         torch.testing.assert_close(result, expected, rtol=0, atol=error)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_traced_as_one_graph_it_computes_the_same_loss_and_gradients(kind):
-    assert_compiled_equals_eager(gpt(kind), backend="aot_eager")
-
-
-# torch 2.13's inductor imports a module of its own that torch itself calls deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_compiled_it_computes_the_same_loss_and_gradients():
-    settings = LmModel(layers=1, width=32, heads=2, kv_heads=1, mlp="swiglu")
-    model = build_gpt(settings, vocab=VOCAB, length=LENGTH, seed=0, device=CPU)
-    assert_compiled_equals_eager(model, backend="inductor")
