@@ -52,7 +52,7 @@ def test_a_trial_decides_and_its_reason_says_how_it_went(trial, how, says):
     assert re.search(says, support.reason)
 
 
-def test_the_answer_is_the_same_when_asked_again():
+def test_a_probe_gives_the_same_answer_when_asked_again():
     assert probe("cpu") == probe("cpu")
 
 
