@@ -135,7 +135,7 @@ def test_huge_logits_lose_no_digits(how):
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_a_column_that_is_ruled_out_has_no_part_in_it(how):
+def test_a_column_that_is_ruled_out_has_no_part_in_the_loss(how):
     logits, targets, _ = drawn(3, 70)
     targets[:] = 69
     logits[:, :64] = -torch.inf  # whole blocks
