@@ -63,7 +63,7 @@ def test_a_traced_model_is_one_graph_with_the_numbers_of_the_eager_one(policy):
     assert all(torch.equal(compiled_weights[name], value) for name, value in weights.items())
 
 
-def test_a_part_with_its_own_scale_is_traced_too():
+def test_a_traced_part_with_its_own_scale_trains_as_the_eager_one():
     _, weights = trained("fp16", scale_groups=["up"])
     _, compiled = trained("fp16", backend="aot_eager", scale_groups=["up"])
     assert all(torch.equal(compiled[name], value) for name, value in weights.items())

@@ -127,7 +127,7 @@ def test_a_weight_that_did_not_change_is_not_touched(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_of_several_micro_batches_makes_it_and_the_step_after_makes_it_again(policy):
+def test_one_of_several_micro_batches_makes_the_fp8_weight_and_so_does_the_next_step(policy):
     run = prepared(policy)
     for _ in range(3):
         for seed in range(2):

@@ -60,7 +60,7 @@ def test_the_loss_and_its_gradients_are_those_of_float64(reduction, chunk_rows, 
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_without_gradients_it_only_computes_losses(reduction):
+def test_a_chunked_loss_without_gradients_computes_only_losses(reduction):
     hidden, head, targets = drawn()
     with torch.no_grad():
         loss = chunked_module_loss(hidden, head, targets, terms=terms(reduction))
@@ -69,7 +69,7 @@ def test_without_gradients_it_only_computes_losses(reduction):
     torch.testing.assert_close(loss, expected)
 
 
-def test_checkpointed_it_gives_the_same_gradients():
+def test_a_checkpointed_loss_gives_the_same_gradients():
     hidden, head, targets = drawn()
 
     def loss(states):

@@ -115,7 +115,7 @@ def test_only_chains_of_plain_layers_on_a_gpu_are_joined():
         ("bf16; *.up: fp32", Feed),
     ],
 )
-def test_a_policy_of_16_bits_joins_them_on_a_gpu(policy, kind):
+def test_a_policy_of_16_bits_joins_two_layers_and_a_gelu_on_a_gpu(policy, kind):
     model = nn.Sequential(Feed()).cuda()
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
     assert isinstance(model[0], GeluMlp) == (kind is GeluMlp)

@@ -102,7 +102,7 @@ def test_the_loss_and_every_gradient_are_those_of_float64(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_without_chunks_it_is_torchs_own_composition_bit_for_bit(reduction):
+def test_a_loss_without_chunks_is_torchs_own_composition_bit_for_bit(reduction):
     hidden, head, targets = (t.to("cpu") for t in drawn(2, 9))
     hidden = hidden.detach().requires_grad_()
     loss = nc.linear_cross_entropy(hidden, head, targets, reduction=reduction)
@@ -284,7 +284,7 @@ def test_under_autocast_operands_are_rounded_to_its_format(dtype):
         assert torch.equal(mine.to(dtype), other)
 
 
-def test_checkpointed_it_gives_the_same_gradients():
+def test_a_checkpointed_loss_gives_the_same_gradients():
     hidden, head, targets = drawn(7)
 
     def loss(states):
@@ -299,7 +299,7 @@ def test_checkpointed_it_gives_the_same_gradients():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_traced_as_one_graph_it_computes_the_same(dtype, reduction):
+def test_a_loss_traced_as_one_graph_is_the_same(dtype, reduction):
     torch._dynamo.reset()
     hidden, head, targets = drawn(7, dtype=dtype)
 
@@ -335,7 +335,7 @@ def in_a_native_region(head):
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("where", [autocast, emulated, in_a_native_region])
-def test_traced_it_sees_the_region_around_it(where):
+def test_a_traced_loss_sees_the_region_around_it(where):
     torch._dynamo.reset()
     hidden, head, targets = drawn(7)
 

@@ -122,7 +122,7 @@ def test_a_run_goes_on_bit_for_bit_in_fresh_objects(policy, same_state):
     assert same_state(resumed.state_dict(), straight.state_dict())
 
 
-def test_a_run_saved_under_torchs_optimizer_goes_on_under_this_one_and_back():
+def test_a_run_saved_under_torchs_optimizer_goes_on_in_one_pass_and_back():
     first = fresh(one_pass=False)
     train(first, 0, 3)
     second = fresh(one_pass=True)
@@ -300,7 +300,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_it_cannot_do_is_left_to_torch_or_refused_with_the_reason(what):
+def test_what_one_pass_cannot_do_is_left_to_torch_or_refused_with_the_reason(what):
     run = nc.prepare(*(lambda m: (m, REFUSED[what](m)))(net()), policy="fp32")
     assert f"{what} is not in the one-pass kernel" in run.update_path
     model = net()
@@ -310,7 +310,7 @@ def test_what_it_cannot_do_is_left_to_torch_or_refused_with_the_reason(what):
         nc.prepare(model, REFUSED[what](model), policy="fp32, moments=int8")
 
 
-def test_moments_that_only_it_keeps_are_refused_without_it():
+def test_moments_that_only_one_pass_keeps_are_refused_without_one_pass():
     with pytest.raises(RecipeError, match="moments=bf16 is kept by the one-pass optimizer only"):
         fresh("fp32, moments=bf16", one_pass=False)
 
