@@ -89,7 +89,7 @@ def applied(records):
     return [record.step for record in of(StepRecord, records) if record.applied]
 
 
-def test_without_it_fp16_stalls_and_with_it_the_layer_is_widened_and_training_goes_on(run):
+def test_fp16_stalls_unless_the_layer_may_be_widened_and_then_training_goes_on(run):
     stalled, _ = run("fp16")
     assert max(applied(stalled)) < 20
     records, prepared = run("fp16", precision=ADAPT)
@@ -230,6 +230,6 @@ def test_what_overflowed_in_one_phase_widens_nothing_in_the_next(run, end):
     assert changes == [(end + 1, "*")]
 
 
-def test_it_needs_readings(ready):
+def test_adaptive_precision_needs_readings(ready):
     with pytest.raises(ValueError, match=r"write health\.every=50"):
         ready("fp16", precision={"policy": "fp16", **ADAPT}, health={"every": 0})
