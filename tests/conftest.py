@@ -1,16 +1,28 @@
 """What holds for all tests, before any module is imported."""
 
+import importlib.util
 import os
+import pkgutil
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-if not torch.cuda.is_available():
-    # Kernels run in Triton's interpreter; it asks before Triton is imported.
+import narrowcast.kernels
+
+GPU = torch.cuda.is_available()
+KERNELS = Path(__file__).parent / "kernels"
+
+if not GPU:
+    # Kernels run in Triton's interpreter, or not at all; which, a kernel learns as it is defined.
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton"):
+        for module in pkgutil.iter_modules(narrowcast.kernels.__path__, "narrowcast.kernels."):
+            importlib.import_module(module.name)
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, which some are about.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,3 +41,59 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FOLDER",
         help="where to keep the pictures that tests make, such as docs/images; else nowhere",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Let kernels be interpreted only where they are what is tested.
+
+    Elsewhere a CPU computes as it does for everybody: in plain torch, in a tenth of the time.
+    """
+    if not GPU:
+        wanted = KERNELS in item.path.parents or item.get_closest_marker("interpreted")
+        os.environ["TRITON_INTERPRET"] = "1" if wanted else "0"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses among the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs on a GPU, and skip it where there is none."""
+    for item in items:
+        if "cuda" in getattr(item, "fixturenames", ()) or (GPU and _takes_a_gpu_if_any(item)):
+            item.add_marker(pytest.mark.gpu)
+        if not GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _takes_a_gpu_if_any(item: pytest.Item) -> bool:
+    """Say whether a test runs where the kernels do: on a GPU, or interpreted on a CPU."""
+    chosen = getattr(getattr(item, "module", None), "DEVICE", "cpu")
+    return KERNELS in item.path.parents or torch.device(chosen).type == "cuda"
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The GPU: whoever asks for it is skipped where there is none."""
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def host_never_waits(cuda: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which torch raises on what waits for the device, except for an event."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context
+
+
+@pytest.fixture(autouse=GPU)
+def _waiting_is_allowed_again() -> Iterator[None]:
+    """Let no test leave the mode of `host_never_waits` to those that follow."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.set_sync_debug_mode("default")

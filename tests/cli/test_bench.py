@@ -1,10 +1,15 @@
 import json
+import math
 import signal
 import subprocess
 import sys
 
 import pytest
 import torch
+
+from narrowcast.bench import health
+from narrowcast.bench.contenders import baseline_of
+from narrowcast.bench.worker import subject_of
 
 VERBS = ("step", "optimizer", "products", "health", "quality")
 SMALL = ("--repeats", 1)
@@ -72,15 +77,17 @@ def test_products_are_measured_for_every_shape(narrowcast, tiny):
     assert found["failures"][0]["why"] == "UnsupportedError: fp8 products need a GPU"
 
 
-def test_watching_is_compared_with_a_step_that_only_guards(narrowcast, tiny):
-    ended = narrowcast(
-        "bench", "health", tiny, *SMALL, "--steps", 1, "--policies", "fp32", "--peers", "none",
-        "--json",
-    )  # fmt: skip
-    assert ended.code == 0
-    found = json.loads(ended.out)
-    assert found["baseline"] == "narrowcast fp32 (guard alone)"
-    assert len(found["rows"]) == 8
+def test_watching_is_compared_with_a_step_that_only_guards(tiny):
+    """In this process: a worker for each of the eight is eight imports of torch."""
+    contenders = health.BENCH.contenders(peers="none", policies="fp32", device_type="cpu")
+    assert len(contenders) == 8
+    assert baseline_of(contenders, None).name == "narrowcast fp32 (guard alone)"
+    for contender in contenders:
+        job = {"bench": "health", "recipe": tiny, "overrides": []}
+        timed = subject_of({**job, "contender": contender.to_json()})
+        assert timed.ready()["first_step_seconds"]["step"] > 0
+        measured = timed.measure({"steps": 1}, tell=print)
+        assert math.isfinite(measured["loss"]), contender.name
 
 
 def test_quality_compares_losses_of_the_same_seeds(narrowcast, tiny):
@@ -107,6 +114,7 @@ def test_quality_compares_losses_of_the_same_seeds(narrowcast, tiny):
         (["step", "--json", "lm/gpt-350m"], "put --json last"),
         (["step", "--json", "no-such-folder/a.json"], "there is no folder 'no-such-folder'"),
         (["step", "quickstart", "--baseline", "nobody"], "no contender is called 'nobody'"),
+        (["health", "quickstart", "--baseline", "nobody"], "no contender is called 'nobody'"),
         (["products", "quickstart", "--shapes", "8x16"], "is no shape"),
         (["optimizer", "quickstart", "optimizer.name=adam"], "all contenders here are AdamW"),
         (["quality", "lm/gpt-124m"], "nothing can be learnt from random tokens"),
@@ -125,11 +133,7 @@ def test_a_bench_that_is_ended_early_keeps_what_it_has_measured(start, tiny, tmp
         "bench", "step", tiny, "--peers", "torch-fp32", "--policies", "fp32", "--repeats", 1000,
         "--steps", 1, "--json", written,
     )  # fmt: skip
-    seen = []
-    for line in bench.stdout:
-        seen.append(line)
-        if line.startswith("round 2 of 1000"):
-            break
+    assert any(line.startswith("round 2 of 1000") for line in bench.stdout)
     bench.send_signal(which)
     rest, error = bench.communicate(timeout=60)
     assert bench.returncode == 130, error

@@ -57,7 +57,7 @@ def test_a_model_larger_than_memory_is_planned_without_allocating_it(finish):
     assert peak < 4 * 2**30
 
 
-def test_a_terminal_without_such_letters_gets_question_marks(tiny, monkeypatch):
+def test_a_terminal_that_is_ascii_gets_question_marks(tiny, monkeypatch):
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
     assert exit_code_of(["plan", tiny]) == 0

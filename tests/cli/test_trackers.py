@@ -103,9 +103,8 @@ def test_a_tracker_that_does_not_exist_is_bad_input(narrowcast, tiny, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-def test_offline_means_that_no_process_of_it_calls_anybody(tiny, tmp_path, monkeypatch):
+def test_a_tracker_that_is_offline_has_no_process_that_calls_anybody(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     trace = tmp_path / "trace"

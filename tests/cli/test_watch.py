@@ -50,7 +50,7 @@ def test_a_real_run_is_served_and_ctrl_c_ends_it_with_nothing_to_complain_of(
     assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_ctrl_c_ends_it_while_a_page_is_open(watching, run_path):
+def test_ctrl_c_ends_watch_while_a_page_is_open(watching, run_path):
     process, url = watching(run_path, "--port", 0)
     with urllib.request.urlopen(url + "events", timeout=20) as stream:
         stream.readline()
@@ -94,7 +94,6 @@ def test_watching_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.slow
 def test_a_real_run_is_followed_through_its_death_and_its_resumption(
     narrowcast, start, watching, tiny, tmp_path
 ):

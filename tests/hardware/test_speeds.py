@@ -49,7 +49,7 @@ def test_at_a_measured_shape_the_gain_is_the_ratio_of_its_times(shape, ratio):
 
 
 @given(tokens=sizes, inputs=sizes, outputs=sizes)
-def test_between_measured_shapes_it_lies_between_their_gains(tokens, inputs, outputs):
+def test_a_gain_between_measured_shapes_lies_between_their_gains(tokens, inputs, outputs):
     """And beyond the ends it is that of the end: each axis has a place below and one above."""
     around = []
     for axis, value in zip(GRID, (tokens, inputs, outputs), strict=True):

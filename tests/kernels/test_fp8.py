@@ -13,9 +13,10 @@ from torch._subclasses import FakeTensorMode
 
 from narrowcast.kernels import fp8
 from narrowcast.kernels.fp8 import DECIDED, Quantized, quantize, quantize_into, scale_inv_for
+from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics import E4M3, E5M2, scale_for
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 TARGETS = list(FORMATS)
 THEIRS = {

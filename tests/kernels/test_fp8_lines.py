@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from narrowcast.kernels.fp8_lines import _empty, _plainly, quantize_lines
+from narrowcast.kernels.launch import interpreted
 from narrowcast.numerics import E4M3, E5M2, quantize
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 
 
 def spread(rows, columns, seed, *, dtype=torch.float32):
@@ -48,7 +49,7 @@ def test_lines_along_either_dimension_are_those_of_the_emulation(rows, sixteens,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", [E4M3, E5M2], ids=lambda target: target.name)
-@pytest.mark.parametrize("shape", [(1, 16), (150, 80), (144, 1040)])
+@pytest.mark.parametrize("shape", [(1, 16), (150, 80), (144, 528)])
 def test_the_kernel_does_what_its_twin_does(shape, target, dtype):
     x = (spread(*shape, 1) / 1e5).to(dtype)
     found = quantize_lines(x, target.dtype)

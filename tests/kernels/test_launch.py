@@ -35,7 +35,7 @@ def test_the_interpreter_runs_kernels_anywhere(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [None, "0", ""])
-def test_without_it_only_cuda_has_kernels(monkeypatch, value):
+def test_without_the_interpreter_only_cuda_has_kernels(monkeypatch, value):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if value is not None:
         monkeypatch.setenv("TRITON_INTERPRET", value)

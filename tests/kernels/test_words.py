@@ -9,7 +9,7 @@ import triton.language as tl
 from narrowcast.kernels.launch import interpreted
 from narrowcast.kernels.words import halves, joined, last_bytes, plus_zero, signed_bytes
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
 COUNT = 1024
 
 

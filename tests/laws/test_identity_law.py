@@ -148,7 +148,7 @@ def test_an_fp32_policy_leaves_the_classes_of_the_model_alone():
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**18])
-def test_a_loss_scale_on_fp32_changes_no_bit_either(scale):
+def test_a_loss_scale_on_fp32_changes_no_bit(scale):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     plain = copy.deepcopy(model)

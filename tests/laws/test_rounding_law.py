@@ -30,16 +30,7 @@ REFERENCE = {
     "e5m2": ml_dtypes.float8_e5m2,
     "e2m1": ml_dtypes.float4_e2m1fn,
 }
-DEVICES = (
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 for_each_format = pytest.mark.parametrize("target", FORMATS, ids=lambda each: each.name)
 saturating_or_not = pytest.mark.parametrize("saturate", [False, True])

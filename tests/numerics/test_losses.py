@@ -19,16 +19,7 @@ from narrowcast.numerics import (
 )
 from narrowcast.numerics.carriers import CHUNK
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 REFERENCE = [
     (BF16, ml_dtypes.bfloat16),

@@ -24,16 +24,7 @@ from narrowcast.numerics import (
     round_to,
 )
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 FORMATS = [FP32, TF32, BF16, FP16, E4M3, E5M2, E2M1]
 inf, nan = math.inf, math.nan
@@ -236,7 +227,6 @@ def test_a_traced_function_gives_what_the_eager_one_gives(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_kernel_gives_what_the_eager_kernels_give(name):

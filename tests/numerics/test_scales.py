@@ -21,16 +21,7 @@ from narrowcast.numerics import (
 )
 from narrowcast.numerics.carriers import carrier_of
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
 FORMATS = [TF32, BF16, FP16, E4M3, E5M2, E2M1]
 for_each_format = pytest.mark.parametrize("target", FORMATS, ids=lambda each: each.name)

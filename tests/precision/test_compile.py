@@ -63,13 +63,12 @@ def test_a_traced_model_is_one_graph_with_the_numbers_of_the_eager_one(policy):
     assert all(torch.equal(compiled_weights[name], value) for name, value in weights.items())
 
 
-def test_a_part_with_its_own_scale_is_traced_too():
+def test_a_traced_part_with_its_own_scale_trains_as_the_eager_one():
     _, weights = trained("fp16", scale_groups=["up"])
     _, compiled = trained("fp16", backend="aot_eager", scale_groups=["up"])
     assert all(torch.equal(compiled[name], value) for name, value in weights.items())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("target", [BF16, FP16, TF32], ids=lambda f: f.name)
 def test_compiled_products_are_rounded_once_and_not_less(target):
@@ -99,7 +98,7 @@ def test_a_policy_that_returns_is_not_compiled_again(cpu):
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="bf16", emulate=True)
     model.compile(backend=lambda graph, _: traced.append(graph) or graph.forward)
     counts = []
-    policies = ("bf16", "fp8-delayed", "aggressive", "bf16; up: fp32")
+    policies = ("bf16", "fp8-delayed", "bf16; up: fp32")
     for policy in policies * 2:
         run.change(make_plan(model, policy, hardware=run.plan.hardware, emulate=True))
         for _ in range(2):
@@ -108,4 +107,4 @@ def test_a_policy_that_returns_is_not_compiled_again(cpu):
             assert run.step(loss).applied
         counts.append(len(traced))
     torch._dynamo.reset()
-    assert counts == [1, 2, 3, 4, *[4] * 4]
+    assert counts == [1, 2, 3, *[3] * 3]

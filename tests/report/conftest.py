@@ -410,7 +410,6 @@ def make_watch():
 def pytest_collection_modifyitems(items):
     """Mark what looks at pages; what selenium leaves behind is its own affair."""
     marks = [
-        pytest.mark.slow,
         pytest.mark.filterwarnings("default::ResourceWarning"),
         pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
     ]

@@ -56,7 +56,7 @@ def test_modules_that_ended_alike_are_folded_and_others_stand_apart(module):
     }
 
 
-def test_a_module_that_is_not_in_the_plan_is_counted_too(module):
+def test_a_module_that_is_not_in_the_plan_is_counted(module):
     assert in_force([module("a")], [change(5, "b", "e4m3", "bf16")]).changed == 1
 
 

@@ -319,7 +319,7 @@ def test_a_long_run_gives_a_small_page_soon(make_run, course, plan_of, module, s
     assert page.stat().st_size < 6_000_000
 
 
-def test_a_long_run_that_skips_every_other_step_gives_a_small_page_too(make_run, step):
+def test_a_long_run_that_skips_every_other_step_gives_a_small_page(make_run, step):
     records = [
         step(n, applied=n % 2 == 0, why="" if n % 2 == 0 else f"step {n}: " + "overflow " * 15)
         for n in range(10_000)

@@ -14,10 +14,7 @@ from narrowcast.report.compare.comparison import compare
 from narrowcast.report.compare.page import write_comparison
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian package chromium)"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian package chromium)")
 
 
 def open_page(page, profile):

@@ -141,7 +141,7 @@ def test_what_a_meter_read_is_no_part_of_the_course(field):
 @pytest.mark.parametrize(
     "field", sorted({f.name for f in fields(StepRecord)} - {"seconds", "peak_bytes"})
 )
-def test_everything_else_is_part_of_the_course(field):
+def test_all_that_no_meter_read_is_part_of_the_course_of_a_run(field):
     value = {"applied": False, "why": "overflow", "lost_updates": 0.5}.get(field, 99)
     assert not same_trajectory(STEP, replace(STEP, **{field: value}))
 

@@ -11,13 +11,6 @@ from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 
 
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     """Two threads on a model this small wait for each other most of the time."""

@@ -160,7 +160,7 @@ def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(grap
     planned = make_plan(model, "fp32", hardware=hardware)
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=planned)
     compiled(model, WANTED)
-    policies = ("fp32", "bf16", "fp8-delayed", "fp8-row", "fp16", "bf16; blocks.1: fp32")
+    policies = ("fp32", "bf16", "fp8-delayed", "bf16; blocks.1: fp32")
     counts = []
     for policy in policies * 2:
         scale = nc.LossScale(initial=256.0)
@@ -172,12 +172,11 @@ def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(grap
             model(torch.ones(2, 16))
         counts.append(len(graphs))
     # To evaluate, to train the first block, whose input has no gradient, and to train the others.
-    assert counts[:5] == [3, 6, 9, 12, 15]
-    assert counts[5] > 15
-    assert counts[6:] == [counts[5]] * 6
+    assert counts[:3] == [3, 6, 9]
+    assert counts[3] > 9
+    assert counts[4:] == [counts[3]] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_compiled_model_computes_the_loss_and_the_gradients_of_the_plain_one():

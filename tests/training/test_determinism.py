@@ -11,7 +11,7 @@ def test_what_was_set_before_is_set_again_after():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_nothing_is_set_unless_asked():
+def test_deterministic_kernels_are_not_set_unless_asked_for():
     with deterministic_kernels(False):
         assert not torch.are_deterministic_algorithms_enabled()
 

@@ -113,7 +113,7 @@ def test_a_scale_that_overflows_down_to_its_floor_is_told_once(ready):
     assert not [each for each in found if "smallest loss scale" in each.what]
 
 
-def test_an_overflow_there_tells_of_the_floor_as_well(ready):
+def test_an_overflow_at_the_smallest_scale_tells_of_the_floor_as_well(ready):
     faults = tuple({"step": step, **INFINITE} for step in (3, 4, 5))
     found = found_in(ready, steps=10, health={"every": 0}, faults=faults, **scaled(initial=4.0))
     told = [each for each in found if "scale" in each.what]

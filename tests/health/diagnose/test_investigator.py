@@ -40,7 +40,7 @@ def test_a_verdict_is_the_reason_of_the_step_and_a_finding(net, batch, step):
     assert finding.action == "the step is skipped"
 
 
-def test_a_change_of_the_scale_is_told_with_it(net, batch, step):
+def test_a_change_of_the_loss_scale_is_told_with_the_verdict(net, batch, step):
     accounts, _ = told(net, batch, step, [True], policy="fp16")
     assert accounts[0].why.endswith("micro-batch 1 of 1; loss scale 65536 → 32768")
     assert accounts[0].findings[0].action == "the step is skipped; scale 65536 → 32768"
@@ -98,7 +98,7 @@ def test_a_replay_that_finds_no_memory_does_not_end_the_run(net, batch, step):
     assert account.why.endswith("no memory was left for a replay; loss scale 65536 → 32768")
 
 
-def test_it_goes_on_counting_after_a_resume(net, batch, step):
+def test_an_investigator_goes_on_counting_after_a_resume(net, batch, step):
     _, investigator = told(net, batch, step, [True] * 3)
     run, loss_of = net("bf16")
     other = Investigator(run, loss_of, verdicts=True)

@@ -18,7 +18,7 @@ def test_a_block_draws_what_was_drawn_from_that_state():
             assert torch.rand(()).item() == number
 
 
-def test_nobody_knows_afterwards_that_it_has_drawn():
+def test_draws_from_a_saved_state_leave_the_generators_where_they_were():
     def draw():
         return random.random(), np.random.rand(), torch.rand(()).item()
 

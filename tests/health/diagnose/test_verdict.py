@@ -12,7 +12,7 @@ def verdict(role="grad_output", *, format="fp16", amax=7.1e4, **others):  # noqa
     return Verdict(place=place, amax=amax, micro_batch=3, micro_batches=8, **others)
 
 
-def test_it_reads_as_a_sentence():
+def test_a_verdict_reads_as_a_sentence():
     assert verdict().told == (
         "blocks.7.mlp.down grad_output overflowed fp16 (amax 7.1e4, micro-batch 3 of 8)"
     )

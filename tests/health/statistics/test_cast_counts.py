@@ -28,10 +28,13 @@ ways = pytest.mark.parametrize(
     [
         pytest.param(
             "kernel",
-            marks=pytest.mark.skipif(
-                torch.__version__ < "2.13" or not launch.interpreted(),
-                reason="needs torch 2.13 on a CPU, where kernels are interpreted",
-            ),
+            marks=[
+                pytest.mark.interpreted,
+                pytest.mark.skipif(
+                    torch.__version__ < "2.13" or not launch.interpreted(),
+                    reason="needs torch 2.13 on a CPU, where kernels are interpreted",
+                ),
+            ],
         ),
         "emulated",
     ],

@@ -5,28 +5,19 @@ import math
 import pytest
 import torch
 
-from narrowcast.kernels import fp8
 from narrowcast.kernels.fp8 import quantize
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import LENGTH, AmaxHistories
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.plan.roles import OPERANDS
 from narrowcast.precision.products.operands import ProductFormats
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
 FORMATS = ProductFormats.of(PRESETS["fp8-delayed"])
 TARGETS = dict(
     zip(OPERANDS, (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2), strict=True)
 )
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-
-@pytest.fixture(autouse=True)
-def _without_the_interpreter(monkeypatch):
-    """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(
-            fp8, "unsupported_reason", lambda device: "the interpreter takes its time"
-        )
 
 
 def histories(modules=1):

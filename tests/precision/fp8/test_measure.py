@@ -9,10 +9,12 @@ from narrowcast.hardware.speeds import KINDS
 from narrowcast.precision.fp8 import measure as speed_trial
 from narrowcast.precision.fp8.measure import measure_speeds
 
-gpu_with_fp8 = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-    reason="needs a GPU of compute capability 8.9",
-)
+
+@pytest.fixture
+def gpu_with_fp8(cuda):
+    if torch.cuda.get_device_capability(cuda) < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
+    return cuda
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
@@ -23,13 +25,11 @@ def test_a_device_without_fp8_products_is_refused_with_what_to_do(device):
     assert told == []
 
 
-@pytest.mark.gpu
-@gpu_with_fp8
-def test_every_kind_and_shape_is_timed_and_a_larger_one_takes_longer(monkeypatch):
+def test_every_kind_and_shape_is_timed_and_a_larger_one_takes_longer(monkeypatch, gpu_with_fp8):
     monkeypatch.setattr(speed_trial, "TOKENS", (256, 8192))
     monkeypatch.setattr(speed_trial, "WIDTHS", (256, 4096))
     told = []
-    found = measure_speeds(torch.device("cuda"), told.append)
+    found = measure_speeds(gpu_with_fp8, told.append)
     assert isinstance(found, Speeds)
     assert found.gpu == torch.cuda.get_device_name()
     assert (found.tokens, found.inputs, found.outputs) == ((256, 8192), (256, 4096), (256, 4096))
@@ -41,11 +41,9 @@ def test_every_kind_and_shape_is_timed_and_a_larger_one_takes_longer(monkeypatch
     assert Speeds.from_json(found.to_json()) == found
 
 
-@pytest.mark.gpu
-@gpu_with_fp8
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_time_is_that_of_the_arithmetic(kind):
+def test_a_time_is_that_of_the_arithmetic(kind, gpu_with_fp8):
     """6 · tokens · inputs · outputs operations, on no GPU that makes more than 20 PFLOP/s."""
-    seconds = speed_trial._seconds(kind, 16384, 4096, 4096, device=torch.device("cuda"))
+    seconds = speed_trial._seconds(kind, 16384, 4096, 4096, device=gpu_with_fp8)
     operations = 6 * 16384 * 4096 * 4096
     assert 1e13 < operations / seconds < 2e16

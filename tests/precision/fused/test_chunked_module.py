@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.chunked_loss import LossTerms
 from narrowcast.precision.fused.chunked_module import chunked_module_loss
@@ -13,7 +14,7 @@ from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 
 
 def drawn(rows=11, width=12, columns=50):
@@ -58,7 +59,7 @@ def test_the_loss_and_its_gradients_are_those_of_float64(reduction, chunk_rows, 
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_without_gradients_it_only_computes_losses(reduction):
+def test_a_chunked_loss_without_gradients_computes_only_losses(reduction):
     hidden, head, targets = drawn()
     with torch.no_grad():
         loss = chunked_module_loss(hidden, head, targets, terms=terms(reduction))
@@ -67,7 +68,7 @@ def test_without_gradients_it_only_computes_losses(reduction):
     torch.testing.assert_close(loss, expected)
 
 
-def test_checkpointed_it_gives_the_same_gradients():
+def test_a_checkpointed_loss_gives_the_same_gradients():
     hidden, head, targets = drawn()
 
     def loss(states):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from narrowcast.kernels import fp8
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
@@ -16,7 +16,7 @@ from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import restore, swap
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 POLICIES = {
     "tensor": PRESETS["fp8-tensor"],
     "delayed": PRESETS["fp8-delayed"],
@@ -37,15 +37,6 @@ pytestmark = pytest.mark.skipif(
     needs_fp8_products(),
     reason="needs torch 2.13 on a CPU, or a GPU of compute capability 8.9",
 )
-
-
-@pytest.fixture(autouse=True)
-def _without_the_interpreter(monkeypatch):
-    """On a CPU the kernels' plain twins do the work, in a tenth of the time."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(
-            fp8, "unsupported_reason", lambda device: "the interpreter takes its time"
-        )
 
 
 class Feed(nn.Module):

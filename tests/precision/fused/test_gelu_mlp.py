@@ -12,15 +12,10 @@ from narrowcast.kernels import launch
 from narrowcast.precision.fused.gelu_mlp import GeluMlp, can_fuse
 from narrowcast.precision.swap import restore, swap
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
 interpreter = pytest.mark.skipif(
     not launch.interpreted(), reason="a GPU is there, so kernels are not interpreted"
 )
+pytestmark = pytest.mark.interpreted
 
 
 class Feed(nn.Module):
@@ -60,8 +55,8 @@ def results(module, x, grad):
     [
         # fp32 stands for 16 bits where their products are not to be had.
         pytest.param("cpu", torch.float32, 2.0**-18, marks=interpreter),
-        pytest.param("cuda", torch.bfloat16, 2.0**-6, marks=gpu),
-        pytest.param("cuda", torch.float16, 2.0**-9, marks=gpu),
+        pytest.param("cuda", torch.bfloat16, 2.0**-6, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.float16, 2.0**-9, marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("bias", [False, True])
@@ -109,7 +104,6 @@ def test_only_chains_of_plain_layers_on_a_gpu_are_joined():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("policy", "kind"),
     [
@@ -121,7 +115,7 @@ def test_only_chains_of_plain_layers_on_a_gpu_are_joined():
         ("bf16; *.up: fp32", Feed),
     ],
 )
-def test_a_policy_of_16_bits_joins_them_on_a_gpu(policy, kind):
+def test_a_policy_of_16_bits_joins_two_layers_and_a_gelu_on_a_gpu(policy, kind):
     model = nn.Sequential(Feed()).cuda()
     run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
     assert isinstance(model[0], GeluMlp) == (kind is GeluMlp)

@@ -96,7 +96,7 @@ class Running(nn.Module):
         return x
 
 
-def test_a_buffer_that_is_replaced_rather_than_written_is_guarded_too():
+def test_a_buffer_that_is_replaced_rather_than_written_is_guarded():
     module = Running()
     guard = BufferGuard(module)
     module(torch.tensor([1.0]))

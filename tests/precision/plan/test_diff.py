@@ -279,7 +279,7 @@ def test_histories_go_on_by_name_and_new_ones_begin_empty(cpu):
     assert not run.model[0].nc_history.amax.any()
 
 
-def test_a_first_step_that_is_skipped_decides_no_scale_after_a_change_either(cpu):
+def test_a_first_step_that_is_skipped_decides_no_scale_after_a_change(cpu):
     run = fresh("bf16", cpu)
     train(run, 0, 2)
     run.change(planned(run, "fp8-delayed"))
@@ -291,7 +291,7 @@ def test_a_first_step_that_is_skipped_decides_no_scale_after_a_change_either(cpu
     assert [norm for _, norm, _ in told] == [norm for _, norm, _ in expected]
 
 
-def test_such_a_step_decides_nothing_for_a_resumed_run_either(cpu):
+def test_a_first_step_that_is_skipped_after_a_change_decides_nothing_for_a_resumed_run(cpu):
     straight = fresh("bf16", cpu)
     train(straight, 0, 2)
     straight.change(planned(straight, "fp8-delayed"))

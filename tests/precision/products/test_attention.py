@@ -120,7 +120,7 @@ def test_weights_are_averaged_over_heads_or_not(average):
 
 @pytest.mark.parametrize("mask", [None, causal_bool()], ids=["no mask", "mask"])
 @pytest.mark.parametrize("average", [True, False])
-def test_a_sequence_without_a_batch_dimension_is_one_too(average, mask):
+def test_a_sequence_without_a_batch_dimension_is_attended_as_torch_does(average, mask):
     inputs = [make(i, TARGET, WIDTH) for i in range(3)]
     padding = torch.tensor([False, False, False, False, True])
     results = both(

@@ -97,7 +97,7 @@ def test_a_product_in_place_changes_its_tensor_in_the_regions_format(name):
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda c: c.__name__)
-def test_recurrent_layers_are_rounded_too(layer):
+def test_recurrent_layers_are_rounded(layer):
     torch.manual_seed(0)
     built = layer(8, 8)
     with EmulatedProducts(BF16):
@@ -237,7 +237,7 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-pure", "fp8-tensor", "aggressive"])
-def test_a_model_is_in_its_policy_outside_compute_too(policy):
+def test_a_model_is_in_its_policy_outside_compute(policy):
     torch.manual_seed(0)
     model = Attending()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

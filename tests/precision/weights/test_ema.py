@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 
 DECAY = 0.75
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cpu" if interpreted() else "cuda"
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
 STORED = ["fp32", *(f"fp32, params=bf16, master={master}" for master in MASTERS)]
 """Every way in which a weight is kept; all compute in fp32."""

@@ -37,7 +37,7 @@ def test_a_master_keeps_what_the_working_weight_loses(master, share):
     assert share_lost([1.0] * 4, [2.0**-12] * 4, policy) == share
 
 
-def test_fp32_loses_updates_too_and_is_told():
+def test_updates_that_fp32_loses_are_told():
     assert share_lost([1.0, 1.0], [2.0**-30, 1.0], "fp32") == 0.5
 
 

@@ -82,7 +82,7 @@ def test_the_time_to_a_loss_is_that_of_the_first_evaluation_as_good(make):
     assert [group.seconds_to.mean for group in found.groups] == pytest.approx([4.0, 2.0])
 
 
-def test_without_a_target_every_run_reaches_it(make):
+def test_every_run_reaches_a_target_that_was_not_given(make):
     folders = [make("a", clip_norm=2.0, offset=0.3), make("b", clip_norm=1.0)]
     found = compare(folders)
     assert found.terms.target == pytest.approx(2.3)
@@ -142,7 +142,7 @@ def test_a_shorter_run_sets_the_step(make):
     assert [group.at_step.mean for group in found.groups] == pytest.approx([2.5, 2.5])
 
 
-def test_runs_that_share_no_evaluated_step_are_taken_at_their_last_before_it(make):
+def test_runs_that_share_no_evaluated_step_are_taken_at_their_last_before_the_shortest_ends(make):
     found = compare([make("a", every=7), make("b", every=11, clip_norm=2.0)])
     assert found.terms.step == 33
     assert any("not evaluated at the same steps" in note for note in found.notes)

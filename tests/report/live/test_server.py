@@ -52,7 +52,7 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-def test_it_listens_on_this_machine_alone(server):
+def test_the_server_listens_on_this_machine_alone(server):
     assert server.server_address[0] == "127.0.0.1"
     others = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
     for address in others - {"127.0.0.1"}:

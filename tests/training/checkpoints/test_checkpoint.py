@@ -63,7 +63,7 @@ def test_a_checkpoint_is_readable_without_this_library(tmp_path):
     assert described["step"] == 1
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (5, 10, 15, 20):
         save_checkpoint(tmp_path, step, state=state(), keep=3)
     assert names(tmp_path) == ["step-000010", "step-000015", "step-000020"]

@@ -51,7 +51,7 @@ def test_an_earlier_token_changes_every_later_logit(kind):
     assert changed.all()
 
 
-def test_without_rotation_it_is_torchs_own_transformer():
+def test_a_model_without_rotation_is_torchs_own_transformer():
     settings = KINDS["gelu, layernorm, biases"]
     model = gpt("gelu, layernorm, biases")
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_a_seed_means_one_model_and_leaves_the_global_generator_alone():
     assert not torch.equal(first.embed.weight, other.embed.weight)
 
 
-def test_built_on_a_device_it_equals_one_built_in_place():
+def test_a_model_built_on_a_device_equals_one_built_in_place():
     built = gpt("gelu, layernorm, biases")
     plain = GPT(KINDS["gelu, layernorm, biases"], vocab=VOCAB, length=LENGTH)
     plain.initialise(torch.Generator().manual_seed(0))
@@ -200,7 +200,7 @@ def test_evaluating_gives_every_module_its_own_mode_back():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_targets_it_is_the_cross_entropy_of_its_logits(kind):
+def test_a_model_given_targets_returns_the_cross_entropy_of_its_logits(kind):
     model, data = gpt(kind), tokens(2, LENGTH + 1)
     inputs, targets = data[:, :-1], data[:, 1:]
     logits = model(inputs).flatten(0, 1)
@@ -211,7 +211,7 @@ def test_with_targets_it_is_the_cross_entropy_of_its_logits(kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu_its_loss_and_gradients_are_those_of_its_logits(dtype):
+def test_a_models_loss_and_gradients_on_a_gpu_are_those_of_its_logits(dtype):
     model, data = gpt().cuda(), tokens(2, LENGTH + 1).cuda()
     model.tie()
     inputs, targets = data[:, :-1], data[:, 1:]
@@ -235,24 +235,13 @@ def loss_and_gradients(model, run):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def assert_compiled_equals_eager(model, *, backend):
+@pytest.mark.parametrize("kind", KINDS)
+def test_traced_as_one_graph_a_model_computes_the_same_loss_and_gradients(kind):
+    model = gpt(kind)
     eager = loss_and_gradients(model, model)
-    compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend=backend))
+    traced = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = loss_and_gradients(model, traced)
     for expected, result in zip(eager, compiled, strict=True):
         # Sums of up to 128 terms, in another order, forward and backward through two layers.
         error = 4 * 128 * 2.0**-24 * expected.abs().max().item()
         torch.testing.assert_close(result, expected, rtol=0, atol=error)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_traced_as_one_graph_it_computes_the_same_loss_and_gradients(kind):
-    assert_compiled_equals_eager(gpt(kind), backend="aot_eager")
-
-
-# torch 2.13's inductor imports a module of its own that torch itself calls deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.slow
-def test_compiled_it_computes_the_same_loss_and_gradients():
-    settings = LmModel(layers=1, width=32, heads=2, kv_heads=1, mlp="swiglu")
-    model = build_gpt(settings, vocab=VOCAB, length=LENGTH, seed=0, device=CPU)
-    assert_compiled_equals_eager(model, backend="inductor")

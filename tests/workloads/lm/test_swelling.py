@@ -48,7 +48,7 @@ def test_in_fp16_the_layer_is_named_and_widened_and_the_run_goes_on():
     assert steps[-1].applied
 
 
-def test_it_does_not_fall_back_into_a_format_that_it_has_outgrown():
+def test_a_layer_does_not_fall_back_into_a_format_that_it_has_outgrown():
     words = ["precision.adapt.calm=5", "precision.adapt.cooldown=2"]
     records = run("model.swell=1", *words)
     changes = [(r.module, r.after) for r in of(PrecisionRecord, records)]
@@ -56,7 +56,7 @@ def test_it_does_not_fall_back_into_a_format_that_it_has_outgrown():
     assert of(PrecisionRecord, records)[0].step < 20  # of 30, so there was time
 
 
-def test_without_adaptive_precision_it_stalls():
+def test_a_swelling_layer_stalls_the_run_without_adaptive_precision():
     steps = of(StepRecord, run("model.swell=1", "precision.adapt.enabled=false"))
     assert not any(step.applied for step in steps[-10:])
 

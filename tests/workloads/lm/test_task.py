@@ -35,7 +35,7 @@ def summed_nats(task: LmTask, windows: list[int]) -> tuple[float, np.ndarray]:
     return nats, np.concatenate(seen)
 
 
-def test_it_is_a_task_of_the_engine():
+def test_a_language_model_is_a_task_of_the_engine():
     task: Task = task_of()
     batch = task.train_data.__getitems__([0, 5, 7])
     assert task.loss(task.model, batch).shape == ()
