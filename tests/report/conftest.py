@@ -371,9 +371,9 @@ def course_fixture() -> Callable[..., list[Record]]:
     return a_course
 
 
-@pytest.fixture(scope="session", name="story_of")
-def story_fixture() -> Callable[..., RunData]:
-    """Make the story of a run from its records."""
+@pytest.fixture(scope="session", name="run_data_of")
+def run_data_fixture() -> Callable[..., RunData]:
+    """Make the data of a run from its records."""
 
     def make(records: Iterable[Record], *, steps: int, **changes: Any) -> RunData:
         return RunData(

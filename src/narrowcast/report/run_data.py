@@ -64,7 +64,7 @@ class RunData:
         return list((self.plan or {}).get("phases", []))
 
 
-def read_story(path: Path) -> RunData:
+def read_run(path: Path) -> RunData:
     """Read the folder of a run, at whatever point the run is."""
     with RunFolder.open(path) as run:
         records = run.records()
@@ -83,7 +83,7 @@ def read_story(path: Path) -> RunData:
 
 
 def by_kind(records: Iterable[Record]) -> dict[str, Any]:
-    """Sort records into the fields of a story."""
+    """Sort records into the fields of a RunData."""
     found = list(records)
     kinds = {
         "steps": StepRecord,

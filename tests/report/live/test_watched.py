@@ -66,7 +66,7 @@ def test_a_page_that_follows_knows_what_a_page_that_is_opened_later_does(
         early.look()
     late = open_page(folder).look()
     assert early.lists == late.lists
-    assert early.entries == late.entries
+    assert early.events == late.events
     assert early.evals == late.evals
     assert early.head == late.head
 
@@ -124,8 +124,8 @@ def test_findings_and_changes_come_as_they_are_written(make_run, open_page, writ
         PrecisionRecord(step=1, module="head", before="e4m3", after="bf16", reason="saturates"),
     )
     page.look()
-    assert [entry["kind"] for entry in page.told["entries"]] == ["finding", "format"]
-    assert page.told["entries"][0]["action"] == "a; try"
+    assert [event["kind"] for event in page.told["events"]] == ["finding", "format"]
+    assert page.told["events"][0]["action"] == "a; try"
     assert page.lists["changes"] == [[1, 1, "head e4m3 → bf16"]]
 
 

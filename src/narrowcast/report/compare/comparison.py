@@ -14,7 +14,7 @@ from narrowcast.report.compare.runs import (
     Run,
     lower_is_better,
     points_of,
-    read_stories,
+    read_runs,
 )
 from narrowcast.report.run_data import RunData
 
@@ -61,12 +61,11 @@ def compare(
     _refuse_repeated(folders)
     if target is not None and not math.isfinite(target):
         raise RecipeError(f"--target {target}: no run can reach it; write a finite number")
-    stories = read_stories(folders)
-    _refuse_different_workloads(stories)
-    metric = _shared_metric(stories, metric)
+    found = read_runs(folders)
+    _refuse_different_workloads(found)
+    metric = _shared_metric(found, metric)
     runs = [
-        Run(label=label, story=story, points=points_of(story, metric))
-        for label, story in stories.items()
+        Run(label=label, data=data, points=points_of(data, metric)) for label, data in found.items()
     ]
     _refuse_pointless(runs, metric)
     terms = _terms(runs, metric, target=target)
@@ -93,8 +92,8 @@ def _refuse_repeated(folders: Sequence[str]) -> None:
         )
 
 
-def _refuse_different_workloads(stories: Mapping[str, RunData]) -> None:
-    workloads = {label: story.setting("workload", "unknown") for label, story in stories.items()}
+def _refuse_different_workloads(found: Mapping[str, RunData]) -> None:
+    workloads = {label: data.setting("workload", "unknown") for label, data in found.items()}
     if len(set(workloads.values())) > 1:
         told = ", ".join(f"{label} is {name}" for label, name in workloads.items())
         raise RecipeError(
@@ -103,10 +102,10 @@ def _refuse_different_workloads(stories: Mapping[str, RunData]) -> None:
         )
 
 
-def _shared_metric(stories: Mapping[str, RunData], asked: str | None) -> str:
+def _shared_metric(found: Mapping[str, RunData], asked: str | None) -> str:
     evaluated = [
-        list(dict.fromkeys(key for record in story.evals for key in record.metrics))
-        for story in stories.values()
+        list(dict.fromkeys(key for record in data.evals for key in record.metrics))
+        for data in found.values()
     ]
     shared = [key for key in evaluated[0] if all(key in other for other in evaluated)]
     if asked is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowcast.errors import CheckpointError
 from narrowcast.report.charts.series import smoothing_window
-from narrowcast.report.run_data import RunData, read_story
+from narrowcast.report.run_data import RunData, read_run
 
 TRAINING = "training loss"
 """In the place of a metric, where the runs share no evaluated one."""
@@ -39,21 +39,21 @@ class Run:
 
     label: str
     """The folder as it was named."""
-    story: RunData
+    data: RunData
     points: tuple[Point, ...]
     """Finite values of the metric, in the order of steps."""
 
     @property
     def seed(self) -> Any:
         """The seed of the run."""
-        return self.story.setting("seed", 0)
+        return self.data.setting("seed", 0)
 
     @property
     def recipe(self) -> Mapping[str, Any]:
         """Every setting that decides more than which repetition this is."""
         return {
             key: entry.get("value")
-            for key, entry in self.story.settings.items()
+            for key, entry in self.data.settings.items()
             if key not in LABELS
         }
 
@@ -77,16 +77,16 @@ class Run:
         return None if not values else min(values) if lower else max(values)
 
 
-def read_stories(folders: Sequence[str]) -> dict[str, RunData]:
+def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
     """Read the runs of a comparison, or refuse one that has not begun."""
-    stories = {folder: read_story(Path(folder)) for folder in folders}
-    empty = [folder for folder, story in stories.items() if not story.steps]
+    found = {folder: read_run(Path(folder)) for folder in folders}
+    empty = [folder for folder, data in found.items() if not data.steps]
     if empty:
         raise CheckpointError(
             f"{', '.join(empty)} holds no step yet, so there is nothing to compare; leave it out, "
             "or wait for the run"
         )
-    return stories
+    return found
 
 
 def lower_is_better(metric: str) -> bool:
@@ -95,19 +95,19 @@ def lower_is_better(metric: str) -> bool:
     return not any(name in words for name in _HIGHER)
 
 
-def points_of(story: RunData, metric: str) -> tuple[Point, ...]:
+def points_of(data: RunData, metric: str) -> tuple[Point, ...]:
     """Return the values of `metric` over a run; those that are not finite are left out."""
     clock = dict(
         zip(
-            (r.step for r in story.steps),
-            accumulate(r.seconds if math.isfinite(r.seconds) else 0.0 for r in story.steps),
+            (r.step for r in data.steps),
+            accumulate(r.seconds if math.isfinite(r.seconds) else 0.0 for r in data.steps),
             strict=True,
         )
     )
     if metric == TRAINING:
-        found = _smoothed_losses(story)
+        found = _smoothed_losses(data)
     else:
-        found = [(r.step, r.metrics[metric]) for r in story.evals if metric in r.metrics]
+        found = [(r.step, r.metrics[metric]) for r in data.evals if metric in r.metrics]
     return tuple(
         Point(step=step, seconds=clock.get(step, 0.0), value=y)
         for step, y in found
@@ -115,9 +115,9 @@ def points_of(story: RunData, metric: str) -> tuple[Point, ...]:
     )
 
 
-def _smoothed_losses(story: RunData) -> list[tuple[int, float]]:
+def _smoothed_losses(data: RunData) -> list[tuple[int, float]]:
     """Take the median of the last losses at evenly spaced steps; it never looks ahead."""
-    steps = story.steps
+    steps = data.steps
     window = smoothing_window(len(steps))
     n = len(steps)
     at = sorted(

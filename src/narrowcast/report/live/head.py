@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from narrowcast.report.live.account import Account
 from narrowcast.report.live.events import shortened
+from narrowcast.report.live.live_data import LiveData
 from narrowcast.report.phrases import (
     count,
     duration,
@@ -21,7 +21,7 @@ from narrowcast.runs.follow import LARGEST
 
 
 def head(
-    account: Account,
+    data: LiveData,
     *,
     ending: Ending,
     at_work: bool,
@@ -29,7 +29,7 @@ def head(
     sessions: tuple[Mapping[str, Any], ...],
 ) -> dict[str, Any]:
     """Return the head as texts and a share of the way."""
-    step, asked = account.tally.step, account.tally.steps
+    step, asked = data.tally.step, data.tally.steps
     name = _text(setting(settings, "name")) or _text(setting(settings, "workload")) or "this run"
     policy = _text(setting(settings, "precision.policy"))
     policy = policies(policy, setting(settings, "precision.schedule"))
@@ -40,13 +40,13 @@ def head(
         "progress": _progress(step, asked),
         "share": min(1.0, step / asked) if asked > 0 else 0.0,
         "state": asdict(ending) | {"at_work": at_work},
-        "facts": [asdict(fact) for fact in _facts(account, at_work=at_work)],
+        "facts": [asdict(fact) for fact in _facts(data, at_work=at_work)],
         "began": _began(sessions),
-        "metric": shortened(account.metric),
-        "scaled": account.scaled,
-        "skipped": account.tally.skipped,
-        "findings": account.feed.findings,
-        "changes": account.feed.changes,
+        "metric": shortened(data.metric),
+        "scaled": data.scaled,
+        "skipped": data.tally.skipped,
+        "findings": data.events.findings,
+        "changes": data.events.changes,
     }
 
 
@@ -61,8 +61,8 @@ def whole(found: object) -> int | None:
     return found if type(found) is int and 0 < found < LARGEST else None
 
 
-def _facts(account: Account, *, at_work: bool) -> list[Fact]:
-    last, tally = account.last, account.tally
+def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
+    last, tally = data.last, data.tally
     if last is None:
         return []
     left = at_work and tally.step < tally.steps
@@ -79,7 +79,7 @@ def _facts(account: Account, *, at_work: bool) -> list[Fact]:
             note=f"{large(tally.items)} tokens",
         ),
         Fact(label="Training loss", value=value(tally.loss), note="mean of the last steps"),
-        *_evaluated(account),
+        *_evaluated(data),
         Fact(
             label="Tokens per second",
             value=large(tally.items_per_second),
@@ -90,20 +90,16 @@ def _facts(account: Account, *, at_work: bool) -> list[Fact]:
             value=count(tally.skipped),
             note=share(tally.skipped, tally.step) if tally.skipped else "none",
         ),
-        *([Fact(label="Loss scale", value=scale(tally.scale))] if account.scaled else []),
-        *(
-            [Fact(label="Peak memory", value=size(account.peak_bytes))]
-            if account.peak_bytes
-            else []
-        ),
+        *([Fact(label="Loss scale", value=scale(tally.scale))] if data.scaled else []),
+        *([Fact(label="Peak memory", value=size(data.peak_bytes))] if data.peak_bytes else []),
     ]
 
 
-def _evaluated(account: Account) -> list[Fact]:
-    found = [(step, m[account.metric]) for step, m in account.evals if account.metric in m]
+def _evaluated(data: LiveData) -> list[Fact]:
+    found = [(step, m[data.metric]) for step, m in data.evals if data.metric in m]
     if not found:
         return []
-    label = f"Evaluated {account.metric.replace('_', ' ')}"
+    label = f"Evaluated {data.metric.replace('_', ' ')}"
     step, y = found[-1]
     return [Fact(label=shortened(label), value=value(y), note=f"at step {count(step)}")]
 

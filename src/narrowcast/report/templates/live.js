@@ -4,14 +4,14 @@
   const byId = (id) => document.getElementById(id);
   const figures = JSON.parse(byId("figures").textContent);
   const touch = matchMedia("(pointer: coarse)").matches;
-  const DRAW_MS = 1000, RETRY_MS = 2000, MOST_ENTRIES = 200, MOST_SKIPS = 20, MOST_EVALS = 50;
+  const DRAW_MS = 1000, RETRY_MS = 2000, MOST_EVENTS = 200, MOST_SKIPS = 20, MOST_EVALS = 50;
   const RESTING_MS = 1500; // a label under the pointer is left alone this long
   const number = new Intl.NumberFormat("en-US");
 
-  let lists, entries, evals, head, frame;
+  let lists, events, evals, head, frame;
   function forget() {
     lists = {};
-    entries = new Map();
+    events = new Map();
     evals = [];
     head = frame = null;
   }
@@ -70,17 +70,17 @@
     return element("span", name, `format ${family}`);
   }
 
-  function entryRow(entry, fresh) {
-    const steps = element("td", span(entry.first, entry.last), "number");
-    steps.dataset.label = entry.times > 1 ? "steps" : "step";
-    if (entry.times > 1) steps.append(element("span", `${number.format(entry.times)} times`, "kind"));
-    const what = element("td", entry.text, "wide");
-    if (entry.kind === "format") what.append(format(entry.before), " → ", format(entry.after));
-    what.prepend(element("span", entry.kind === "format" ? "format" : "finding", "kind"));
+  function eventRow(event, fresh) {
+    const steps = element("td", span(event.first, event.last), "number");
+    steps.dataset.label = event.times > 1 ? "steps" : "step";
+    if (event.times > 1) steps.append(element("span", `${number.format(event.times)} times`, "kind"));
+    const what = element("td", event.text, "wide");
+    if (event.kind === "format") what.append(format(event.before), " → ", format(event.after));
+    what.prepend(element("span", event.kind === "format" ? "format" : "finding", "kind"));
     const where = document.createElement("td");
-    if (entry.module) where.append(element("code", entry.module));
-    if (entry.role) where.append(element("span", entry.role, "kind"));
-    const made = row(steps, what, where, element("td", entry.why, "wide"), element("td", entry.action, "wide"));
+    if (event.module) where.append(element("code", event.module));
+    if (event.role) where.append(element("span", event.role, "kind"));
+    const made = row(steps, what, where, element("td", event.why, "wide"), element("td", event.action, "wide"));
     if (fresh) {
       made.className = "fresh";
       setTimeout(() => { made.className = ""; }, 3000);
@@ -88,19 +88,19 @@
     return made;
   }
 
-  function showEntries(news, fresh) {
-    const keys = new Set(news.map((entry) => entry.key));
-    for (const entry of news) { entries.delete(entry.key); entries.set(entry.key, entry); }
-    while (entries.size > MOST_ENTRIES) entries.delete(entries.keys().next().value);
-    const newest = [...entries.values()].reverse();
-    byId("entries").replaceChildren(...newest.map((entry) => entryRow(entry, fresh && keys.has(entry.key))));
+  function showEvents(news, fresh) {
+    const keys = new Set(news.map((event) => event.key));
+    for (const event of news) { events.delete(event.key); events.set(event.key, event); }
+    while (events.size > MOST_EVENTS) events.delete(events.keys().next().value);
+    const newest = [...events.values()].reverse();
+    byId("events").replaceChildren(...newest.map((event) => eventRow(event, fresh && keys.has(event.key))));
   }
 
-  function countEntries() {
-    byId("no-entries").hidden = entries.size > 0;
-    byId("entries-region").hidden = !entries.size;
-    const more = entries.size >= MOST_ENTRIES ? `The newest ${entries.size}, of ${number.format(head.findings)} findings and ${number.format(head.changes)} changes; all are in the report.` : "";
-    byId("entries-note").textContent = more;
+  function countEvents() {
+    byId("no-events").hidden = events.size > 0;
+    byId("events-region").hidden = !events.size;
+    const more = events.size >= MOST_EVENTS ? `The newest ${events.size}, of ${number.format(head.findings)} findings and ${number.format(head.changes)} changes; all are in the report.` : "";
+    byId("events-note").textContent = more;
   }
 
   function showSkips() {
@@ -358,8 +358,8 @@
       for (const item of rows) lists[name].push(item);
     }
     if (news.head) showHead();
-    if (news.reset || news.entries) showEntries(news.entries ?? [], fresh);
-    countEntries();
+    if (news.reset || news.events) showEvents(news.events ?? [], fresh);
+    countEvents();
     if (news.reset || news.lists?.skips || news.head) showSkips();
     if (news.reset || news.evals) {
       evals.push(...(news.evals ?? []));

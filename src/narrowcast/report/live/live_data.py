@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol, final
 
 from narrowcast.report.live.curve import Curve
-from narrowcast.report.live.events import Changes, Feed, Skips, shortened
+from narrowcast.report.live.events import Changes, Events, Skips, shortened
 from narrowcast.report.live.status import Course
 from narrowcast.report.phrases import count, value
 from narrowcast.runs.records import (
@@ -47,7 +47,7 @@ class Growing(Protocol):
 
 
 @final
-class Account:
+class LiveData:
     """The records of one file from its beginning, summed up as they come."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Account:
         """The metric that evaluations are headed by."""
         self.evals: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_EVALS)
         self.evals_seen = 0
-        self.skips, self.feed, self.changes = Skips(), Feed(), Changes()
+        self.skips, self.events, self.changes = Skips(), Events(), Changes()
         self.curves = {name: Curve(MOST_BUCKETS.get(name, SMALL_BUCKETS)) for name in CURVES}
 
     def add(self, record: Record) -> None:
@@ -73,9 +73,9 @@ class Account:
             case EvalRecord():
                 self._add_eval(record)
             case FindingRecord():
-                self.feed.add(record)
+                self.events.add(record)
             case PrecisionRecord():
-                self.feed.add(record)
+                self.events.add(record)
                 self.changes.add(record)
             case CheckpointRecord():
                 self.course = replace(self.course, saved_at=record.step)
