@@ -10,7 +10,7 @@ def test_the_table_adds_up(run_data_of, step):
         for name, figure, note in speed_table(run_data_of([*records, saved], steps=4))
     }
     assert found["Time in steps"] == ("1.0 s", "4 steps")
-    assert found["A step"] == ("200 ms", "median")
+    assert found["Per step"] == ("200 ms", "median")
     assert found["Slowest step"] == ("400 ms", "step 4")
     assert found["In skipped steps"] == ("400 ms", "40 %")
     assert found["Waiting for checkpoints"] == ("500 ms", "1 checkpoint")

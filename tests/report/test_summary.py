@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from narrowcast.report.summary import ending, facts, headline
-from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord
+from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Metric, TaskInfo
 
 
 def checkpoint(step):
@@ -120,7 +120,7 @@ def test_the_facts_count_skips_tokens_and_time(run_data_of, step):
     found = {fact.label: (fact.value, fact.note) for fact in facts(run_data_of(records, steps=4))}
     assert found["Steps applied"] == ("3", "1 skipped (25 %)")
     assert found["Tokens per second"] == ("200", "400 tokens in all")
-    assert found["Time in steps"] == ("2.0 s", "500 ms a step")
+    assert found["Time in steps"] == ("2.0 s", "500 ms per step")
     assert found["Loss scale"] == ("65,536", "throughout")
 
 
@@ -130,3 +130,21 @@ def test_memory_that_was_not_measured_is_not_a_fact(run_data_of, step):
 
 
 PATIENCE = "precision.loss_scale.patience"
+
+
+def test_the_task_says_what_is_counted_and_how_its_headline_is_written(
+    run_data_of, classifier, classifier_course
+):
+    data = run_data_of(classifier_course, steps=300, task=classifier)
+    found = {fact.label: (fact.value, fact.note) for fact in facts(data)}
+    assert found["Evaluated accuracy"] == ("80.0%", "loss 2.000")
+    assert found["Series per second"][1].endswith("series in all")
+    assert headline(data).endswith("evaluated accuracy rose from 60.0% to 80.0%.")
+
+
+@pytest.mark.parametrize(("better", "best"), [("higher", "0.9000 at step 1"), ("lower", "")])
+def test_a_run_that_ends_worse_than_it_was_says_where_it_was_best(better, best, run_data_of, step):
+    evals = [EvalRecord(step=n, metrics={"score": y}) for n, y in ((1, 0.9), (2, 0.8))]
+    task = TaskInfo(metrics=(Metric(name="score", better=better),))
+    (fact, *_) = facts(run_data_of([step(1), step(2), *evals], steps=2, task=task))
+    assert fact.note == (f"best {best}" if best else "at step 2")

@@ -66,3 +66,22 @@ def test_evaluations_with_different_metrics_share_a_table(run_data_of):
     names, rows = tables.eval_table(run_data_of(evals, steps=2))
     assert names == ["loss", "bpb"]
     assert rows == [["1", "2.000", "–"], ["2", "–", "1.000"]]
+
+
+def test_a_table_of_metrics_begins_with_the_headline_and_says_which_way_is_better(
+    run_data_of, classifier
+):
+    evals = [EvalRecord(step=1, metrics={"loss": 2.0, "ema_accuracy": 0.7, "accuracy": 0.5})]
+    data = run_data_of(evals, steps=1, task=classifier)
+    assert tables.eval_table(data) == (
+        ["accuracy", "loss", "ema_accuracy"],
+        [["1", "50.0%", "2.000", "70.0%"]],
+    )
+    assert tables.directions(data) == (
+        "Higher is better for accuracy, ema accuracy; lower is better for loss."
+    )
+
+
+def test_where_lower_is_better_for_all_the_table_need_not_say_so(run_data_of):
+    data = run_data_of([EvalRecord(step=1, metrics={"loss": 2.0})], steps=1)
+    assert tables.directions(data) == ""

@@ -13,6 +13,7 @@ from narrowcast.config import LoadedRecipe
 from narrowcast.errors import DivergedError, Interrupted
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report import write_report
+from narrowcast.report.run_data import task_info_of
 from narrowcast.report.trackers import open_trackers
 from narrowcast.runs import Record, RunFolder, StepRecord
 from narrowcast.runs.tally import Tally
@@ -34,7 +35,8 @@ def run_loop(
     tally = Tally(steps=recipe.steps)
     for record in earlier:
         tally = tally.after(record) if isinstance(record, StepRecord) else tally
-    display = RunDisplay(console, tally, scaled=is_scaled(loaded.recipe, plan))
+    task = task_info_of(run.path)
+    display = RunDisplay(console, tally, task=task, scaled=is_scaled(loaded.recipe, plan))
     trackers = open_trackers(
         recipe.trackers,
         folder=run.path,
@@ -59,4 +61,11 @@ def run_loop(
         raise DivergedError(f"{error}\nwhat led to it: {write_report(run.path)}") from error
     with working(console, "writing the report"):
         page = write_report(run.path)
-    conclude(console, run.path, page=page, tally=display.tally, metrics=display.metrics)
+    conclude(
+        console,
+        run.path,
+        page=page,
+        task=task,
+        tally=display.tally,
+        metrics=display.metrics,
+    )

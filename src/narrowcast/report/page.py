@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.report import tables
+from narrowcast.report.charts.evaluated import headline_chart
 from narrowcast.report.charts.heat import HeatMap, heat_map
+from narrowcast.report.charts.loss_parts import parts_chart
 from narrowcast.report.charts.run_charts import Chart, loss_chart, scale_chart, small_charts
 from narrowcast.report.charts.spread import spread_charts, spread_note
 from narrowcast.report.in_force import in_force
@@ -31,19 +33,24 @@ def page_of(data: RunData) -> str:
     """Make the page of a run."""
     loss = loss_chart(data) if data.steps else None
     scale = scale_chart(data) if data.steps else None
+    judged, parts = headline_chart(data), parts_chart(data)
     small, spread = small_charts(data), spread_charts(data.exponents)
     heat = heat_map(data.health)
     values = {
         **_told(data),
         **_tables(data),
         "loss": loss,
+        "judged": judged,
+        "parts": parts,
         "scale": scale,
         "small": small,
         "spread": spread,
         "spread_note": spread_note(data.exponents),
         "heat": heat,
     }
-    charts: list[Chart] = [c for c in (loss, scale, *small, *spread) if c is not None]
+    charts: list[Chart] = [
+        c for c in (loss, judged, parts, scale, *small, *spread) if c is not None
+    ]
     return render("page.html", values, charts=charts, heat=_drawn(heat))
 
 
@@ -67,6 +74,7 @@ def _tables(data: RunData) -> dict[str, Any]:
     return {
         "reasons": tables.reasons(data),
         "evals": tables.eval_table(data),
+        "directions": tables.directions(data),
         "findings": tables.findings(data),
         "layers": layers(data.modules, ended),
         "ended": ended,

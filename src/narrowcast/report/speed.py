@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from narrowcast.report.phrases import count, duration, large, share
+from narrowcast.report.phrases import capital, count, duration, large, share
 from narrowcast.report.run_data import RunData
 
 
@@ -18,10 +18,10 @@ def speed_table(data: RunData) -> list[tuple[str, str, str]]:
     slowest = max(data.steps, key=lambda r: r.seconds)
     rows = [
         ("Time in steps", duration(total), f"{count(len(seconds), 'step')}"),
-        ("A step", duration(quantile(seconds, 0.5)), "median"),
+        ("Per step", duration(quantile(seconds, 0.5)), "median"),
         ("95 % of steps below", duration(quantile(seconds, 0.95)), ""),
         ("Slowest step", duration(slowest.seconds), f"step {count(slowest.step)}"),
-        ("Tokens per second", large(items / total), f"{large(items)} in all"),
+        (f"{capital(data.task.units)} per second", large(items / total), f"{large(items)} in all"),
     ]
     if skipped > 0:
         rows.append(("In skipped steps", duration(skipped), share(skipped, total)))

@@ -1,13 +1,26 @@
 """How the run went, in sentences: its ending, a headline, the figures beside it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from narrowcast.report.layers import format_shares
-from narrowcast.report.phrases import count, duration, large, scale, share, size, value
+from narrowcast.report.phrases import (
+    capital,
+    count,
+    duration,
+    large,
+    measured,
+    said,
+    scale,
+    share,
+    size,
+    value,
+)
 from narrowcast.report.run_data import RunData
 from narrowcast.runs.records import StepRecord
+from narrowcast.runs.task_info import Metric
 
 Tone = Literal["good", "fair", "bad"]
 
@@ -94,14 +107,9 @@ def facts(data: RunData) -> list[Fact]:
         *_loss_fact(data),
         _steps_fact(data.steps),
         _scale_fact(data.steps),
-        *_speed_facts(data.steps),
+        *_speed_facts(data),
         *_memory_fact(data),
     ]
-
-
-def metric(data: RunData) -> str:
-    """Name the metric that evaluations are headed by; empty where there are none."""
-    return next((key for record in data.evals for key in record.metrics), "")
 
 
 def _in_policy(data: RunData) -> str:
@@ -150,21 +158,21 @@ def _lost_at(steps: tuple[StepRecord, ...]) -> int | None:
 
 
 def _quality(data: RunData) -> str:
-    key = metric(data)
-    found = [(r.step, r.metrics[key]) for r in data.evals if key in r.metrics]
-    if not found:
+    metric = data.headline
+    if metric is None:
         return f"{_training_loss(data.steps)}, never evaluated"
-    name = key.replace("_", " ")
+    name = said(metric.name)
+    found = [(r.step, r.metrics[metric.name]) for r in data.evals if metric.name in r.metrics]
     (first_step, first), (last_step, last) = found[0], found[-1]
+    began, ended = measured(metric, first), measured(metric, last)
     if len(found) == 1:
-        return f"evaluated {name} {value(last)} at step {count(last_step)}"
+        return f"evaluated {name} {ended} at step {count(last_step)}"
     if not (math.isfinite(first) and math.isfinite(last)):
-        at = count(first_step)
-        return f"evaluated {name} {value(first)} at step {at}, {value(last)} at the end"
+        return f"evaluated {name} {began} at step {count(first_step)}, {ended} at the end"
     if first == last:
-        return f"evaluated {name} stayed at {value(last)}"
+        return f"evaluated {name} stayed at {ended}"
     verb = "fell" if last < first else "rose"
-    return f"evaluated {name} {verb} from {value(first)} to {value(last)}"
+    return f"evaluated {name} {verb} from {began} to {ended}"
 
 
 def _training_loss(steps: tuple[StepRecord, ...]) -> str:
@@ -177,14 +185,31 @@ def _training_loss(steps: tuple[StepRecord, ...]) -> str:
 
 
 def _loss_fact(data: RunData) -> list[Fact]:
-    key = metric(data)
-    found = [(r.step, r.metrics) for r in data.evals if key in r.metrics]
-    if not found:
+    metric = data.headline
+    if metric is None:
         return [Fact(label="Training loss", value=value(data.steps[-1].loss), note="last step")]
+    found = [(r.step, r.metrics) for r in data.evals if metric.name in r.metrics]
     step, metrics = found[-1]
-    others = [f"{k.replace('_', ' ')} {value(v)}" for k, v in metrics.items() if k != key]
+    last = metrics[metric.name]
+    others = [
+        f"{said(name)} {measured(data.task.metric(name), y)}"
+        for name, y in metrics.items()
+        if name != metric.name
+    ]
     note = others[0] if others else f"at step {count(step)}"
-    return [Fact(label=f"Evaluated {key.replace('_', ' ')}", value=value(metrics[key]), note=note)]
+    best_step, best = _best(metric, [(s, m[metric.name]) for s, m in found])
+    if metric.is_better(best, last) or math.isnan(last):
+        note = f"best {measured(metric, best)} at step {count(best_step)}"
+    return [Fact(label=f"Evaluated {said(metric.name)}", value=measured(metric, last), note=note)]
+
+
+def _best(metric: Metric, found: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Return the first of the best values, and its step."""
+    best = found[0]
+    for each in found[1:]:
+        if metric.is_better(each[1], best[1]) or math.isnan(best[1]):
+            best = each
+    return best
 
 
 def _steps_fact(steps: tuple[StepRecord, ...]) -> Fact:
@@ -201,7 +226,8 @@ def _scale_fact(steps: tuple[StepRecord, ...]) -> Fact:
     return Fact(label="Loss scale", value=scale(scales[-1]), note=note)
 
 
-def _speed_facts(steps: tuple[StepRecord, ...]) -> list[Fact]:
+def _speed_facts(data: RunData) -> list[Fact]:
+    steps, units = data.steps, data.task.units
     seconds = math.fsum(record.seconds for record in steps)
     items = sum(record.items for record in steps)
     typical = sorted(record.seconds for record in steps)[len(steps) // 2]
@@ -209,11 +235,11 @@ def _speed_facts(steps: tuple[StepRecord, ...]) -> list[Fact]:
         return []
     return [
         Fact(
-            label="Tokens per second",
+            label=f"{capital(units)} per second",
             value=large(items / seconds),
-            note=f"{large(items)} tokens in all",
+            note=f"{large(items)} {units} in all",
         ),
-        Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} a step"),
+        Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} per step"),
     ]
 
 

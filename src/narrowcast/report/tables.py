@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.report.phrases import count, share, size, value
+from narrowcast.report.phrases import capital, count, measured, said, share, size
 from narrowcast.report.run_data import RunData
 from narrowcast.report.settings_text import written
 from narrowcast.runs.records import FindingRecord
@@ -82,15 +82,31 @@ class Surrounding:
 
 def eval_table(data: RunData) -> tuple[list[str], list[list[str]]]:
     """List the evaluations: the names of the metrics, then a row of texts each."""
-    names = list(dict.fromkeys(key for record in data.evals for key in record.metrics))
+    names = data.metrics
     rows = [
         [
             count(record.step),
-            *(value(record.metrics[n]) if n in record.metrics else "–" for n in names),
+            *(
+                measured(data.task.metric(n), record.metrics[n]) if n in record.metrics else "–"
+                for n in names
+            ),
         ]
         for record in data.evals
     ]
     return names, rows
+
+
+def directions(data: RunData) -> str:
+    """Say of each metric which way is better; nothing where lower is for all."""
+    ways = {name: data.task.metric(name).better for name in data.metrics}
+    if "higher" not in ways.values():
+        return ""
+    told = [
+        f"{way} is better for {', '.join(said(name) for name in ways if ways[name] == way)}"
+        for way in ("higher", "lower")
+        if way in ways.values()
+    ]
+    return f"{capital('; '.join(told))}."
 
 
 def reasons(data: RunData) -> list[Reason]:

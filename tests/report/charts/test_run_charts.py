@@ -7,6 +7,7 @@ from importlib.resources import files
 
 import pytest
 
+from narrowcast.report.charts.evaluated import headline_chart
 from narrowcast.report.charts.run_charts import loss_chart, scale_chart, small_charts
 from narrowcast.runs import EvalRecord
 
@@ -46,8 +47,8 @@ def test_hovering_over_a_skip_shows_its_reason_and_none_of_its_markup(run_data_o
 
 def test_the_name_of_a_metric_is_not_read_as_markup(run_data_of, step):
     evals = [EvalRecord(step=1, metrics={"<b>loss</b>": 1.0})]
-    names = traces(loss_chart(run_data_of([step(1), *evals], steps=1)))
-    assert "evaluated &lt;b&gt;loss&lt;/b&gt;" in names
+    names = traces(headline_chart(run_data_of([step(1), *evals], steps=1)))
+    assert "&lt;b&gt;loss&lt;/b&gt;" in names
 
 
 def test_every_colour_of_a_chart_is_in_the_style_sheet(data):
@@ -136,6 +137,8 @@ def test_all_charts_span_the_same_steps(data):
     assert len({tuple(chart.layout["xaxis"]["range"]) for chart in charts}) == 1
 
 
-def test_an_evaluation_under_another_name_is_drawn_under_that_name(run_data_of, step):
+def test_an_evaluation_that_is_no_loss_is_not_drawn_among_losses(run_data_of, step):
     evals = [EvalRecord(step=1, metrics={"crps": 0.5})]
-    assert "evaluated crps" in traces(loss_chart(run_data_of([step(1), *evals], steps=1)))
+    data = run_data_of([step(1), *evals], steps=1)
+    assert list(traces(loss_chart(data))) == ["training"]
+    assert headline_chart(data).title == "Evaluated crps"

@@ -18,9 +18,11 @@ from narrowcast.report.charts.series import (
     thinned,
 )
 from narrowcast.report.in_force import named
-from narrowcast.report.phrases import count, scale, value
+from narrowcast.report.phrases import capital, count, scale, value
 from narrowcast.report.run_data import RunData
-from narrowcast.report.summary import metric
+
+LOSS = "loss"
+"""The metric that is drawn with the training loss; a headline of another name has its own chart."""
 
 SMALL_POINTS = 600
 """Points in a small chart, which is about 500 pixels wide."""
@@ -67,7 +69,7 @@ def loss_chart(data: RunData) -> Chart:
         curve = smoothed(whole, window)
         traces.append(drawing.line(curve, name=name, color="@series", width=2))
     if evals.steps:
-        traces.append(drawing.points(evals, name=f"evaluated {metric(data)}"))
+        traces.append(drawing.points(evals, name=f"evaluated {LOSS}"))
     layout = drawing.layout(whole.steps, height=400)
     tracks = _tracks(data, marks)
     if tracks:
@@ -130,7 +132,7 @@ def small_charts(data: RunData) -> list[Chart]:
             "Lost updates",
             series([r.step for r in metered], [r.lost_updates for r in metered]),
         ),
-        ("speed", "Tokens per second", series(span, speeds)),
+        ("speed", f"{capital(data.task.units)} per second", series(span, speeds)),
     ]
     return [_small(name, title, whole, span=span) for name, title, whole in wanted if whole.finite]
 
@@ -179,8 +181,8 @@ def _tracks(data: RunData, marks: Sequence[Mark]) -> list[dict[str, Any]]:
 
 
 def _evaluations(data: RunData) -> Series:
-    key = metric(data)
-    found = [(r.step, r.metrics[key]) for r in data.evals if key in r.metrics]
+    """Return the loss on held-out data: of all metrics, what the training loss compares with."""
+    found = [(r.step, r.metrics[LOSS]) for r in data.evals if LOSS in r.metrics]
     return series([step for step, _ in found], [y for _, y in found])
 
 

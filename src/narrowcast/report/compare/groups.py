@@ -16,6 +16,7 @@ from narrowcast.report.compare.runs import Point, Run
 from narrowcast.report.phrases import course
 from narrowcast.report.settings_text import written
 from narrowcast.runs import strict_json
+from narrowcast.runs.task_info import Metric
 
 MOST_IN_LABEL = 3
 """Differing settings that name a group; the rest are counted."""
@@ -25,9 +26,9 @@ MOST_IN_LABEL = 3
 class Terms:
     """What all runs of a comparison are measured by."""
 
-    metric: str
-    lower: bool
-    """Whether a lower value of the metric is better."""
+    metric: Metric
+    units: str
+    """What the runs count."""
     step: int
     seconds: float
     target: float
@@ -82,7 +83,7 @@ def group_of(
     steps = [record for run in runs for record in run.data.steps]
     spent = sum(record.seconds for record in steps)
     values = values_by_seed(runs, terms)
-    reached = [run.reached(terms.target, lower=terms.lower) for run in runs]
+    reached = [run.reached(terms.target, terms.metric) for run in runs]
     in_time = [run.at_seconds(terms.seconds) for run in runs]
     return Group(
         label=label,

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -12,15 +12,16 @@ from typing import Any
 from narrowcast.errors import CheckpointError
 from narrowcast.report.charts.series import smoothing_window
 from narrowcast.report.run_data import RunData, read_run
+from narrowcast.runs.task_info import Metric
 
-TRAINING = "training loss"
+TRAINING = Metric(name="training loss")
 """In the place of a metric, where the runs share no evaluated one."""
+PART = "loss/"
+"""Before the name of a part of the training loss, in the place of a metric."""
 MOST_POINTS = 400
 
 LABELS = ("seed", "name", "description")
 """Settings in which repetitions of one recipe may differ."""
-
-_HIGHER = ("accuracy", "auc", "auroc", "f1", "r2", "correlation", "mcc", "precision", "recall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +68,14 @@ class Run:
         place = bisect_right([p.seconds for p in self.points], seconds)
         return self.points[place - 1] if place else None
 
-    def reached(self, target: float, *, lower: bool) -> Point | None:
+    def reached(self, target: float, metric: Metric) -> Point | None:
         """Return the first point as good as `target`."""
-        return next((p for p in self.points if _as_good(p.value, target, lower=lower)), None)
+        return next((p for p in self.points if not metric.is_better(target, p.value)), None)
 
-    def best(self, *, lower: bool) -> float | None:
+    def best(self, metric: Metric) -> float | None:
         """Return the best value of all."""
         values = [p.value for p in self.points]
-        return None if not values else min(values) if lower else max(values)
+        return None if not values else min(values) if metric.better == "lower" else max(values)
 
 
 def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
@@ -89,10 +90,11 @@ def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
     return found
 
 
-def lower_is_better(metric: str) -> bool:
-    """Say whether a smaller value of `metric` is the better one: of all but a few names."""
-    words = metric.lower().replace("-", "_").split("_")
-    return not any(name in words for name in _HIGHER)
+def metrics_of(data: RunData) -> dict[str, Metric]:
+    """Return what a run can be compared by, the headline first: metrics, losses, parts of them."""
+    evaluated = {name: replace(data.task.metric(name), name=name) for name in data.metrics}
+    parts = {name: Metric(name=name) for name in (f"{PART}{part}" for part in data.parts)}
+    return {**evaluated, TRAINING.name: TRAINING, **parts}
 
 
 def points_of(data: RunData, metric: str) -> tuple[Point, ...]:
@@ -104,8 +106,11 @@ def points_of(data: RunData, metric: str) -> tuple[Point, ...]:
             strict=True,
         )
     )
-    if metric == TRAINING:
-        found = _smoothed_losses(data)
+    if metric == TRAINING.name:
+        found = _smoothed([(r.step, r.loss) for r in data.steps])
+    elif metric.startswith(PART):
+        part = metric.removeprefix(PART)
+        found = _smoothed([(r.step, r.parts.get(part, math.nan)) for r in data.steps])
     else:
         found = [(r.step, r.metrics[metric]) for r in data.evals if metric in r.metrics]
     return tuple(
@@ -115,21 +120,16 @@ def points_of(data: RunData, metric: str) -> tuple[Point, ...]:
     )
 
 
-def _smoothed_losses(data: RunData) -> list[tuple[int, float]]:
+def _smoothed(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Take the median of the last losses at evenly spaced steps; it never looks ahead."""
-    steps = data.steps
-    window = smoothing_window(len(steps))
-    n = len(steps)
+    n = len(losses)
+    window = smoothing_window(n)
     at = sorted(
         {k * (n - 1) // max(1, min(n, MOST_POINTS) - 1) for k in range(min(n, MOST_POINTS))}
     )
     found = []
     for i in at:
-        losses = [r.loss for r in steps[max(0, i + 1 - window) : i + 1] if math.isfinite(r.loss)]
-        if losses:
-            found.append((steps[i].step, median(losses)))
+        last = [y for _, y in losses[max(0, i + 1 - window) : i + 1] if math.isfinite(y)]
+        if last:
+            found.append((losses[i][0], median(last)))
     return found
-
-
-def _as_good(value: float, target: float, *, lower: bool) -> bool:
-    return value <= target if lower else value >= target

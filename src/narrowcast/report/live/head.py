@@ -4,13 +4,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from narrowcast.report.charts.drawing import PERCENT
 from narrowcast.report.live.events import shortened
 from narrowcast.report.live.live_data import LiveData
 from narrowcast.report.phrases import (
+    capital,
     count,
     duration,
     large,
+    measured,
     policies,
+    said,
     scale,
     share,
     size,
@@ -42,7 +46,7 @@ def head(
         "state": asdict(ending) | {"at_work": at_work},
         "facts": [asdict(fact) for fact in _facts(data, at_work=at_work)],
         "began": _began(sessions),
-        "metric": shortened(data.metric),
+        **_judged(data),
         "scaled": data.scaled,
         "skipped": data.tally.skipped,
         "findings": data.events.findings,
@@ -76,14 +80,14 @@ def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
         else Fact(
             label="Time in steps",
             value=duration(tally.seconds),
-            note=f"{large(tally.items)} tokens",
+            note=f"{large(tally.items)} {data.task.units}",
         ),
         Fact(label="Training loss", value=value(tally.loss), note="mean of the last steps"),
         *_evaluated(data),
         Fact(
-            label="Tokens per second",
+            label=f"{capital(data.task.units)} per second",
             value=large(tally.items_per_second),
-            note=f"{duration(tally.smooth_seconds.value)} a step",
+            note=f"{duration(tally.smooth_seconds.value)} per step",
         ),
         Fact(
             label="Steps skipped",
@@ -96,12 +100,26 @@ def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
 
 
 def _evaluated(data: LiveData) -> list[Fact]:
-    found = [(step, m[data.metric]) for step, m in data.evals if data.metric in m]
-    if not found:
+    metric = data.metric
+    found = [(step, m[metric.name]) for step, m in data.evals if metric and metric.name in m]
+    if metric is None or not found:
         return []
-    label = f"Evaluated {data.metric.replace('_', ' ')}"
+    label = f"Evaluated {said(metric.name)}"
     step, y = found[-1]
-    return [Fact(label=shortened(label), value=value(y), note=f"at step {count(step)}")]
+    return [Fact(label=shortened(label), value=measured(metric, y), note=f"at step {count(step)}")]
+
+
+def _judged(data: LiveData) -> dict[str, Any]:
+    """Return what the charts are called that depend on the task, and how its headline is drawn."""
+    titles = {"speed": f"{capital(data.task.units)} per second"}
+    if data.metric is None:
+        return {"titles": titles, "better": "", "ticks": ""}
+    titles["headline"] = f"Evaluated {said(data.metric.name)}"
+    return {
+        "titles": {name: shortened(title) for name, title in titles.items()},
+        "better": f"{capital(data.metric.better)} is better.",
+        "ticks": PERCENT if data.metric.text.endswith("%") else "",
+    }
 
 
 def _in_policy(policy: str) -> str:

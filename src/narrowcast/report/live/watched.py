@@ -3,6 +3,7 @@
 Nothing is read while nobody looks.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -11,16 +12,19 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, final
 
+from narrowcast.errors import CheckpointError
 from narrowcast.report.charts import drawing
 from narrowcast.report.charts.run_charts import frame_top
 from narrowcast.report.live.head import head, setting, whole
 from narrowcast.report.live.live_data import Growing, LiveData
 from narrowcast.report.live.status import status
+from narrowcast.report.run_data import TASK, UNSAID
 from narrowcast.report.summary import Ending
 from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED
 from narrowcast.runs.follow import Follower, News
 from narrowcast.runs.lock import LOCK, is_held
 from narrowcast.runs.peek import peek_json
+from narrowcast.runs.task_info import TaskInfo
 
 LOOK_SECONDS = 0.25
 """Between two looks, however many pages ask."""
@@ -57,6 +61,7 @@ class Watched:
         self._news = News()
         self._damaged = 0
         self._settings: Mapping[str, Any] = {}
+        self._task = UNSAID
         self._sessions: tuple[Mapping[str, Any], ...] = ()
         self._looked = self._read_settings = -1e9
         self._head: dict[str, Any] = {}
@@ -77,9 +82,9 @@ class Watched:
             self._read_files()
         news = self._follower.look()
         if news.afresh:
-            self._data, self._damaged = LiveData(), 0
+            self._read_files()
+            self._data, self._damaged = LiveData(self._task), 0
             self._generation += 1
-            self._read_settings = -1e9
         for record in news.records:
             self._data.add(record)
         self._damaged += news.damaged
@@ -92,6 +97,11 @@ class Watched:
         found = peek_json(self.folder / RESOLVED, most_bytes=MOST_BYTES)
         if isinstance(found, dict):
             self._settings = found
+        # A damaged file is the report's to complain of; the page goes on with what it knows.
+        with contextlib.suppress(CheckpointError):
+            said = peek_json(self.folder / TASK, most_bytes=MOST_BYTES)
+            self._task = UNSAID if said is None else TaskInfo.from_json(said)
+        self._data.task = self._task
         match peek_json(self.folder / ENVIRONMENT, most_bytes=MOST_BYTES):
             case {"sessions": [*sessions]}:
                 self._sessions = tuple(s for s in sessions if isinstance(s, dict))

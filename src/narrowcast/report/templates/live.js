@@ -61,6 +61,15 @@
       item.append(element("dt", fact.label), answer);
       return item;
     }));
+    // What a run counts and what it is judged by is known from its head alone.
+    for (const [name, title] of Object.entries(head.titles)) {
+      const [trace] = figures[name].data;
+      figures[name].title = title;
+      document.querySelector(`[data-figure="${name}"] h3`).textContent = title;
+      trace.name = escaped(title.toLowerCase());
+      trace.hovertemplate = `${trace.name}: %{y:.4~g}<extra></extra>`;
+    }
+    byId("headline-note").textContent = head.better;
     byId("waiting").hidden = Boolean(head.progress);
   }
 
@@ -175,7 +184,7 @@
       Object.assign(data[0], points(rows));
       if (!smooth) data[0].line.color = "@series";
       Object.assign(data[1], smooth ? smoothed(rows) : {});
-      Object.assign(data[2], points(lists.evaluated), { name: `evaluated ${escaped(head.metric.replaceAll("_", " "))}` });
+      Object.assign(data[2], points(lists.evaluated), { name: "evaluated loss" });
       data[2].hovertemplate = `${data[2].name}: %{y:.4~g}<extra></extra>`;
       Object.assign(data[3], { x: skips.map((m) => m[0]), y: skips.map(() => 0), text: skips.map(skipText) });
       data[3].error_x.array = skips.map((m) => m[1] - m[0]);
@@ -202,6 +211,24 @@
         above && !logarithmic() ? "Spikes reach above the frame." : "",
       ].join(" ").trim();
       return data.filter((trace) => trace.x?.length);
+    },
+    headline(data, layout) {
+      Object.assign(data[0], points(lists.headline));
+      if (head.ticks) {
+        layout.yaxis.tickformat = head.ticks;
+        data[0].hovertemplate = `${data[0].name}: %{y:${head.ticks}}<extra></extra>`;
+      }
+      return data;
+    },
+    parts(data) {
+      partNames().forEach((name, i) => {
+        const rows = lists[PART + name], shown = escaped(name.replaceAll("_", " "));
+        Object.assign(data[i], rows.length >= 50 ? smoothed(rows) : points(rows), { name: shown });
+        data[i].hovertemplate = `${shown}: %{y:.4~g}<extra></extra>`;
+      });
+      const drawn = data.filter((trace) => trace.x?.length);
+      byId("parts-note").textContent = drawn.map((trace, i) => `${partNames()[i].replaceAll("_", " ")} ${course(trace)}`).join("; ");
+      return drawn;
     },
     scale(data, layout) {
       const skips = (lists.skips ?? []).filter((m) => m[3] !== null && m[3] > 0);
@@ -235,6 +262,8 @@
       return withCourse("speed", data);
     },
   };
+  const PART = "part:";
+  const partNames = () => Object.keys(lists).filter((name) => name.startsWith(PART) && lists[name].length).map((name) => name.slice(PART.length));
   const plain = (name) => (data) => { Object.assign(data[0], points(lists[name])); return data; };
 
   // What is noise from step to step is drawn faintly, with its course over it.
@@ -289,15 +318,20 @@
     return [low - spare, high + spare];
   }
 
+  function course(trace) {
+    const finite = trace?.y.filter((y) => y !== null) ?? [];
+    return finite.length ? `${+finite[0].toPrecision(4)} at first, ${+finite.at(-1).toPrecision(4)} at last` : "";
+  }
+
   function described(name, data) {
-    const finite = data[0]?.y.filter((y) => y !== null) ?? [];
     const title = figures[name].title;
-    return finite.length ? `${title} over steps: ${+finite[0].toPrecision(4)} at first, ${+finite.at(-1).toPrecision(4)} at last.` : title;
+    if (name === "parts") return `${title} over steps: ${byId("parts-note").textContent}.`;
+    return course(data[0]) ? `${title} over steps: ${course(data[0])}.` : title;
   }
 
   function drawable() {
     return Object.keys(figures).filter((name) =>
-      name === "scale" ? head.scaled && lists.scale?.length : (lists[name] ?? []).some((bucket) => bucket[0] !== null));
+      name === "parts" ? partNames().length : name === "scale" ? head.scaled && lists.scale?.length : (lists[name] ?? []).some((bucket) => bucket[0] !== null));
   }
 
   function drawAll() {
