@@ -12,9 +12,9 @@ from narrowcast.cli.view.summary import conclude
 from narrowcast.config import LoadedRecipe
 from narrowcast.errors import DivergedError, Interrupted
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.report import write_report
 from narrowcast.report.run_data import task_info_of
 from narrowcast.report.trackers import open_trackers
+from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import Record, RunFolder, StepRecord
 from narrowcast.runs.tally import Tally
 
@@ -52,15 +52,15 @@ def run_loop(
                 display.show(record)
                 trackers.take(record)
     except Interrupted as stop:
-        write_report(run.path)
+        write_run_report(run.path)
         raise Interrupted(
             f"interrupted after step {display.tally.step} of {recipe.steps}\n"
             f"resume with: narrowcast resume {shlex.quote(str(run.path))}"
         ) from stop
     except DivergedError as error:
-        raise DivergedError(f"{error}\nwhat led to it: {write_report(run.path)}") from error
+        raise DivergedError(f"{error}\nwhat led to it: {write_run_report(run.path)}") from error
     with working(console, "writing the report"):
-        page = write_report(run.path)
+        page = write_run_report(run.path)
     conclude(
         console,
         run.path,

@@ -1,7 +1,10 @@
 """The page of a run: read the folder, lay everything out, write `report.html` beside it."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from markupsafe import Markup
 
 from narrowcast.report import tables
 from narrowcast.report.charts.evaluated import headline_chart
@@ -16,21 +19,30 @@ from narrowcast.report.run_data import RunData, read_run
 from narrowcast.report.sentences import sentences
 from narrowcast.report.speed import speed_table
 from narrowcast.report.summary import ending, facts, headline
+from narrowcast.runs.records import Record
+from narrowcast.runs.report_section import ReportSection
 
 FILE = "report.html"
 
 
-def write_report(run_path: str | Path) -> Path:
+Sections: TypeAlias = Callable[[Path, Sequence[Record]], Sequence[ReportSection]]
+"""Draws what a workload adds to the report, from the folder and the records of a run alone."""
+
+
+def write_report(run_path: str | Path, *, sections: Sections | None = None) -> Path:
     """Write the page of the run in `run_path`, and return where it is.
 
-    The page depends on the folder's files alone: not on their path, nor on the time.
+    The page depends on the folder's files alone: not on their path, nor on the time. `sections`
+    draws those of the run's workload; without it there are none.
     """
     path = Path(run_path)
-    return write_page(path / FILE, page_of(read_run(path)))
+    data = read_run(path)
+    own = sections(path, data.records) if sections is not None else ()
+    return write_page(path / FILE, page_of(data, own))
 
 
-def page_of(data: RunData) -> str:
-    """Make the page of a run."""
+def page_of(data: RunData, own: Sequence[ReportSection] = ()) -> str:
+    """Make the page of a run, with the sections of its workload."""
     loss = loss_chart(data) if data.steps else None
     scale = scale_chart(data) if data.steps else None
     judged, parts = headline_chart(data), parts_chart(data)
@@ -47,6 +59,7 @@ def page_of(data: RunData) -> str:
         "spread": spread,
         "spread_note": spread_note(data.exponents),
         "heat": heat,
+        "own": [(section.title, Markup(section.html)) for section in own],
     }
     charts: list[Chart] = [
         c for c in (loss, judged, parts, scale, *small, *spread) if c is not None

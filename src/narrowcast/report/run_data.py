@@ -47,6 +47,8 @@ class RunData:
     """The environment of the first start and of each resume."""
     task: TaskInfo = UNSAID
     """What the run counts, and how it is judged."""
+    records: tuple[Record, ...] = ()
+    """All of them, in their order, for sections that a workload draws."""
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return what the recipe set `key` to."""
@@ -108,6 +110,7 @@ def read_run(path: Path) -> RunData:
         recipe_text=recipe_text,
         sessions=tuple(environment.get("sessions", [])),
         task=task_info_of(path),
+        records=tuple(records),
     )
 
 

@@ -32,7 +32,7 @@ class Case:
     open: Callable[[], Step]
     """Makes it ready, and frees it when the step is forgotten; kept small until then."""
     work: Mapping[str, float] = field(default_factory=dict)
-    """Amounts a step, e.g. `tokens`, `flops`, `bytes`."""
+    """Amounts per step, e.g. `tokens`, `flops`, `bytes`."""
     least_seconds: float = 0.0
     """How long a turn is at least: clocks that fell while others had theirs rise again first, for
     as long, and then so many steps are timed."""

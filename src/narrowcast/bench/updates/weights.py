@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.bench.measure.timing import Case, Step, Trial
-from narrowcast.bench.model import device_of, draw_weights, shapes_of
+from narrowcast.bench.model import device_of, draw_weights, on_device, shapes_of
 from narrowcast.config.sections import Recipe
-from narrowcast.workloads.lm.model import GPT
 
 GRADIENT_DEVIATION = 1e-3
 """Large enough that 400M of them have a norm above 1, so that clipping has something to do."""
@@ -26,7 +25,7 @@ class Weights:
     """A model's weights on the device, and the recipe they are updated by."""
 
     recipe: Recipe
-    model: GPT
+    model: nn.Module
     device: torch.device
 
     @property
@@ -58,8 +57,7 @@ class Weights:
 def draw(recipe: Recipe) -> Weights:
     """Draw the weights of the recipe's model on its device."""
     device = device_of(recipe)
-    model = shapes_of(recipe).model.to_empty(device=device)
-    model.tie()
+    model = on_device(shapes_of(recipe).model, device)
     torch.manual_seed(recipe.seed)
     draw_weights(model)
     return Weights(recipe=recipe, model=model, device=device)
