@@ -50,7 +50,7 @@ def print_figures(console: Console, title: str, figures: Figures) -> None:
             cells.append("" if row.host_seconds is None else f"{1000 * row.host_seconds:.2f}")
         cells += [_rate(what)[1](row.rates[what]) if what in row.rates else "" for what in rates]
         if ceiling:
-            each = row.facts.get("bytes_a_parameter", 0.0)
+            each = row.facts.get("bytes_per_parameter", 0.0)
             cells += [share(row.rates["bytes"], ceiling), f"{each:.3g}"]
         first = row.facts.get("first_step_seconds")
         table.add_row(*cells, size(row.peak_bytes), "" if first is None else f"{first:.1f} s")
