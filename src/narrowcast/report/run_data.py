@@ -1,7 +1,7 @@
 """What a run folder holds, read once and sorted by kind: all that a page is made from."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def headline_of(task: TaskInfo, evaluated: Iterable[str]) -> Metric | None:
     """Return the first metric of a task that was evaluated, or else the first that was."""
     names = list(dict.fromkeys(evaluated))
     declared = next((metric for metric in task.metrics if metric.name in names), None)
-    return declared or next((task.metric(name) for name in names), None)
+    return declared or next((replace(task.metric(n), name=n) for n in names), None)
 
 
 def _in_order(found: Iterable[str], order: Sequence[str]) -> list[str]:
