@@ -1,4 +1,17 @@
+"""A recipe of a language model, and one of a task that is nothing like it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowcast.bench import model as bench_model
+from narrowcast.config.sections import DataSection, Recipe, Section
+from narrowcast.runs import Metric, TaskInfo
 
 TINY = """\
 workload: lm
@@ -23,3 +36,59 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     return str(path)
+
+
+class Waves:
+    """Sines of different frequencies, and which of two halves each is from."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        frequencies = torch.tensor(indices, dtype=torch.float32)[:, None]
+        x = torch.sin(frequencies * torch.linspace(0, math.pi, 16))
+        return x, (frequencies[:, 0] < 32).long()
+
+
+SERIES = TaskInfo(
+    unit="series", plural="series", metrics=(Metric(name="accuracy", better="higher"),)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WavesTask:
+    """Tell slow waves from fast ones."""
+
+    model: nn.Module
+    train_data: Waves = field(default_factory=Waves)
+    gemm_rows: int = 4
+    info: TaskInfo = SERIES
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+    def items(self, batch: tuple[Tensor, ...]) -> int:
+        return len(batch[0])
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        x, y = self.train_data.__getitems__(list(range(64)))
+        return {"accuracy": (model(x).argmax(1) == y).float().mean().item()}
+
+
+def _waves_task(recipe: Recipe, *, device: torch.device) -> WavesTask:
+    torch.manual_seed(recipe.seed)
+    made = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 2))
+    return WavesTask(model=made.to(device))
+
+
+@pytest.fixture
+def waves(monkeypatch) -> Callable[..., Recipe]:
+    """Make a recipe of a task that is no language model; benches build that task from it."""
+    monkeypatch.setattr(bench_model, "build_task", _waves_task)
+
+    def make(**settings: Any) -> Recipe:
+        given = {"steps": 4, "batch_size": 4, "device": "cpu", "optimizer": {"lr": 0.01}}
+        sections = {"data": DataSection(), "model": Section()}
+        return Recipe(workload="waves", **{**given, **sections, **settings})
+
+    return make

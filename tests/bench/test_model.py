@@ -1,12 +1,16 @@
 import pytest
 import torch
+from torch import nn
 
-from narrowcast.bench.model import ModelWithLoss, set_up
+from narrowcast.bench.model import on_device, set_up
 from narrowcast.workloads import load_recipe
 
+SYNTHETIC = ["data.text=synthetic"]
 
-def test_everyone_gets_the_same_weights_and_batches(tiny):
-    recipe = load_recipe(tiny).recipe
+
+@pytest.mark.parametrize("words", [[], SYNTHETIC])
+def test_everyone_gets_the_same_weights_and_batches(words, tiny):
+    recipe = load_recipe(tiny, words).recipe
     first, second = set_up(recipe), set_up(recipe)
     for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert a.equal(b)
@@ -21,17 +25,47 @@ def test_targets_are_the_tokens_that_follow(tiny):
 
 def test_the_peers_loss_is_the_loss_the_trainer_takes(tiny):
     bench = set_up(load_recipe(tiny).recipe)
-    peers = ModelWithLoss(bench.model)(*bench.batches[0])
+    peers = bench.model_with_loss()(bench.batches[0])
     ours = bench.task.loss(bench.model, bench.batches[0])
     # Both are fp32 sums of 32 cross-entropies, perhaps in another order.
     torch.testing.assert_close(peers, ours, rtol=32 * 2**-24, atol=0)
 
 
 def test_an_untrained_model_guesses_evenly(tiny):
-    bench = set_up(load_recipe(tiny).recipe)
-    loss = ModelWithLoss(bench.model)(*bench.batches[0]).item()
+    bench = set_up(load_recipe(tiny, SYNTHETIC).recipe)
+    loss = bench.model_with_loss()(bench.batches[0]).item()
     assert loss == pytest.approx(torch.tensor(256.0).log().item(), rel=0.05)
 
 
 def test_tokens_of_all_micro_batches_count(tiny):
-    assert set_up(load_recipe(tiny, ["accumulate=3"]).recipe).tokens_a_step == 3 * 2 * 16
+    recipe = load_recipe(tiny, ["accumulate=3"]).recipe
+    assert set_up(recipe).work == {"tokens": 3 * 2 * 16}
+
+
+def test_any_task_is_measured_on_its_own_data_in_its_own_unit(waves):
+    bench = set_up(waves(accumulate=2))
+    assert bench.work == {"series": 8}
+    x, y = bench.batches[0]
+    assert x.shape == (4, 16)
+    assert bench.model_with_loss()((x, y)).equal(bench.task.loss(bench.model, (x, y)))
+
+
+def test_text_is_read_and_random_tokens_are_not_put_in_its_place(tiny):
+    tokens, _ = set_up(load_recipe(tiny).recipe).batches[0]
+    assert bytes(tokens.flatten().tolist()).isascii()  # Python's own help; random bytes are not
+
+
+def test_a_run_over_random_tokens_reads_the_batches_that_everyone_has(tiny):
+    bench = set_up(load_recipe(tiny, SYNTHETIC).recipe)
+    data = bench.task.train_data
+    for batch in bench.batches:
+        assert all(map(torch.equal, data.__getitems__([0, 1]), batch))
+
+
+def test_weights_that_are_one_stay_one_where_a_model_gets_its_memory():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    made = on_device(model, torch.device("cpu"))
+    assert made["head"].weight is made["embed"].weight
+    assert made["embed"].weight.device.type == "cpu"

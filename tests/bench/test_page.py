@@ -21,9 +21,9 @@ def test_the_table_of_peers_is_that_of_the_code():
 
 def test_the_numbers_of_the_page_are_those_of_the_code():
     for text in (
-        f"{memory.STATE_BYTES} a parameter",
-        f"{memory.ACTIVATION_BYTES} a token, layer",
-        f"{memory.LOGIT_BYTES} a token and word",
+        f"{memory.STATE_BYTES} per parameter",
+        f"{memory.ACTIVATION_BYTES} per token, layer",
+        f"{memory.LOGIT_BYTES} per token and word",
         f"{memory.CONTEXT_BYTES // 2**20} MiB",
         f"{round(100 * memory.USABLE_SHARE)} %",
         f"begins with {SETTLING_STEPS} untimed steps",

@@ -43,6 +43,23 @@ def test_a_contender_learns_what_plain_torch_learns(name, accumulate, tiny):
     assert losses(BUILDS[name], recipe) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", BUILDS)
+def test_any_task_is_learnt_as_plain_torch_learns_it(name, accumulate, waves):
+    recipe = waves(accumulate=accumulate)
+    expected = losses(lambda bench: plain.build(bench, compute="fp32", compiled=False), recipe)
+    assert expected[-1] != expected[0]
+    # AdamW may turn the last bit of a gradient into a whole update, as above.
+    assert losses(BUILDS[name], recipe) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_loss_of_any_task_is_compiled_with_its_model(waves):
+    bench = set_up(waves())
+    compiled = torch.compile(bench.model_with_loss(), backend="eager", fullgraph=True)
+    expected = bench.task.loss(bench.model, bench.batches[0])
+    torch.testing.assert_close(compiled(bench.batches[0]), expected)
+
+
 def test_before_its_first_step_a_trial_has_no_loss(tiny):
     trial = plain.build(set_up(load_recipe(tiny).recipe), compute="fp32", compiled=False)
     assert trial.loss() is None

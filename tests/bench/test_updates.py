@@ -50,3 +50,10 @@ def test_bytes_of_one_pass_are_counted_by_format(policy, each):
 def test_a_copy_reads_and_writes_every_number(tiny):
     weights = draw(load_recipe(tiny).recipe)
     assert copying.build(weights).cases["step"].work == {"bytes": 8.0 * weights.count}
+
+
+def test_the_weights_of_any_task_can_be_updated(waves):
+    weights = draw(waves())
+    before = [p.detach().clone() for p in weights.parameters]
+    torch_native.build(weights, fused=True).cases["step"].open()()
+    assert not any(map(torch.equal, before, weights.parameters))

@@ -98,10 +98,10 @@ def test_quality_compares_losses_of_the_same_seeds(narrowcast, tiny):
     assert ended.code == 0
     found = json.loads(ended.out)
     reference, narrow = found["rows"]
-    assert reference["eval_loss_relative"] == 0.0
+    assert reference["evaluated_relative"] == 0.0
     assert narrow["seeds"] == [0, 1]
     # bf16 has 8 bits, and an untrained model's loss hardly moves in 12 steps.
-    assert abs(narrow["eval_loss_relative"]) < 2**-7
+    assert abs(narrow["evaluated_relative"]) < 2**-7
     assert len(found["curves"]) == 4
     assert "times and peaks cannot be compared" in ended.err
 

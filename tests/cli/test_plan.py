@@ -101,3 +101,10 @@ def test_a_phase_that_cannot_be_is_refused_with_its_number(narrowcast, tiny):
     assert ended.code == 2
     assert "phase 1 of precision.schedule: precision policy: no preset is named 'fp23'" in ended.err
     assert "phase 2 of precision.schedule: precision exception `nix: fp32`" in ended.err
+
+
+@pytest.mark.parametrize("words", [(), (SCHEDULE,)])
+def test_json_is_the_file_that_a_run_of_the_recipe_keeps(words, narrowcast, tiny, tmp_path):
+    folder = tmp_path / "run"
+    assert narrowcast("train", tiny, *words, "--out", str(folder)).code == 0
+    assert narrowcast("plan", tiny, *words, "--json").out == (folder / "plan.json").read_text()

@@ -12,7 +12,7 @@ ENOUGH = "workload: toy\nsteps: 100\nbatch_size: 4\n"
 
 class ToyData(DataSection):
     text: Path | None = Field(default=None, description="file to read")
-    length: int = Field(default=128, ge=1, description="tokens a sample")
+    length: int = Field(default=128, ge=1, description="tokens per sample")
     files: str | list[str] = Field(default="a.txt", description="several files")
     held_out: float = Field(default=0.1, gt=0, lt=1, description="share not trained on")
 

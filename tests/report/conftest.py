@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import pytest
 import torch
 
 from narrowcast.numerics import cast_loss, plain_format, round_to, snr_db
-from narrowcast.report.run_data import RunData, by_kind
+from narrowcast.report.run_data import UNSAID, RunData, by_kind
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
     ExponentRecord,
     FindingRecord,
     HealthRecord,
+    Metric,
     PrecisionRecord,
     Record,
     RunFolder,
     StepRecord,
+    TaskInfo,
 )
 
 WHY = "blocks.3.mlp.down: 2 of 65,536 gradients overflowed fp16"
@@ -258,6 +261,7 @@ def write_run(
     *,
     steps: int,
     plan: dict[str, Any] | None = None,
+    task: TaskInfo | None = None,
     **changes: Any,
 ) -> Path:
     with RunFolder.create(
@@ -268,6 +272,8 @@ def write_run(
     ) as run:
         if plan is not None:
             run.write_json("plan.json", plan)
+        if task is not None:
+            run.write_json("task.json", task.to_json())
         for record in records:
             run.write(record)
     return path
@@ -287,6 +293,40 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 def run_folder(make_run: Callable[..., Path]) -> Path:
     """A finished run of 300 steps with evaluations, skips, a finding, checkpoints and a plan."""
     return make_run(a_course(300, eval_every=100), steps=300, plan=a_plan(gpt_modules(4)))
+
+
+CLASSIFIER = TaskInfo(
+    unit="series",
+    plural="series",
+    metrics=(Metric(name="accuracy", better="higher", text=".1%"), Metric(name="loss")),
+    loss_parts=("reconstruction", "sparsity"),
+)
+"""A task that is nothing like a language model: what it counts, how it is judged, its loss."""
+
+
+@pytest.fixture(scope="session")
+def classifier() -> TaskInfo:
+    """A task with a plural of its own, a headline that rises, and a loss of two parts."""
+    return CLASSIFIER
+
+
+@pytest.fixture(scope="session")
+def classifier_course(course: Callable[..., list[Record]]) -> list[Record]:
+    """The records of such a task."""
+
+    def judged(record: Record) -> Record:
+        match record:
+            case StepRecord():
+                sparsity = 0.25 + 0.001 * record.step
+                parts = {"reconstruction": record.loss - sparsity, "sparsity": sparsity}
+                return replace(record, parts=parts)
+            case EvalRecord():
+                accuracy = 0.5 + 0.001 * record.step
+                return replace(record, metrics={"loss": 2.0, "accuracy": accuracy})
+            case _:
+                return record
+
+    return [judged(record) for record in course(300, eval_every=100)]
 
 
 @pytest.fixture(scope="session", name="tensor")
@@ -371,13 +411,19 @@ def course_fixture() -> Callable[..., list[Record]]:
     return a_course
 
 
-@pytest.fixture(scope="session", name="story_of")
-def story_fixture() -> Callable[..., RunData]:
-    """Make the story of a run from its records."""
+@pytest.fixture(scope="session", name="run_data_of")
+def run_data_fixture() -> Callable[..., RunData]:
+    """Make the data of a run from its records."""
 
-    def make(records: Iterable[Record], *, steps: int, **changes: Any) -> RunData:
+    def make(
+        records: Iterable[Record], *, steps: int, task: TaskInfo = UNSAID, **changes: Any
+    ) -> RunData:
         return RunData(
-            **by_kind(records), settings=settings(steps, **changes), recipe_text="", sessions=()
+            **by_kind(records),
+            settings=settings(steps, **changes),
+            recipe_text="",
+            sessions=(),
+            task=task,
         )
 
     return make

@@ -22,6 +22,7 @@ from narrowcast.runs import (
     ExponentRecord,
     FindingRecord,
     PrecisionRecord,
+    ReportSection,
     RunFolder,
 )
 
@@ -332,3 +333,35 @@ def test_a_page_that_cannot_be_written_is_an_error_of_ours(run_folder):
     (run_folder / "report.html").mkdir()
     with pytest.raises(CheckpointError, match=r"cannot write .*report\.html"):
         write_report(run_folder)
+
+
+def test_a_page_is_about_what_the_task_counts_and_is_judged_by(
+    make_run, classifier, classifier_course
+):
+    folder = make_run(classifier_course, steps=300, task=classifier)
+    page = write_report(folder).read_text()
+    assert "Series per second" in page
+    assert "okens" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert "Parts of the loss over 300 steps: reconstruction" in page
+    assert "Evaluated accuracy" in page
+    assert "Higher is better for accuracy; lower is better for loss." in page
+
+
+def test_a_page_of_a_loss_of_one_piece_does_not_speak_of_parts(run_folder):
+    page = write_report(run_folder).read_text()
+    assert "Parts of the loss" not in page
+    assert "Higher is better" not in page
+
+
+def test_the_sections_of_a_workload_stand_under_their_headings_and_the_same_folder_gives_the_same(
+    run_folder,
+):
+    def sections(folder, records):
+        judged = [r for r in records if isinstance(r, EvalRecord)]
+        text = f"<p class='motifs'>{len(judged)} evaluations</p>"
+        return [ReportSection(title="Motifs & more", html=text)]
+
+    page = write_report(run_folder, sections=sections).read_text()
+    assert "<h2 id=\"own-1\">Motifs &amp; more</h2>\n  <p class='motifs'>3 evaluations</p>" in page
+    assert write_report(run_folder, sections=sections).read_text() == page
+    assert "own-1" not in write_report(run_folder).read_text()

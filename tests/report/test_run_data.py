@@ -3,40 +3,49 @@ import json
 import pytest
 
 from narrowcast.errors import CheckpointError
-from narrowcast.report.run_data import read_story
+from narrowcast.report.run_data import read_run, task_info_of
 
 
-def test_every_record_of_a_run_is_in_its_story(run_folder):
+def test_every_record_of_a_run_is_in_its_data(run_folder):
     lines = (run_folder / "records.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
-    story = read_story(run_folder)
+    data = read_run(run_folder)
     found = {
-        "step": story.steps,
-        "eval": story.evals,
-        "finding": story.findings,
-        "checkpoint": story.checkpoints,
-        "precision": story.changes,
+        "step": data.steps,
+        "eval": data.evals,
+        "finding": data.findings,
+        "checkpoint": data.checkpoints,
+        "precision": data.changes,
     }
     assert {kind: len(records) for kind, records in found.items()} == {
         kind: kinds.count(kind) for kind in found
     }
 
 
-def test_a_torn_last_line_is_not_part_of_the_story(run_folder):
-    before = read_story(run_folder)
+def test_a_torn_last_line_is_not_part_of_the_data(run_folder):
+    before = read_run(run_folder)
     with (run_folder / "records.jsonl").open("a") as file:
         file.write('{"kind": "step", "st')
-    assert read_story(run_folder) == before
+    assert read_run(run_folder) == before
 
 
 def test_what_a_run_did_not_come_to_write_is_empty(make_run):
     path = make_run([], steps=5)
     (path / "environment.json").unlink()
     (path / "recipe.yaml").unlink()
-    story = read_story(path)
-    assert (story.plan, story.sessions, story.recipe_text) == (None, (), "")
+    data = read_run(path)
+    assert (data.plan, data.sessions, data.recipe_text) == (None, (), "")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is not a run folder"):
-        read_story(tmp_path)
+        read_run(tmp_path)
+
+
+def test_a_folder_that_does_not_say_what_it_counts_counts_tokens(run_folder):
+    assert task_info_of(run_folder).units == "tokens"
+
+
+def test_what_a_run_counts_is_read_from_its_folder(make_run, step, classifier):
+    folder = make_run([step(1)], steps=1, task=classifier)
+    assert read_run(folder).task == task_info_of(folder) == classifier

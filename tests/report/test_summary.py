@@ -4,65 +4,65 @@ from dataclasses import replace
 import pytest
 
 from narrowcast.report.summary import ending, facts, headline
-from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord
+from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Metric, TaskInfo
 
 
 def checkpoint(step):
     return CheckpointRecord(step=step, seconds_blocked=0.0, seconds_total=0.0, bytes=1)
 
 
-def test_a_run_with_all_its_steps_is_finished(story_of, step):
-    found = ending(story_of([step(n) for n in (1, 2, 3)], steps=3))
+def test_a_run_with_all_its_steps_is_finished(run_data_of, step):
+    found = ending(run_data_of([step(n) for n in (1, 2, 3)], steps=3))
     assert (found.label, found.tone, found.advice) == ("Finished", "good", "")
 
 
-def test_a_run_without_steps_says_so(story_of):
-    story = story_of([], steps=100)
-    assert ending(story).label == "No step yet"
-    assert headline(story) == "quickstart is set up to train in fp16 and has not run a step."
-    assert facts(story) == []
+def test_a_run_without_steps_says_so(run_data_of):
+    data = run_data_of([], steps=100)
+    assert ending(data).label == "No step yet"
+    assert headline(data) == "quickstart is set up to train in fp16 and has not run a step."
+    assert facts(data) == []
 
 
-def test_a_run_cut_off_names_the_checkpoint_it_can_resume_from(story_of, step):
+def test_a_run_cut_off_names_the_checkpoint_it_can_resume_from(run_data_of, step):
     records = [step(1), step(2), checkpoint(2), step(3)]
-    found = ending(story_of(records, steps=10))
+    found = ending(run_data_of(records, steps=10))
     assert found.label == "Unfinished"
     assert "after 3 of 10 steps" in found.advice
     assert "from the checkpoint at step 2." in found.advice
 
 
-def test_a_run_cut_off_before_its_first_checkpoint_does_not_promise_a_resume(story_of, step):
-    found = ending(story_of([step(1)], steps=10))
+def test_a_run_cut_off_before_its_first_checkpoint_does_not_promise_a_resume(run_data_of, step):
+    found = ending(run_data_of([step(1)], steps=10))
     assert "There is no checkpoint to resume from." in found.advice
 
 
-def test_a_run_that_saved_its_last_step_was_stopped(story_of, step):
-    found = ending(story_of([step(1), step(2), checkpoint(2)], steps=10))
+def test_a_run_that_saved_its_last_step_was_stopped(run_data_of, step):
+    found = ending(run_data_of([step(1), step(2), checkpoint(2)], steps=10))
     assert found.label == "Stopped"
     assert "`narrowcast resume` continues it from there" in found.advice
 
 
-def test_a_run_that_ends_on_as_many_skips_as_allowed_has_diverged(story_of, step):
+def test_a_run_that_ends_on_as_many_skips_as_allowed_has_diverged(run_data_of, step):
     skips = [step(n, applied=False, why="inf in head", loss_scale=1.0) for n in range(2, 7)]
     finding = FindingRecord(
         step=6, since=6, module="head", role="output", what="", why="", action="", advice=""
     )
-    story = story_of([step(1), *skips, finding], steps=10, **{PATIENCE: 5})
-    found = ending(story)
+    data = run_data_of([step(1), *skips, finding], steps=10, **{PATIENCE: 5})
+    found = ending(data)
     assert (found.label, found.tone) == ("Diverged", "bad")
     assert "The last 5 steps were all skipped" in found.advice
     assert "inf in head" in found.advice
     assert "Look at head first." in found.advice
 
 
-def test_fewer_skips_than_allowed_are_not_a_divergence(story_of, step):
+def test_fewer_skips_than_allowed_are_not_a_divergence(run_data_of, step):
     skips = [step(n, applied=False, why="inf") for n in range(2, 6)]
-    assert ending(story_of([step(1), *skips], steps=10, **{PATIENCE: 5})).label == "Unfinished"
+    assert ending(run_data_of([step(1), *skips], steps=10, **{PATIENCE: 5})).label == "Unfinished"
 
 
-def test_a_run_whose_scale_still_falls_has_not_given_up(story_of, step):
+def test_a_run_whose_scale_still_falls_has_not_given_up(run_data_of, step):
     skips = [step(n, applied=False, why="inf", loss_scale=2.0**-n) for n in range(2, 60)]
-    assert ending(story_of([step(1), *skips], steps=99, **{PATIENCE: 5})).label == "Unfinished"
+    assert ending(run_data_of([step(1), *skips], steps=99, **{PATIENCE: 5})).label == "Unfinished"
 
 
 @pytest.mark.parametrize(
@@ -75,24 +75,24 @@ def test_a_run_whose_scale_still_falls_has_not_given_up(story_of, step):
     ],
 )
 def test_the_headline_names_the_policy_and_whether_it_is_emulated(
-    policy, how, said, story_of, step, module, plan_of
+    policy, how, said, run_data_of, step, module, plan_of
 ):
-    story = story_of([step(1)], steps=1, **{"precision.policy": policy})
-    story = replace(story, plan=plan_of([module("a", how=how)]))
-    assert headline(story).startswith(f"quickstart trained {said} for 1 step:")
+    data = run_data_of([step(1)], steps=1, **{"precision.policy": policy})
+    data = replace(data, plan=plan_of([module("a", how=how)]))
+    assert headline(data).startswith(f"quickstart trained {said} for 1 step:")
 
 
-def test_a_loss_that_is_not_finite_to_the_end_is_told_with_the_step_it_began(story_of, step):
+def test_a_loss_that_is_not_finite_to_the_end_is_told_with_the_step_it_began(run_data_of, step):
     losses = [2.0, math.nan, 2.0, math.inf, math.nan]
-    story = story_of([step(n, loss=loss) for n, loss in enumerate(losses, 1)], steps=5)
-    assert ending(story).label == "Loss not finite"
-    assert "since step 4." in ending(story).advice
-    assert "training loss 2.000 → 2.000, not finite from step 4 on" in headline(story)
+    data = run_data_of([step(n, loss=loss) for n, loss in enumerate(losses, 1)], steps=5)
+    assert ending(data).label == "Loss not finite"
+    assert "since step 4." in ending(data).advice
+    assert "training loss 2.000 → 2.000, not finite from step 4 on" in headline(data)
 
 
-def test_a_loss_that_was_never_finite_is_told(story_of, step):
-    story = story_of([step(1, loss=math.nan)], steps=1)
-    assert headline(story) == (
+def test_a_loss_that_was_never_finite_is_told(run_data_of, step):
+    data = run_data_of([step(1, loss=math.nan)], steps=1)
+    assert headline(data) == (
         "quickstart trained in fp16 for 1 step: training loss never finite, never evaluated."
     )
 
@@ -107,26 +107,44 @@ def test_a_loss_that_was_never_finite_is_told(story_of, step):
         ([2.5, math.nan], "evaluated loss 2.500 at step 1, not a number at the end"),
     ],
 )
-def test_the_headline_says_how_the_evaluations_went(metrics, said, story_of, step):
+def test_the_headline_says_how_the_evaluations_went(metrics, said, run_data_of, step):
     evals = [
         EvalRecord(step=n, metrics={"loss": y, "perplexity": 9.0}) for n, y in enumerate(metrics, 1)
     ]
-    story = story_of([step(1), step(2), *evals], steps=2)
-    assert headline(story) == f"quickstart trained in fp16 for 2 steps: {said}."
+    data = run_data_of([step(1), step(2), *evals], steps=2)
+    assert headline(data) == f"quickstart trained in fp16 for 2 steps: {said}."
 
 
-def test_the_facts_count_skips_tokens_and_time(story_of, step):
+def test_the_facts_count_skips_tokens_and_time(run_data_of, step):
     records = [step(n, applied=n != 3, items=100, seconds=0.5) for n in range(1, 5)]
-    found = {fact.label: (fact.value, fact.note) for fact in facts(story_of(records, steps=4))}
+    found = {fact.label: (fact.value, fact.note) for fact in facts(run_data_of(records, steps=4))}
     assert found["Steps applied"] == ("3", "1 skipped (25 %)")
     assert found["Tokens per second"] == ("200", "400 tokens in all")
-    assert found["Time in steps"] == ("2.0 s", "500 ms a step")
+    assert found["Time in steps"] == ("2.0 s", "500 ms per step")
     assert found["Loss scale"] == ("65,536", "throughout")
 
 
-def test_memory_that_was_not_measured_is_not_a_fact(story_of, step):
-    labels = {fact.label for fact in facts(story_of([step(1, peak_bytes=0)], steps=1))}
+def test_memory_that_was_not_measured_is_not_a_fact(run_data_of, step):
+    labels = {fact.label for fact in facts(run_data_of([step(1, peak_bytes=0)], steps=1))}
     assert "Peak memory" not in labels
 
 
 PATIENCE = "precision.loss_scale.patience"
+
+
+def test_the_task_says_what_is_counted_and_how_its_headline_is_written(
+    run_data_of, classifier, classifier_course
+):
+    data = run_data_of(classifier_course, steps=300, task=classifier)
+    found = {fact.label: (fact.value, fact.note) for fact in facts(data)}
+    assert found["Evaluated accuracy"] == ("80.0%", "loss 2.000")
+    assert found["Series per second"][1].endswith("series in all")
+    assert headline(data).endswith("evaluated accuracy rose from 60.0% to 80.0%.")
+
+
+@pytest.mark.parametrize(("better", "best"), [("higher", "0.9000 at step 1"), ("lower", "")])
+def test_a_run_that_ends_worse_than_it_was_says_where_it_was_best(better, best, run_data_of, step):
+    evals = [EvalRecord(step=n, metrics={"score": y}) for n, y in ((1, 0.9), (2, 0.8))]
+    task = TaskInfo(metrics=(Metric(name="score", better=better),))
+    (fact, *_) = facts(run_data_of([step(1), step(2), *evals], steps=2, task=task))
+    assert fact.note == (f"best {best}" if best else "at step 2")

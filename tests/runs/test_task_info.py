@@ -44,3 +44,14 @@ def test_two_metrics_of_one_name_are_refused():
 def test_a_damaged_file_is_said_to_be_so(data):
     with pytest.raises(CheckpointError, match=r"task\.json is damaged"):
         TaskInfo.from_json(data)
+
+
+@pytest.mark.parametrize("text", ["", "d", "1000000000g", ".4", "{0}", ".100f", 4])
+def test_a_text_that_is_no_short_format_of_a_number_is_refused(text):
+    with pytest.raises(RecipeError, match=r"write e\.g\. \.4g|better is lower"):
+        Metric(name="x", text=text)
+
+
+def test_a_direction_is_one_of_two():
+    with pytest.raises(RecipeError, match="better is lower or higher, not up"):
+        Metric(name="x", better="up")

@@ -20,7 +20,7 @@ Inbox: TypeAlias = "queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]"
 
 LAST_SECONDS = 10
 """What a process that has said its last may take to be over."""
-TAIL_LINES = 30
+TAIL_LINES = 60
 REASON_LETTERS = 300
 
 

@@ -1,6 +1,6 @@
 """`bench quality`: the same model, data and seeds in several policies, trained to the end.
 
-What counts at the end is not steps a second but how soon a loss is reached. The reference is a
+What counts at the end is not steps per second but how soon a loss is reached. The reference is a
 policy too, fp32 or tf32. Runs are compared seed by seed: one seed means the same weights and the
 same batches in the same order.
 """
@@ -17,11 +17,12 @@ from narrowcast.bench.catalogue import Bench, by_device
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.measure.learning import quality_figures
 from narrowcast.bench.measure.timing import held_bytes
+from narrowcast.bench.model import device_of, in_policy, info_of
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import EvalRecord, StepRecord
+from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
 from narrowcast.workloads import build_task, load_recipe
@@ -64,12 +65,13 @@ class Training:
 
     def measure(self, request: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
         """Train with each seed: the recipe's, and those that follow it."""
-        first = self._recipe.seed
+        recipe = in_policy(self._recipe, self._policy)
+        first = recipe.seed
         runs = [
-            _trained(_seeded(self._recipe, self._policy, seed=seed), tell)
+            _trained(recipe.model_copy(update={"seed": seed}), tell)
             for seed in range(first, first + self._seeds)
         ]
-        return {"runs": runs, "held_bytes": held_bytes(_device(self._recipe))}
+        return {"runs": runs, "held_bytes": held_bytes(device_of(recipe))}
 
 
 def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -79,16 +81,7 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
     torch.compiler.reset()
     hardware = probe(recipe.device)
     task = build_task(recipe, device=torch.device(hardware.device))
-    precision = recipe.precision
-    plan = make_plan(
-        task.model,
-        precision.policy,
-        hardware=hardware,
-        overrides=precision.overrides,
-        emulate=precision.emulate,
-        gemm_rows=task.gemm_rows,
-        only_faster=precision.only_faster,
-    )
+    (plan,) = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
     prepared = prepare_recipe(recipe, task.model, plan=plan)
     steps: list[StepRecord] = []
     metrics: dict[str, float] = {}
@@ -111,16 +104,8 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
         "skipped": sum(not record.applied for record in steps),
         "peak_bytes": max(record.peak_bytes for record in steps),
         "metrics": metrics,
+        "task": info_of(task).to_json(),
     }
-
-
-def _seeded(recipe: Recipe, policy: str, *, seed: int) -> Recipe:
-    precision = recipe.precision.model_copy(update={"policy": policy})
-    return recipe.model_copy(update={"seed": seed, "precision": precision})
-
-
-def _device(recipe: Recipe) -> torch.device:
-    return torch.device(probe(recipe.device).device)
 
 
 def _require_text(recipe: Recipe) -> int:

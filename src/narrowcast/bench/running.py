@@ -68,7 +68,7 @@ def terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run(name: str, asked: Asked, *, tell: Tell) -> Figures:
+def measure(name: str, asked: Asked, *, tell: Tell) -> Figures:
     """Measure what `asked` names in the bench called `name`."""
     bench = cast(Bench, importlib.import_module(SUBJECTS[name]).BENCH)
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
@@ -106,7 +106,7 @@ def run(name: str, asked: Asked, *, tell: Tell) -> Figures:
         "environment": describe_environment(),
         "device": hardware.name,
         "repeats": asked.repeats,
-        "steps_a_round": asked.steps,
+        "steps_per_round": asked.steps,
         "cold_caches": asked.cold,
         "measured_at_once": asked.at_once,
         "baseline": baseline.name,

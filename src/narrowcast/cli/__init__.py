@@ -1,4 +1,4 @@
-"""The command line: one file a verb; the only package that prints."""
+"""The command line: one file per verb; the only package that prints."""
 
 from narrowcast.cli.entry import main
 

@@ -100,7 +100,7 @@ def _timed(command: _Command) -> _Command:
         type=click.IntRange(1),
         default=10,
         show_default=True,
-        help="Timed steps a round; of products at least so many.",
+        help="Timed steps per round; of products at least so many.",
     )
     return repeats(steps(command))
 
@@ -111,9 +111,9 @@ def _timed(command: _Command) -> _Command:
 def step(**given: Any) -> None:
     """Time whole training steps of RECIPE.
 
-    Everyone trains the same model on the same random tokens, with the recipe's optimizer and
-    clipping. The table gives medians, quartiles, speed against the baseline, tokens a second, peak
-    memory, and the seconds of the first step (compilation).
+    Everyone trains the same model on the same batches, with the recipe's optimizer and clipping.
+    The table gives medians, quartiles, speed against the baseline, what the task counts (tokens,
+    series) per second, peak memory, and the seconds of the first step (compilation).
     """
     _measure("step", given)
 
@@ -158,7 +158,7 @@ def health(**given: Any) -> None:
     "--seeds", type=click.IntRange(1), default=1, show_default=True, help="Runs of each policy."
 )
 def quality(seeds: int, **given: Any) -> None:
-    """Train RECIPE in several policies, and compare losses and time to a loss.
+    """Train RECIPE in several policies, and compare how well and how soon.
 
     The baseline is the first policy. Time to loss is the seconds until the smoothed training loss
     is where the baseline's ends, with the same seed. With --together N runs share the device, and
@@ -175,7 +175,7 @@ def _measure(name: str, given: dict[str, Any], **settings: Any) -> None:
     json_file: str | None = given["json_file"]
     trains = name == "quality"  # all of it in one turn, and any number at once
 
-    from narrowcast.bench.running import Asked, run
+    from narrowcast.bench.running import Asked, measure
     from narrowcast.cli.view.bench_table import console_for, print_figures, print_quality
     from narrowcast.runs.strict_json import dumps
 
@@ -195,7 +195,7 @@ def _measure(name: str, given: dict[str, Any], **settings: Any) -> None:
         logs=given["logs"],
         settings=settings,
     )
-    figures = run(name, asked, tell=lambda line: console.print(line, style="dim"))
+    figures = measure(name, asked, tell=lambda line: console.print(line, style="dim"))
     (print_quality if trains else print_figures)(console, name, figures)
     if json_file == STDOUT:
         click.echo(dumps(figures.data, indent=1))

@@ -7,7 +7,11 @@ from narrowcast.cli.options import json_option
 
 @click.command()
 @click.argument("folders", metavar="DIR DIR...", nargs=-1, required=True, type=click.Path())
-@click.option("--metric", help="What to compare by; without it, the first all were evaluated by.")
+@click.option(
+    "--metric",
+    help="What to compare by; without it, the first of the task that all were evaluated by. "
+    "loss/NAME is a part of the training loss.",
+)
 @click.option(
     "--target",
     type=float,

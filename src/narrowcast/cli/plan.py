@@ -20,8 +20,6 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
     loaded = load_recipe(recipe, overrides)
 
-    import json
-
     from narrowcast.cli.view.screen import screen, working
 
     console = screen()
@@ -31,11 +29,13 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
         plans = planned(loaded.recipe, probe(loaded.recipe.device))
     from narrowcast.cli.view.layer_table import print_plan
-    from narrowcast.cli.view.phases import phases_json, print_phases, titles
+    from narrowcast.cli.view.phases import print_phases, titles
 
     if as_json:
-        described = {**plans[0].to_json(), **phases_json(loaded.recipe, plans)}
-        click.echo(json.dumps(described, indent=2, ensure_ascii=False))
+        from narrowcast.runs import strict_json
+        from narrowcast.training.phase_plans import phases_json
+
+        click.echo(strict_json.dumps(phases_json(loaded.recipe, plans), indent=2))
         return
     print_phases(console, loaded.recipe, plans)
     for number, (title, plan) in enumerate(zip(titles(loaded.recipe), plans, strict=True)):

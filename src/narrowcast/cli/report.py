@@ -9,6 +9,6 @@ from narrowcast.cli.options import run_argument
 @run_argument
 def report(folder: str) -> None:
     """Write DIR/report.html again, from the records in DIR."""
-    from narrowcast.report import write_report
+    from narrowcast.runner.report_sections import write_run_report
 
-    click.echo(str(write_report(folder)))
+    click.echo(str(write_run_report(folder)))

@@ -5,6 +5,7 @@ from rich.console import Console
 from narrowcast.cli.view.phases import is_scaled
 from narrowcast.cli.view.progress import RunDisplay
 from narrowcast.cli.view.summary import conclude
+from narrowcast.report.run_data import task_info_of
 from narrowcast.runner.run import Run
 from narrowcast.runs import StepRecord
 from narrowcast.runs.tally import Tally
@@ -16,9 +17,16 @@ def run_loop(run: Run, *, console: Console) -> None:
     tally = Tally(steps=run.recipe.steps)
     for record in run.earlier:
         tally = tally.after(record) if isinstance(record, StepRecord) else tally
-    display = RunDisplay(console, tally, scaled=is_scaled(run.recipe, run.plan))
+    task = task_info_of(run.folder.path)
+    display = RunDisplay(console, tally, task=task, scaled=is_scaled(run.recipe, run.plan))
     with display:
         for record in run.records(tell=display.warn):
             display.show(record)
-    page = run.folder.path / "report.html"
-    conclude(console, run.folder.path, page=page, tally=display.tally, metrics=display.metrics)
+    conclude(
+        console,
+        run.folder.path,
+        page=run.folder.path / "report.html",
+        task=task,
+        tally=display.tally,
+        metrics=display.metrics,
+    )

@@ -44,13 +44,13 @@ def verify_resume(
 
         check = verify(loaded.recipe, [recipe, *overrides], folder=folder, seed=seed)
     where = f"step {check.resumed_from}" if check.resumed_from else "the beginning"
-    story = f"killed after step {check.killed_after} of {check.steps}, resumed from {where}"
+    course = f"killed after step {check.killed_after} of {check.steps}, resumed from {where}"
     if not check.equal:
         click.echo(
-            f"narrowcast: not equal: {story}: {check.difference}; both runs are in {folder}",
+            f"narrowcast: not equal: {course}: {check.difference}; both runs are in {folder}",
             err=True,
         )
         click.get_current_context().exit(NOT_EQUAL)
     if out is None:
         shutil.rmtree(folder)
-    console.print(f"equal, bit for bit: {story}", style="green", soft_wrap=True)
+    console.print(f"equal, bit for bit: {course}", style="green", soft_wrap=True)

@@ -12,8 +12,7 @@ taken as tensors pass.
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import nn
@@ -118,81 +117,3 @@ def _device_of(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         return parameter.device
     raise RecipeError("watch() was given a model without parameters; give it the one you train")
-
-
-Tell = Callable[[FindingRecord], object]
-
-
-def lightning_callback(
-    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
-) -> Any:
-    """Return a callback for a Lightning trainer that watches the module it fits.
-
-    Findings go to `tell`, or to Lightning's warnings.
-    """
-    from lightning.pytorch import Callback
-    from lightning.pytorch.utilities import rank_zero_warn
-
-    base: Any = Callback
-
-    class Watching(base):  # type: ignore[misc]
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            self.watch = watch(pl_module, policy=policy, every=every)
-
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            self._tell(self.watch.step(trainer.global_step + 1))
-
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            self._tell(self.watch.close())
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: Any) -> None:
-            watching: Watch | None = getattr(self, "watch", None)
-            if watching is not None:
-                self._tell(watching.close())
-
-        def _tell(self, found: list[FindingRecord]) -> None:
-            for finding in found:
-                (tell or (lambda f: rank_zero_warn(sentence(f))))(finding)
-
-    return Watching()
-
-
-def transformers_callback(
-    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
-) -> Any:
-    """Return a callback for transformers' Trainer that watches the model it trains.
-
-    Findings go to `tell`, or to transformers' log as warnings.
-    """
-    from transformers import TrainerCallback
-    from transformers.utils import logging
-
-    base: Any = TrainerCallback  # its types are there or not, as it is installed or not
-
-    class Watching(base):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            # Nobody says so when a training ends by an exception.
-            before: Watch | None = getattr(self, "watch", None)
-            if before is not None:
-                before.close()
-            self.watch = watch(given["model"], policy=policy, every=every)
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._tell(self.watch.step(state.global_step + 1))
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self._tell(self.watch.close())
-
-        def _tell(self, found: list[FindingRecord]) -> None:
-            log = logging.get_logger("transformers.narrowcast")
-            for finding in found:
-                (tell or (lambda f: log.warning(sentence(f))))(finding)
-
-    return Watching()
-
-
-def sentence(finding: FindingRecord) -> str:
-    """Write a finding as one line."""
-    where = " ".join(part for part in (finding.module, finding.role) if part)
-    rest = f"; {finding.remedy}" if finding.remedy else ""
-    return f"step {finding.step}: {where}: {finding.what}: {finding.why}{rest}"

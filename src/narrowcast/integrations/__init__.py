@@ -1,1 +1,1 @@
-"""Callbacks that let other people's trainers be watched."""
+"""Other people's trainers: callbacks that watch a model while they train it."""

@@ -147,13 +147,13 @@ def _ranges(numbers: list[int]) -> str:
     """Write sorted numbers as ranges in braces: `{0–3, 7}`; a single one stands alone."""
     if len(numbers) == 1:
         return str(numbers[0])
-    runs: list[list[int]] = []
+    stretches: list[list[int]] = []
     for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
+        if stretches and n == stretches[-1][1] + 1:
+            stretches[-1][1] = n
         else:
-            runs.append([n, n])
-    written = (str(a) if a == b else f"{a}–{b}" for a, b in runs)
+            stretches.append([n, n])
+    written = (str(a) if a == b else f"{a}–{b}" for a, b in stretches)
     return "{" + ", ".join(written) + "}"
 
 

@@ -1,49 +1,69 @@
 """The page of a run: read the folder, lay everything out, write `report.html` beside it."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from markupsafe import Markup
 
 from narrowcast.report import tables
+from narrowcast.report.charts.evaluated import headline_chart
 from narrowcast.report.charts.heat import HeatMap, heat_map
+from narrowcast.report.charts.loss_parts import parts_chart
 from narrowcast.report.charts.run_charts import Chart, loss_chart, scale_chart, small_charts
 from narrowcast.report.charts.spread import spread_charts, spread_note
 from narrowcast.report.in_force import in_force
 from narrowcast.report.layers import format_shares, layers
 from narrowcast.report.rendering import render, write_page
-from narrowcast.report.run_data import RunData, read_story
+from narrowcast.report.run_data import RunData, read_run
 from narrowcast.report.sentences import sentences
 from narrowcast.report.speed import speed_table
 from narrowcast.report.summary import ending, facts, headline
+from narrowcast.runs.records import Record
+from narrowcast.runs.report_section import ReportSection
 
 FILE = "report.html"
 
 
-def write_report(run_path: str | Path) -> Path:
+Sections: TypeAlias = Callable[[Path, Sequence[Record]], Sequence[ReportSection]]
+"""Draws what a workload adds to the report, from the folder and the records of a run alone."""
+
+
+def write_report(run_path: str | Path, *, sections: Sections | None = None) -> Path:
     """Write the page of the run in `run_path`, and return where it is.
 
-    The page depends on the folder's files alone: not on their path, nor on the time.
+    The page depends on the folder's files alone: not on their path, nor on the time. `sections`
+    draws those of the run's workload; without it there are none.
     """
     path = Path(run_path)
-    return write_page(path / FILE, page_of(read_story(path)))
+    data = read_run(path)
+    own = sections(path, data.records) if sections is not None else ()
+    return write_page(path / FILE, page_of(data, own))
 
 
-def page_of(story: RunData) -> str:
-    """Make the page of a run."""
-    loss = loss_chart(story) if story.steps else None
-    scale = scale_chart(story) if story.steps else None
-    small, spread = small_charts(story), spread_charts(story.exponents)
-    heat = heat_map(story.health)
+def page_of(data: RunData, own: Sequence[ReportSection] = ()) -> str:
+    """Make the page of a run, with the sections of its workload."""
+    loss = loss_chart(data) if data.steps else None
+    scale = scale_chart(data) if data.steps else None
+    judged, parts = headline_chart(data), parts_chart(data)
+    small, spread = small_charts(data), spread_charts(data.exponents)
+    heat = heat_map(data.health)
     values = {
-        **_told(story),
-        **_tables(story),
+        **_told(data),
+        **_tables(data),
         "loss": loss,
+        "judged": judged,
+        "parts": parts,
         "scale": scale,
         "small": small,
         "spread": spread,
-        "spread_note": spread_note(story.exponents),
+        "spread_note": spread_note(data.exponents),
         "heat": heat,
+        "own": [(section.title, Markup(section.html)) for section in own],
     }
-    charts: list[Chart] = [c for c in (loss, scale, *small, *spread) if c is not None]
+    charts: list[Chart] = [
+        c for c in (loss, judged, parts, scale, *small, *spread) if c is not None
+    ]
     return render("page.html", values, charts=charts, heat=_drawn(heat))
 
 
@@ -51,32 +71,33 @@ def _drawn(heat: HeatMap | None) -> dict[str, Any] | None:
     return None if heat is None else heat.data
 
 
-def _told(story: RunData) -> dict[str, Any]:
+def _told(data: RunData) -> dict[str, Any]:
     return {
-        "story": story,
-        "ending": ending(story),
-        "headline": headline(story),
-        "sentences": sentences(story),
-        "facts": facts(story),
+        "run": data,
+        "ending": ending(data),
+        "headline": headline(data),
+        "sentences": sentences(data),
+        "facts": facts(data),
     }
 
 
-def _tables(story: RunData) -> dict[str, Any]:
-    chosen, defaults = tables.settings(story)
-    ended = in_force(story.modules, story.changes, phases=story.phases)
+def _tables(data: RunData) -> dict[str, Any]:
+    chosen, defaults = tables.settings(data)
+    ended = in_force(data.modules, data.changes, phases=data.phases)
     return {
-        "reasons": tables.reasons(story),
-        "evals": tables.eval_table(story),
-        "findings": tables.findings(story),
-        "layers": layers(story.modules, ended),
+        "reasons": tables.reasons(data),
+        "evals": tables.eval_table(data),
+        "directions": tables.directions(data),
+        "findings": tables.findings(data),
+        "layers": layers(data.modules, ended),
         "ended": ended,
-        "shares": format_shares(story.modules),
-        "memory": tables.bytes_by_role(story.plan or {}),
-        "peak_bytes": max((record.peak_bytes for record in story.steps), default=0),
-        "speed": speed_table(story),
+        "shares": format_shares(data.modules),
+        "memory": tables.bytes_by_role(data.plan or {}),
+        "peak_bytes": max((record.peak_bytes for record in data.steps), default=0),
+        "speed": speed_table(data),
         "chosen": chosen,
         "defaults": defaults,
-        "surroundings": tables.surroundings(story),
+        "surroundings": tables.surroundings(data),
         "few_rows": tables.FEW_ROWS,
         "most_rows": tables.MOST_ROWS,
     }

@@ -2,6 +2,9 @@
 
 import math
 
+from narrowcast.runs.task_info import Metric
+
+_FOUR_DIGITS = Metric(name="").text
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -52,6 +55,18 @@ def value(x: float) -> str:
         return f"{mantissa} × 10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace("-", "−")
     digits = max(0, 3 - math.floor(math.log10(abs(x)))) if x else 0
     return f"{x:,.{digits}f}".replace("-", "−")
+
+
+def measured(metric: Metric, x: float) -> str:
+    """Write a value of a metric as its task says; to four digits where it says nothing else."""
+    if not math.isfinite(x) or metric.text == _FOUR_DIGITS:
+        return value(x)
+    return metric.written(x).replace("-", "−")
+
+
+def said(name: str) -> str:
+    """Write the name of a metric or of a part of the loss as a reader says it."""
+    return name.replace("_", " ")
 
 
 def scale(x: float) -> str:

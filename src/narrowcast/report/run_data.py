@@ -1,7 +1,7 @@
 """What a run folder holds, read once and sorted by kind: all that a page is made from."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,15 @@ from narrowcast.runs.records import (
     Record,
     StepRecord,
 )
+from narrowcast.runs.task_info import Metric, TaskInfo
+
+TASK = "task.json"
+
+UNSAID = TaskInfo(
+    unit="token",
+    metrics=(Metric(name="loss"), Metric(name="perplexity"), Metric(name="bits_per_byte")),
+)
+"""What a run is taken for whose folder does not say: the first workload did not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,10 @@ class RunData:
     recipe_text: str
     sessions: tuple[Mapping[str, Any], ...]
     """The environment of the first start and of each resume."""
+    task: TaskInfo = UNSAID
+    """What the run counts, and how it is judged."""
+    records: tuple[Record, ...] = ()
+    """All of them, in their order, for sections that a workload draws."""
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return what the recipe set `key` to."""
@@ -54,6 +67,23 @@ class RunData:
         return policies(asked, self.setting("precision.schedule"))
 
     @property
+    def headline(self) -> Metric | None:
+        """The metric the run is judged by; None where it was never evaluated."""
+        return headline_of(self.task, self.metrics)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that were evaluated, in the order of the task."""
+        found = dict.fromkeys(name for record in self.evals for name in record.metrics)
+        return _in_order(found, [metric.name for metric in self.task.metrics])
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of the loss that were recorded, in the order of the task."""
+        found = dict.fromkeys(name for record in self.steps for name in record.parts)
+        return _in_order(found, self.task.loss_parts)
+
+    @property
     def modules(self) -> list[Mapping[str, Any]]:
         """The modules of the plan."""
         return list((self.plan or {}).get("modules", []))
@@ -64,7 +94,7 @@ class RunData:
         return list((self.plan or {}).get("phases", []))
 
 
-def read_story(path: Path) -> RunData:
+def read_run(path: Path) -> RunData:
     """Read the folder of a run, at whatever point the run is."""
     with RunFolder.open(path) as run:
         records = run.records()
@@ -79,11 +109,31 @@ def read_story(path: Path) -> RunData:
         settings=settings,
         recipe_text=recipe_text,
         sessions=tuple(environment.get("sessions", [])),
+        task=task_info_of(path),
+        records=tuple(records),
     )
 
 
+def task_info_of(folder: Path) -> TaskInfo:
+    """Return what the task of the run in `folder` counts and how it is judged."""
+    with RunFolder(folder) as run:
+        return TaskInfo.from_json(run.read_json(TASK)) if (folder / TASK).exists() else UNSAID
+
+
+def headline_of(task: TaskInfo, evaluated: Iterable[str]) -> Metric | None:
+    """Return the first metric of a task that was evaluated, or else the first that was."""
+    names = list(dict.fromkeys(evaluated))
+    declared = next((metric for metric in task.metrics if metric.name in names), None)
+    return declared or next((replace(task.metric(n), name=n) for n in names), None)
+
+
+def _in_order(found: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Sort names as `order` has them; those it does not have come last, as they were found."""
+    return sorted(found, key=lambda name: order.index(name) if name in order else len(order))
+
+
 def by_kind(records: Iterable[Record]) -> dict[str, Any]:
-    """Sort records into the fields of a story."""
+    """Sort records into the fields of a RunData."""
     found = list(records)
     kinds = {
         "steps": StepRecord,

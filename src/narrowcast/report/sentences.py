@@ -15,18 +15,18 @@ INJECTED = "fault injected"
 """What a run calls a fault that its recipe asks for."""
 
 
-def sentences(story: RunData) -> list[tuple[Tone, str]]:
+def sentences(data: RunData) -> list[tuple[Tone, str]]:
     """Tell what happened that an owner would want to know, the most serious first."""
-    if not story.steps:
+    if not data.steps:
         return []
-    found = findings(story)
+    found = findings(data)
     first = _foremost(found)
     told: list[tuple[Tone, str]] = [("bad", _finding(f)) for f in first]
     if len(found) > len(first):
         more = count(len(found) - len(first), "more finding")
         told.append(("bad", f"There {'is' if more.startswith('1 ') else 'are'} {more} below."))
-    told += _changes(story)
-    told += _skips(story)
+    told += _changes(data)
+    told += _skips(data)
     if not told:
         told.append(("good", "No step was skipped and nothing was found."))
     return told
@@ -58,13 +58,13 @@ def _finding(found: Finding) -> str:
     return f"{told.rstrip('.')}.{advice}"
 
 
-def _skips(story: RunData) -> list[tuple[Tone, str]]:
-    skipped = [record for record in story.steps if not record.applied]
+def _skips(data: RunData) -> list[tuple[Tone, str]]:
+    skipped = [record for record in data.steps if not record.applied]
     if not skipped:
         return []
-    tried = len(story.steps)
+    tried = len(data.steps)
     last = skipped[-1]
-    ago = "the last step" if last is story.steps[-1] else f"the last at step {count(last.step)}"
+    ago = "the last step" if last is data.steps[-1] else f"the last at step {count(last.step)}"
     if len(skipped) == tried:
         return [("bad", "Every step was skipped, so the weights never changed.")]
     if len(skipped) == 1:
@@ -75,18 +75,18 @@ def _skips(story: RunData) -> list[tuple[Tone, str]]:
     ]
 
 
-def _changes(story: RunData) -> list[tuple[Tone, str]]:
-    if not story.changes:
+def _changes(data: RunData) -> list[tuple[Tone, str]]:
+    if not data.changes:
         return []
     told: list[tuple[Tone, str]] = []
-    phases = [r for r in story.changes if r.module in WHOLE]
+    phases = [r for r in data.changes if r.module in WHOLE]
     if phases:
         course = " → ".join([phases[0].before, *(r.after for r in phases)])
         at = ", ".join(count(r.step) for r in phases[:6])
         noun = "step" if len(phases) == 1 else "steps"
         told.append(("fair", f"The policy changed in the run, at {noun} {at}: {course}."))
-    ended = in_force(story.modules, story.changes, phases=story.phases)
-    single = [r for r in story.changes if r.module not in WHOLE]
+    ended = in_force(data.modules, data.changes, phases=data.phases)
+    single = [r for r in data.changes if r.module not in WHOLE]
     if len(single) == 1:
         told.append(("fair", _one_change(single[0], stayed=bool(ended.changed))))
     elif single:

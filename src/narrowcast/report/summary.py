@@ -1,13 +1,26 @@
 """How the run went, in sentences: its ending, a headline, the figures beside it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from narrowcast.report.layers import format_shares
-from narrowcast.report.phrases import count, duration, large, scale, share, size, value
+from narrowcast.report.phrases import (
+    capital,
+    count,
+    duration,
+    large,
+    measured,
+    said,
+    scale,
+    share,
+    size,
+    value,
+)
 from narrowcast.report.run_data import RunData
 from narrowcast.runs.records import StepRecord
+from narrowcast.runs.task_info import Metric
 
 Tone = Literal["good", "fair", "bad"]
 
@@ -31,9 +44,9 @@ class Fact:
     note: str = ""
 
 
-def ending(story: RunData) -> Ending:
+def ending(data: RunData) -> Ending:
     """Judge from the records alone where the run stands."""
-    done, asked = len(story.steps), int(story.setting("steps", 0))
+    done, asked = len(data.steps), int(data.setting("steps", 0))
     if not done:
         return Ending(
             label="No step yet",
@@ -41,10 +54,10 @@ def ending(story: RunData) -> Ending:
             advice="The folder holds no record of a step: the run is still starting, or ended "
             "before its first step.",
         )
-    gave_up = _gave_up(story)
+    gave_up = _gave_up(data)
     if gave_up and done < asked:
         return Ending(label="Diverged", tone="bad", advice=gave_up)
-    lost = _lost_at(story.steps)
+    lost = _lost_at(data.steps)
     if lost is not None:
         return Ending(
             label="Loss not finite",
@@ -56,8 +69,8 @@ def ending(story: RunData) -> Ending:
     if done >= asked:
         return Ending(label="Finished", tone="good")
     progress = f"{count(done)} of {count(asked, 'step')}"
-    last_saved = story.checkpoints[-1].step if story.checkpoints else None
-    if last_saved == story.steps[-1].step:
+    last_saved = data.checkpoints[-1].step if data.checkpoints else None
+    if last_saved == data.steps[-1].step:
         return Ending(
             label="Stopped",
             tone="fair",
@@ -77,61 +90,56 @@ def ending(story: RunData) -> Ending:
     )
 
 
-def headline(story: RunData) -> str:
+def headline(data: RunData) -> str:
     """Say in one sentence what trained, in which policy, and how well."""
-    if not story.steps:
-        return f"{story.name} is set up to train {_in_policy(story)} and has not run a step."
-    done, asked = len(story.steps), int(story.setting("steps", 0))
+    if not data.steps:
+        return f"{data.name} is set up to train {_in_policy(data)} and has not run a step."
+    done, asked = len(data.steps), int(data.setting("steps", 0))
     steps = count(done, "step") if done >= asked else f"{count(done)} of {count(asked, 'step')}"
-    return f"{story.name} trained {_in_policy(story)} for {steps}: {_quality(story)}."
+    return f"{data.name} trained {_in_policy(data)} for {steps}: {_quality(data)}."
 
 
-def facts(story: RunData) -> list[Fact]:
+def facts(data: RunData) -> list[Fact]:
     """Collect the numbers beside the headline; those that were not measured are left out."""
-    if not story.steps:
+    if not data.steps:
         return []
     return [
-        *_loss_fact(story),
-        _steps_fact(story.steps),
-        _scale_fact(story.steps),
-        *_speed_facts(story.steps),
-        *_memory_fact(story),
+        *_loss_fact(data),
+        _steps_fact(data.steps),
+        _scale_fact(data.steps),
+        *_speed_facts(data),
+        *_memory_fact(data),
     ]
 
 
-def metric(story: RunData) -> str:
-    """Name the metric that evaluations are headed by; empty where there are none."""
-    return next((key for record in story.evals for key in record.metrics), "")
-
-
-def _in_policy(story: RunData) -> str:
+def _in_policy(data: RunData) -> str:
     """Say `in fp16 (emulated)`, or `with the default policy, mostly bf16`."""
-    most = next((part.name for part in format_shares(story.modules)), "")
-    ways = {m.get("how") for m in story.modules if m.get("forward") == most}
+    most = next((part.name for part in format_shares(data.modules)), "")
+    ways = {m.get("how") for m in data.modules if m.get("forward") == most}
     emulated = " (emulated)" if ways == {"emulated"} else ""
-    name = story.policy
+    name = data.policy
     if name.startswith(("fp", "bf16", "tf32")):
         return f"in {name}{emulated}"
     mostly = f", mostly {most}{emulated}" if most else ""
     return f"with the {name} policy{mostly}" if name.isalpha() else f"with policy {name}{mostly}"
 
 
-def _gave_up(story: RunData) -> str:
+def _gave_up(data: RunData) -> str:
     """Say how the run gave up, if it ended on as many overflows in a row as the recipe allows.
 
     Only those at one scale count: while the scale still falls, a run has not given up.
     """
-    patience = story.setting("precision.loss_scale.patience")
-    last = story.steps[-1]
+    patience = data.setting("precision.loss_scale.patience")
+    last = data.steps[-1]
     in_a_row = 0
-    for record in reversed(story.steps):
+    for record in reversed(data.steps):
         if record.applied or record.loss_scale != last.loss_scale:
             break
         in_a_row += 1
     if not isinstance(patience, int) or in_a_row < max(1, patience):
         return ""
     reason = f" The last reason given: {last.why}." if last.why else ""
-    module = next((r.module for r in reversed(story.findings) if r.module), "")
+    module = next((r.module for r in reversed(data.findings) if r.module), "")
     where = f" Look at {module} first." if module else ""
     return (
         f"The last {count(in_a_row, 'step')} were all skipped, with the loss scale at "
@@ -149,22 +157,22 @@ def _lost_at(steps: tuple[StepRecord, ...]) -> int | None:
     return since
 
 
-def _quality(story: RunData) -> str:
-    key = metric(story)
-    found = [(r.step, r.metrics[key]) for r in story.evals if key in r.metrics]
-    if not found:
-        return f"{_training_loss(story.steps)}, never evaluated"
-    name = key.replace("_", " ")
+def _quality(data: RunData) -> str:
+    metric = data.headline
+    if metric is None:
+        return f"{_training_loss(data.steps)}, never evaluated"
+    name = said(metric.name)
+    found = [(r.step, r.metrics[metric.name]) for r in data.evals if metric.name in r.metrics]
     (first_step, first), (last_step, last) = found[0], found[-1]
+    began, ended = measured(metric, first), measured(metric, last)
     if len(found) == 1:
-        return f"evaluated {name} {value(last)} at step {count(last_step)}"
+        return f"evaluated {name} {ended} at step {count(last_step)}"
     if not (math.isfinite(first) and math.isfinite(last)):
-        at = count(first_step)
-        return f"evaluated {name} {value(first)} at step {at}, {value(last)} at the end"
+        return f"evaluated {name} {began} at step {count(first_step)}, {ended} at the end"
     if first == last:
-        return f"evaluated {name} stayed at {value(last)}"
+        return f"evaluated {name} stayed at {ended}"
     verb = "fell" if last < first else "rose"
-    return f"evaluated {name} {verb} from {value(first)} to {value(last)}"
+    return f"evaluated {name} {verb} from {began} to {ended}"
 
 
 def _training_loss(steps: tuple[StepRecord, ...]) -> str:
@@ -176,15 +184,32 @@ def _training_loss(steps: tuple[StepRecord, ...]) -> str:
     return f"training loss {course}" + (f", not finite from step {count(lost)} on" if lost else "")
 
 
-def _loss_fact(story: RunData) -> list[Fact]:
-    key = metric(story)
-    found = [(r.step, r.metrics) for r in story.evals if key in r.metrics]
-    if not found:
-        return [Fact(label="Training loss", value=value(story.steps[-1].loss), note="last step")]
+def _loss_fact(data: RunData) -> list[Fact]:
+    metric = data.headline
+    if metric is None:
+        return [Fact(label="Training loss", value=value(data.steps[-1].loss), note="last step")]
+    found = [(r.step, r.metrics) for r in data.evals if metric.name in r.metrics]
     step, metrics = found[-1]
-    others = [f"{k.replace('_', ' ')} {value(v)}" for k, v in metrics.items() if k != key]
+    last = metrics[metric.name]
+    others = [
+        f"{said(name)} {measured(data.task.metric(name), y)}"
+        for name, y in metrics.items()
+        if name != metric.name
+    ]
     note = others[0] if others else f"at step {count(step)}"
-    return [Fact(label=f"Evaluated {key.replace('_', ' ')}", value=value(metrics[key]), note=note)]
+    best_step, best = _best(metric, [(s, m[metric.name]) for s, m in found])
+    if metric.is_better(best, last) or math.isnan(last):
+        note = f"best {measured(metric, best)} at step {count(best_step)}"
+    return [Fact(label=f"Evaluated {said(metric.name)}", value=measured(metric, last), note=note)]
+
+
+def _best(metric: Metric, found: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Return the first of the best values, and its step."""
+    best = found[0]
+    for each in found[1:]:
+        if metric.is_better(each[1], best[1]) or math.isnan(best[1]):
+            best = each
+    return best
 
 
 def _steps_fact(steps: tuple[StepRecord, ...]) -> Fact:
@@ -201,7 +226,8 @@ def _scale_fact(steps: tuple[StepRecord, ...]) -> Fact:
     return Fact(label="Loss scale", value=scale(scales[-1]), note=note)
 
 
-def _speed_facts(steps: tuple[StepRecord, ...]) -> list[Fact]:
+def _speed_facts(data: RunData) -> list[Fact]:
+    steps, units = data.steps, data.task.units
     seconds = math.fsum(record.seconds for record in steps)
     items = sum(record.items for record in steps)
     typical = sorted(record.seconds for record in steps)[len(steps) // 2]
@@ -209,14 +235,14 @@ def _speed_facts(steps: tuple[StepRecord, ...]) -> list[Fact]:
         return []
     return [
         Fact(
-            label="Tokens per second",
+            label=f"{capital(units)} per second",
             value=large(items / seconds),
-            note=f"{large(items)} tokens in all",
+            note=f"{large(items)} {units} in all",
         ),
-        Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} a step"),
+        Fact(label="Time in steps", value=duration(seconds), note=f"{duration(typical)} per step"),
     ]
 
 
-def _memory_fact(story: RunData) -> list[Fact]:
-    peak = max(record.peak_bytes for record in story.steps)
+def _memory_fact(data: RunData) -> list[Fact]:
+    peak = max(record.peak_bytes for record in data.steps)
     return [Fact(label="Peak memory", value=size(peak), note="measured")] if peak > 0 else []

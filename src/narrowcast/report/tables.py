@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.report.phrases import count, share, size, value
+from narrowcast.report.phrases import capital, count, measured, said, share, size
 from narrowcast.report.run_data import RunData
 from narrowcast.report.settings_text import written
 from narrowcast.runs.records import FindingRecord
@@ -80,26 +80,42 @@ class Surrounding:
     values: tuple[str, ...]
 
 
-def eval_table(story: RunData) -> tuple[list[str], list[list[str]]]:
+def eval_table(data: RunData) -> tuple[list[str], list[list[str]]]:
     """List the evaluations: the names of the metrics, then a row of texts each."""
-    names = list(dict.fromkeys(key for record in story.evals for key in record.metrics))
+    names = data.metrics
     rows = [
         [
             count(record.step),
-            *(value(record.metrics[n]) if n in record.metrics else "–" for n in names),
+            *(
+                measured(data.task.metric(n), record.metrics[n]) if n in record.metrics else "–"
+                for n in names
+            ),
         ]
-        for record in story.evals
+        for record in data.evals
     ]
     return names, rows
 
 
-def reasons(story: RunData) -> list[Reason]:
+def directions(data: RunData) -> str:
+    """Say of each metric which way is better; nothing where lower is for all."""
+    ways = {name: data.task.metric(name).better for name in data.metrics}
+    if "higher" not in ways.values():
+        return ""
+    told = [
+        f"{way} is better for {', '.join(said(name) for name in ways if ways[name] == way)}"
+        for way in ("higher", "lower")
+        if way in ways.values()
+    ]
+    return f"{capital('; '.join(told))}."
+
+
+def reasons(data: RunData) -> list[Reason]:
     """Count the skipped steps by reason, the most frequent first.
 
     What a skip did to the loss scale is not its reason, and differs each time.
     """
     skipped: dict[str, list[int]] = {}
-    for record in story.steps:
+    for record in data.steps:
         if not record.applied:
             why = _SCALE_CHANGE.sub("", record.why) or "no reason recorded"
             skipped.setdefault(why, []).append(record.step)
@@ -109,10 +125,10 @@ def reasons(story: RunData) -> list[Reason]:
     return sorted(found, key=lambda reason: -reason.times)
 
 
-def findings(story: RunData) -> list[Finding]:
+def findings(data: RunData) -> list[Finding]:
     """List the findings in the order they first came up, those that say the same as one."""
     groups: dict[tuple[str, ...], list[FindingRecord]] = {}
-    for r in story.findings:
+    for r in data.findings:
         key = (r.module, r.role, r.what, r.why, r.action, r.advice)
         groups.setdefault(key, []).append(r)
     return [
@@ -148,19 +164,19 @@ def bytes_by_role(plan: Mapping[str, Any]) -> tuple[list[Bytes], str]:
     return rows, size(total)
 
 
-def settings(story: RunData) -> tuple[list[Setting], list[Setting]]:
+def settings(data: RunData) -> tuple[list[Setting], list[Setting]]:
     """List the recipe: what somebody set, and what was left at its default."""
     found = [
         Setting(key=key, value=written(entry.get("value")), origin=str(entry.get("origin", "")))
-        for key, entry in story.settings.items()
+        for key, entry in data.settings.items()
     ]
     chosen = [setting for setting in found if setting.origin != "default"]
     return chosen, [setting for setting in found if setting.origin == "default"]
 
 
-def surroundings(story: RunData) -> list[Surrounding]:
+def surroundings(data: RunData) -> list[Surrounding]:
     """List the environment of the run's sessions."""
-    flat = [dict(_flattened(session)) for session in story.sessions]
+    flat = [dict(_flattened(session)) for session in data.sessions]
     keys = dict.fromkeys(key for session in flat for key in session)
     rows = []
     for key in keys:

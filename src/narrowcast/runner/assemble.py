@@ -52,5 +52,5 @@ def _require_memory(plan: Plan) -> None:
         raise UnsupportedError(
             f"weights, gradients and optimizer take {size(needed)}, and {hardware.name} "
             f"({hardware.device}) has {size(hardware.memory_bytes)}; choose a smaller model, or "
-            "keep fewer bytes a weight, e.g. precision.policy=bf16-pure"
+            "keep fewer bytes per weight, e.g. precision.policy=bf16-pure"
         )

@@ -12,7 +12,7 @@ RUNS = Path("runs")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OutDir:
     """A folder that can be made."""
 
     path: Path
@@ -23,19 +23,19 @@ class Place:
         return f"{self.path} ({self.taken} is taken)" if self.taken else str(self.path)
 
 
-def out_dir_for(name: str, out: str | None) -> Place:
+def out_dir_for(name: str, out: str | None) -> OutDir:
     """Return the place of a new run called `name`: `out`, or the first free one of that name.
 
     Makes nothing. An `out` that holds a run already is refused here, before any work is done.
     """
     if out is not None:
         require_no_run(Path(out))
-        return Place(path=Path(out))
+        return OutDir(path=Path(out))
     first = RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run")
     if not first.exists():
-        return Place(path=first)
+        return OutDir(path=first)
     numbered = (first.with_name(f"{first.name}-{n}") for n in count(2))
-    return Place(path=next(path for path in numbered if not path.exists()), taken=first)
+    return OutDir(path=next(path for path in numbered if not path.exists()), taken=first)
 
 
 def require_no_run(path: Path) -> None:

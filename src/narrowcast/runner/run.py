@@ -21,11 +21,11 @@ from narrowcast.errors import DivergedError, Interrupted, RecipeError
 from narrowcast.hardware import probe
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.report import write_report
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
 from narrowcast.runner.changes import continued, notices
 from narrowcast.runner.out_dir import require_no_run
+from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import Record, RunFolder, describe_environment
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.phase_plans import phases_json
@@ -110,15 +110,15 @@ class Run:
                     step = record.step
                     yield record
         except Interrupted as stop:
-            write_report(self.folder.path)
+            write_run_report(self.folder.path)
             raise Interrupted(
                 f"interrupted after step {step} of {self.recipe.steps}\n"
                 f"resume with: narrowcast resume {shlex.quote(str(self.folder.path))}"
             ) from stop
         except DivergedError as error:
-            page = write_report(self.folder.path)
+            page = write_run_report(self.folder.path)
             raise DivergedError(f"{error}\nwhat led to it: {page}") from error
-        write_report(self.folder.path)
+        write_run_report(self.folder.path)
 
     def close(self) -> None:
         """Let go of the folder; another process may then continue the run."""

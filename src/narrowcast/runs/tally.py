@@ -1,6 +1,7 @@
 """The numbers shown while a run goes on, as a value that each step hands on."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from narrowcast.runs.records import StepRecord
@@ -39,6 +40,8 @@ class Tally:
     items: int = 0
     seconds: float = 0.0
     smooth_loss: Smooth = field(default_factory=Smooth)
+    smooth_parts: Mapping[str, Smooth] = field(default_factory=dict)
+    """Of each part of the loss, for tasks that name them."""
     smooth_items: Smooth = field(default_factory=Smooth)
     smooth_seconds: Smooth = field(default_factory=Smooth)
 
@@ -52,6 +55,10 @@ class Tally:
             items=self.items + record.items,
             seconds=self.seconds + record.seconds,
             smooth_loss=self.smooth_loss.after(record.loss),
+            smooth_parts={
+                **self.smooth_parts,
+                **{n: self.smooth_parts.get(n, Smooth()).after(x) for n, x in record.parts.items()},
+            },
             smooth_items=self.smooth_items.after(record.items),
             smooth_seconds=self.smooth_seconds.after(record.seconds),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,11 @@ from narrowcast.errors import CheckpointError, RecipeError
 
 AVERAGED = "ema_"
 """Before the name of a metric that was taken with the average of the weights."""
+
+
+_WAYS = ("lower", "higher")
+_FORMAT = re.compile(r"[+,]{0,2}(\.\d{1,2})?[efg%]")
+"""What `text` may be: it comes from a file, and a width could fill a page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +26,13 @@ class Metric:
     better: Literal["lower", "higher"] = "lower"
     text: str = ".4g"
     """Format specification, e.g. `.4f` or `.1%`."""
+
+    def __post_init__(self) -> None:
+        words = (self.name, self.better, self.text)
+        if not all(isinstance(word, str) for word in words) or self.better not in _WAYS:
+            raise RecipeError(f"metric {self.name!r}: better is lower or higher, not {self.better}")
+        if not _FORMAT.fullmatch(self.text):
+            raise RecipeError(f"metric {self.name!r}: text={self.text!r}; write e.g. .4g or .1%")
 
     def written(self, value: float) -> str:
         """Return a value as text."""
@@ -44,6 +57,8 @@ class TaskInfo:
     """Names of the parts of the loss; none where it is of one piece."""
 
     def __post_init__(self) -> None:
+        if not all(isinstance(word, str) for word in (self.unit, self.plural, *self.loss_parts)):
+            raise RecipeError("unit, plural and loss_parts of a task are texts")
         names = [metric.name for metric in self.metrics]
         if not names or len(set(names)) != len(names):
             raise RecipeError(f"a task has metrics of different names, the headline first: {names}")

@@ -58,15 +58,23 @@ def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple
 
 
 def phases_json(recipe: Recipe, plans: Sequence[Plan]) -> dict[str, Any]:
-    """Return the plan a run begins with, as plain data, and what each phase gives each module."""
+    """Return the plan a run begins with, as plain data, and with a schedule that of each phase.
+
+    What `narrowcast plan --json` prints and what a run keeps as plan.json. A phase has its policy
+    and its end as texts, its bytes by role, its modules as a plan lists them, and in one text the
+    formats of each.
+    """
     told = plans[0].to_json()
     if len(plans) > 1:
         told["phases"] = [
             {
-                "policy": text_of(phase, chosen),
-                "formats": {module.name: formats_text(module, chosen) for module in chosen.modules},
+                "policy": text_of(phase, plan),
+                "until": end_text(phase.until, steps=recipe.steps),
+                "bytes": dict(plan.bytes),
+                "modules": [module.to_json() for module in plan.modules],
+                "formats": {module.name: formats_text(module, plan) for module in plan.modules},
             }
-            for phase, chosen in zip(phases_of(recipe.precision), plans, strict=True)
+            for phase, plan in zip(phases_of(recipe.precision), plans, strict=True)
         ]
     return told
 

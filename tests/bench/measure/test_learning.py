@@ -8,6 +8,7 @@ from hypothesis.strategies import floats, integers, lists
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.coordinator import Result
 from narrowcast.bench.measure.learning import quality_figures, smoothed, steps_to, thinned
+from narrowcast.runs import Metric, TaskInfo
 
 LOSSES = lists(floats(min_value=0, max_value=100), min_size=1, max_size=80)
 REFERENCE = Contender(name="fp32", kind="narrowcast")
@@ -20,7 +21,8 @@ def ran(name, losses, *, seed=0, evaluated=2.0, seconds=0.5):
         "step_seconds": seconds,
         "skipped": 0,
         "peak_bytes": 1,
-        "metrics": {"loss": evaluated, "perplexity": math.exp(evaluated)},
+        "metrics": {"perplexity": math.exp(evaluated), "loss": evaluated},
+        "task": TaskInfo(metrics=(Metric(name="loss"), Metric(name="perplexity"))).to_json(),
     }
     result = Result(contender=Contender(name=name, kind="narrowcast"))
     result.rounds = [(0, {"runs": [run]})]
@@ -62,8 +64,8 @@ def test_a_policy_is_compared_with_the_reference_of_the_same_seed():
     results = [ran("fp32", slow), ran("bf16", fast, evaluated=2.1, seconds=0.1)]
     found = quality_figures(results, REFERENCE)
     reference, narrow = found["rows"]
-    assert reference["eval_loss_relative"] == 0.0
-    assert narrow["eval_loss_relative"] == pytest.approx(0.05)
+    assert reference["evaluated_relative"] == 0.0
+    assert narrow["evaluated_relative"] == pytest.approx(0.05)
     # Ten steps make a window, and so the average is at 2 ten steps after the last 4.
     assert (reference["steps_to_loss"], narrow["steps_to_loss"]) == (30, 20)
     assert narrow["seconds_to_loss"] == pytest.approx(2.0)
@@ -76,4 +78,4 @@ def test_words_that_stand_for_infinity_are_numbers_again():
 
 def test_a_policy_without_a_reference_has_no_comparison():
     row = quality_figures([ran("bf16", [1.0] * 20)], REFERENCE)["rows"][0]
-    assert (row["eval_loss_relative"], row["steps_to_loss"]) == (None, None)
+    assert (row["evaluated_relative"], row["steps_to_loss"]) == (None, None)

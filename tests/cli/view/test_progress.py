@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -7,6 +8,9 @@ from narrowcast.cli.view import progress
 from narrowcast.cli.view.progress import RunDisplay
 from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, PrecisionRecord, StepRecord
 from narrowcast.runs.tally import Tally
+from narrowcast.runs.task_info import Metric, TaskInfo
+
+TOKENS = TaskInfo(unit="token")
 
 
 @pytest.fixture
@@ -51,19 +55,19 @@ def step(number: int, *, applied: bool = True, why: str = "") -> StepRecord:
 
 
 def test_a_plain_line_has_loss_scale_pace_and_time_left(console, clock):
-    with RunDisplay(console, Tally(steps=11), scaled=True) as display:
+    with RunDisplay(console, Tally(steps=11), task=TOKENS, scaled=True) as display:
         display.show(step(1))
     assert shown(console) == ["step 1/11  loss 2.500  scale 1,024  1.00 k tokens/s  1.0 s left"]
 
 
 def test_no_scale_is_shown_where_there_is_none(console, clock):
-    with RunDisplay(console, Tally(steps=10), scaled=False) as display:
+    with RunDisplay(console, Tally(steps=10), task=TOKENS, scaled=False) as display:
         display.show(step(1))
     assert "scale" not in shown(console)[0]
 
 
 def test_plain_lines_come_at_the_first_and_the_last_step_and_every_two_seconds(console, clock):
-    with RunDisplay(console, Tally(steps=100), scaled=False) as display:
+    with RunDisplay(console, Tally(steps=100), task=TOKENS, scaled=False) as display:
         for number in range(1, 101):
             display.show(step(number))
             clock.now += 0.1
@@ -72,7 +76,7 @@ def test_plain_lines_come_at_the_first_and_the_last_step_and_every_two_seconds(c
 
 
 def test_a_day_of_steps_prints_hundreds_of_lines_not_tens_of_thousands(console, clock):
-    with RunDisplay(console, Tally(steps=8640), scaled=False) as display:
+    with RunDisplay(console, Tally(steps=8640), task=TOKENS, scaled=False) as display:
         for number in range(1, 8641):
             display.show(step(number))
             clock.now += 10.0
@@ -80,7 +84,7 @@ def test_a_day_of_steps_prints_hundreds_of_lines_not_tens_of_thousands(console, 
 
 
 def test_every_tenth_of_a_second_of_overflow_is_not_a_line_of_its_own(console, clock):
-    with RunDisplay(console, Tally(steps=200), scaled=False) as display:
+    with RunDisplay(console, Tally(steps=200), task=TOKENS, scaled=False) as display:
         for number in range(1, 101):
             display.show(step(number, applied=False, why=f"reason {number}"))
             clock.now += 0.1
@@ -95,7 +99,7 @@ def test_every_tenth_of_a_second_of_overflow_is_not_a_line_of_its_own(console, c
 
 def test_evaluations_findings_and_changes_of_format_are_told(console, clock):
     found = {"module": "head", "role": "grad", "what": "overflow", "why": "too large"}
-    with RunDisplay(console, Tally(steps=9), scaled=False) as display:
+    with RunDisplay(console, Tally(steps=9), task=TOKENS, scaled=False) as display:
         display.show(EvalRecord(step=5, metrics={"loss": 1.5, "bits_per_byte": 2.0}))
         display.show(FindingRecord(step=5, since=4, action="skipped", advice="try fp32", **found))
         display.show(FindingRecord(step=5, since=5, action="", advice="", **found))
@@ -113,6 +117,27 @@ def test_evaluations_findings_and_changes_of_format_are_told(console, clock):
 
 
 def test_text_in_brackets_is_shown_as_it_is(console, clock):
-    with RunDisplay(console, Tally(steps=9), scaled=False) as display:
+    with RunDisplay(console, Tally(steps=9), task=TOKENS, scaled=False) as display:
         display.show(step(1, applied=False, why="blocks[0] and [bold] are not finite"))
     assert "blocks[0] and [bold] are not finite" in shown(console)[0]
+
+
+@pytest.mark.parametrize(("width", "fits"), [(1000, True), (80, False)])
+def test_parts_of_the_loss_are_shown_where_they_fit(width, fits, clock):
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    record = replace(step(1), parts={"reconstruction": 2.25, "sparsity_penalty": 0.25})
+    with RunDisplay(console, Tally(steps=1), task=TOKENS, scaled=False) as display:
+        display.show(record)
+    told = "loss 2.500 (reconstruction 2.250, sparsity penalty 0.2500)" if fits else "loss 2.500  "
+    assert told in shown(console)[0]
+
+
+def test_what_is_counted_and_how_metrics_are_written_is_the_task_s(console, clock):
+    accuracy = Metric(name="accuracy", better="higher", text=".1%")
+    series = TaskInfo(unit="series", plural="series", metrics=(accuracy, Metric(name="loss")))
+    with RunDisplay(console, Tally(steps=1), task=series, scaled=False) as display:
+        display.show(step(1))
+        display.show(EvalRecord(step=1, metrics={"loss": 1.5, "accuracy": 0.912}))
+    lines = shown(console)
+    assert "series/s" in lines[0]
+    assert lines[1] == "step 1 evaluated: accuracy 91.2%, loss 1.500"

@@ -215,9 +215,7 @@ def test_gradients_cleared_through_the_optimizer_are_gone(mlp, master, set_to_no
     ("setting", "value"),
     [("maximize", True), ("amsgrad", True), ("betas", (torch.tensor(0.9), torch.tensor(0.99)))],
 )
-def test_settings_that_the_fused_step_lacks_are_refused_when_they_come_later(
-    mlp, setting, value
-):
+def test_settings_that_the_fused_step_lacks_are_refused_when_they_come_later(mlp, setting, value):
     run = fresh(mlp)
     train(run)
     run.optimizer.param_groups[0][setting] = value

@@ -7,8 +7,8 @@ from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.report.compare.comparison import compare
 from narrowcast.report.compare.intervals import mean_of
 from narrowcast.report.compare.rows import headline, rows
-from narrowcast.report.compare.runs import TRAINING, lower_is_better
-from narrowcast.runs import EvalRecord
+from narrowcast.report.compare.runs import TRAINING
+from narrowcast.runs import EvalRecord, Metric, TaskInfo
 
 
 @pytest.fixture
@@ -202,22 +202,45 @@ def test_a_metric_that_some_run_lacks_is_refused_with_those_there_are(make):
         compare([make("a"), make("b", seed=1)], metric="crps")
 
 
-@pytest.mark.parametrize(
-    ("metric", "lower"),
-    [("loss", True), ("bits_per_byte", True), ("accuracy", False), ("val_accuracy", False),
-     ("auroc", False), ("perplexity", True), ("f1", False)],
-)  # fmt: skip
-def test_the_better_direction_is_known_by_the_name(metric, lower):
-    assert lower_is_better(metric) is lower
-
-
-def test_where_higher_is_better_the_highest_is_best(make):
+@pytest.mark.parametrize(("better", "best"), [("higher", [True, False]), ("lower", [False, True])])
+def test_which_value_is_best_and_what_is_reached_is_as_the_task_says(better, best, make):
+    task = TaskInfo(metrics=(Metric(name="score", better=better),))
     folders = [
-        make("a", metric="accuracy", offset=0.2, clip_norm=2.0),
-        make("b", metric="accuracy"),
+        make("a", metric="score", offset=0.2, clip_norm=2.0, task=task),
+        make("b", metric="score", task=task),
     ]
-    found = compare(folders)
-    assert [row.best for row in rows(found)] == [True, False]
+    found = compare(folders, target=2.25 if better == "higher" else 2.5)
+    assert [row.best for row in rows(found)] == best
+    assert found.to_json()["lower_is_better"] is (better == "lower")
+    # The score falls from 3: what is high is reached at once, what is low later.
+    steps = [group.steps_to.mean for group in found.groups]
+    assert steps == ([10, 10] if better == "higher" else [30, 20])
+
+
+def test_a_metric_is_written_as_its_task_says(make, classifier):
+    folders = [make(f"r{i}", metric="accuracy", seed=i, task=classifier) for i in (0, 1)]
+    (row,) = rows(compare(folders))
+    assert row.at_step == "200.0% ± 0.0%"
+
+
+def test_the_headline_of_the_task_is_compared_though_another_metric_was_written_first(
+    make_run, step, classifier
+):
+    found = EvalRecord(step=1, metrics={"loss": 2.0, "accuracy": 0.5})
+    folders = [
+        str(make_run([step(1), found], steps=1, folder=f"r{s}", seed=s, task=classifier))
+        for s in (0, 1)
+    ]
+    assert compare(folders).terms.metric.name == "accuracy"
+
+
+def test_runs_are_compared_by_a_part_of_their_loss(make_run, step):
+    folders = [
+        str(make_run([step(1, parts={"prior": 0.5 + s})], steps=1, folder=f"p{s}", seed=s))
+        for s in (0, 1)
+    ]
+    found = compare(folders, metric="loss/prior")
+    assert headline(found).startswith("quickstart in fp16: prior part of the training loss 1.0")
 
 
 def test_an_unfinished_run_is_told(make, make_run, step):

@@ -17,7 +17,7 @@ class Page:
     def __init__(self, folder: Path) -> None:
         self.watched, self.cursor = Watched(folder), Cursor()
         self.lists: dict[str, list[Any]] = {}
-        self.entries: dict[int, dict[str, Any]] = {}
+        self.events: dict[int, dict[str, Any]] = {}
         self.evals: list[Any] = []
         self.head: dict[str, Any] = {}
         self.told: dict[str, Any] = {}
@@ -29,12 +29,12 @@ class Page:
 
     def take(self, told: dict[str, Any]) -> "Page":
         if told.get("reset"):
-            self.lists, self.entries, self.evals = {}, {}, []
+            self.lists, self.events, self.evals = {}, {}, []
         self.head = told.get("head", self.head)
         for name, (at, rows) in told.get("lists", {}).items():
             self.lists[name] = self.lists.get(name, [])[:at] + rows
-        for entry in told.get("entries", []):
-            self.entries[entry["key"]] = entry
+        for event in told.get("events", []):
+            self.events[event["key"]] = event
         self.evals += told.get("evals", [])
         return self
 

@@ -4,10 +4,10 @@ import pytest
 
 from narrowcast.report.live.events import (
     LONGEST_TEXT,
-    MOST_ENTRIES,
+    MOST_EVENTS,
     MOST_MARKS,
     Changes,
-    Feed,
+    Events,
     Skips,
 )
 from narrowcast.runs import FindingRecord, PrecisionRecord
@@ -46,32 +46,32 @@ def test_a_scale_that_is_no_number_is_told_as_none(step, scale):
 
 
 def test_a_finding_that_comes_again_moves_up_and_is_counted():
-    feed = Feed()
+    events = Events()
     for record in (finding(1), finding(2, "b"), finding(3)):
-        feed.add(record)
-    rows = feed.since(0)
+        events.add(record)
+    rows = events.since(0)
     assert [(r["module"], r["first"], r["last"], r["times"]) for r in rows] == [
         ("b", 2, 2, 1),
         ("a", 1, 3, 2),
     ]
     assert rows[1]["why"] == "amax 3"
-    assert [r["module"] for r in feed.since(2)] == ["a"]
+    assert [r["module"] for r in events.since(2)] == ["a"]
 
 
 def test_a_feed_keeps_the_newest_and_counts_all():
-    feed = Feed()
-    for number in range(1, 3 * MOST_ENTRIES):
-        feed.add(finding(number, f"m{number}"))
-    assert len(feed.since(0)) == MOST_ENTRIES
-    assert feed.findings == 3 * MOST_ENTRIES - 1
-    assert feed.since(0)[-1]["module"] == f"m{3 * MOST_ENTRIES - 1}"
+    events = Events()
+    for number in range(1, 3 * MOST_EVENTS):
+        events.add(finding(number, f"m{number}"))
+    assert len(events.since(0)) == MOST_EVENTS
+    assert events.findings == 3 * MOST_EVENTS - 1
+    assert events.since(0)[-1]["module"] == f"m{3 * MOST_EVENTS - 1}"
 
 
 def test_every_change_of_format_has_its_entry():
-    feed = Feed()
+    events = Events()
     for number in (5, 9):
-        feed.add(change(number))
-    assert [(r["kind"], r["first"], r["after"]) for r in feed.since(0)] == [
+        events.add(change(number))
+    assert [(r["kind"], r["first"], r["after"]) for r in events.since(0)] == [
         ("format", 5, "bf16"),
         ("format", 9, "bf16"),
     ]
@@ -85,15 +85,15 @@ def test_changes_at_one_step_are_one_mark():
 
 
 def test_texts_of_any_length_are_shown_shortened():
-    feed = Feed()
-    feed.add(finding(1, "m" * 100_000, why="w" * 100_000))
-    assert max(len(str(text)) for text in feed.since(0)[0].values()) == LONGEST_TEXT
+    events = Events()
+    events.add(finding(1, "m" * 100_000, why="w" * 100_000))
+    assert max(len(str(text)) for text in events.since(0)[0].values()) == LONGEST_TEXT
 
 
 @pytest.mark.parametrize(("module", "named"), [("*", "all"), ("", "all"), ("head", "head")])
 def test_a_change_of_the_whole_model_is_said_to_be_of_all(module, named):
-    feed, changes = Feed(), Changes()
-    feed.add(change(1, module))
+    events, changes = Events(), Changes()
+    events.add(change(1, module))
     changes.add(change(1, module))
-    assert feed.since(0)[0]["module"] == named
+    assert events.since(0)[0]["module"] == named
     assert changes.rows() == [[1, 1, f"{named} e4m3 → bf16"]]

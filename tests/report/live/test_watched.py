@@ -66,7 +66,7 @@ def test_a_page_that_follows_knows_what_a_page_that_is_opened_later_does(
         early.look()
     late = open_page(folder).look()
     assert early.lists == late.lists
-    assert early.entries == late.entries
+    assert early.events == late.events
     assert early.evals == late.evals
     assert early.head == late.head
 
@@ -124,8 +124,8 @@ def test_findings_and_changes_come_as_they_are_written(make_run, open_page, writ
         PrecisionRecord(step=1, module="head", before="e4m3", after="bf16", reason="saturates"),
     )
     page.look()
-    assert [entry["kind"] for entry in page.told["entries"]] == ["finding", "format"]
-    assert page.told["entries"][0]["action"] == "a; try"
+    assert [event["kind"] for event in page.told["events"]] == ["finding", "format"]
+    assert page.told["events"][0]["action"] == "a; try"
     assert page.lists["changes"] == [[1, 1, "head e4m3 → bf16"]]
 
 
@@ -182,3 +182,30 @@ def test_ten_thousand_steps_are_read_quickly_and_told_in_little(make_run, course
     assert time.thread_time() - began < 2
     assert len(json.dumps(told)) < 400_000
     assert told["head"]["progress"] == "Step 10,000 of 10,000"
+
+
+def test_a_page_is_told_what_the_task_counts_and_is_judged_by(
+    make_run, open_page, classifier, classifier_course
+):
+    page = open_page(make_run(classifier_course, steps=300, task=classifier)).look()
+    assert page.head["titles"] == {
+        "speed": "Series per second",
+        "headline": "Evaluated accuracy",
+    }
+    assert (page.head["better"], page.head["ticks"]) == ("Higher is better.", ".3~p")
+    assert {"Evaluated accuracy", "Series per second"} <= {f["label"] for f in page.head["facts"]}
+    assert [row[2] for row in page.lists["headline"]] == [0.6, 0.7, 0.8]
+    assert [row[2] for row in page.lists["evaluated"]] == [2.0, 2.0, 2.0]
+    assert page.evals[-1] == ["300", {"loss": "2.000", "accuracy": "80.0%"}]
+    assert len(page.lists["part:sparsity"]) == 300
+
+
+def test_a_page_of_a_loss_of_one_piece_gets_no_parts(run_folder, open_page):
+    page = open_page(run_folder).look()
+    assert not [name for name in page.lists if name.startswith("part:")]
+    assert page.head["titles"]["speed"] == "Tokens per second"
+
+
+def test_a_damaged_account_of_the_task_does_not_end_the_page(run_folder, open_page):
+    (run_folder / "task.json").write_text('{"metrics": 3}')
+    assert open_page(run_folder).look().head["titles"]["speed"] == "Tokens per second"

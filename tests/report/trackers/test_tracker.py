@@ -81,3 +81,11 @@ def test_what_a_record_holds_is_told_as_numbers_and_words(step):
     change = PrecisionRecord(step=1, module="", before="e4m3", after="bf16", reason="phase")
     assert words(change) == {"precision": "e4m3 → bf16: phase"}
     assert (numbers(SAVED), words(SAVED)) == ({}, {})
+
+
+def test_parts_of_the_loss_are_numbers_of_their_own(step):
+    found = numbers(step(1, parts={"prior": 0.5, "noise": 0.25}))
+    assert {name: y for name, y in found.items() if name.startswith("loss/")} == {
+        "loss/prior": 0.5,
+        "loss/noise": 0.25,
+    }

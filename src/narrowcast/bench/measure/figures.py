@@ -31,7 +31,7 @@ class Row:
     """The baseline's median over this one's, both of the same rounds; 2 is twice as fast."""
     peak_bytes: int
     rates: Mapping[str, float]
-    """Amounts a second, by what is counted."""
+    """Amounts per second, by what is counted."""
     host_seconds: float | None = None
     """What the host takes to ask for a step, where it was measured apart: a median."""
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -1,12 +1,15 @@
 """What runs of several policies say of each other: final losses and time to a loss, by seed."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.coordinator import Result
+from narrowcast.report.run_data import headline_of
+from narrowcast.runs import Metric, TaskInfo
 
 WINDOW_SHARE = 0.05
 """Of a run's steps, over which its loss is averaged: single batches differ more than policies."""
@@ -66,7 +69,8 @@ def _row(
 ) -> dict[str, Any]:
     window = window_of(len(runs[0]["losses"]))
     finals = [smoothed(run["losses"], window)[-1] for run in runs]
-    judged = [_headline(run) for run in runs]
+    metric = _headline(runs[0])
+    judged = [run["metrics"][metric.name] for run in runs]
     pairs = [(run, reference[run["seed"]]) for run in runs if run["seed"] in reference]
     reached = [
         steps_to(run["losses"], smoothed(theirs["losses"], window)[-1], window=window)
@@ -77,9 +81,10 @@ def _row(
     return {
         "name": name,
         "seeds": [run["seed"] for run in runs],
-        "eval_loss": fmean(judged),
-        "eval_loss_by_seed": judged,
-        "eval_loss_relative": _relative(pairs),
+        "metric": asdict(metric),
+        "evaluated": fmean(judged),
+        "evaluated_by_seed": judged,
+        "evaluated_relative": _relative(pairs, metric.name),
         "train_loss": fmean(finals),
         "step_ms": 1000 * seconds,
         "steps_to_loss": steps,
@@ -90,11 +95,14 @@ def _row(
     }
 
 
-def _relative(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> float | None:
-    """Return by which share the evaluated loss is above the reference's, on average over seeds."""
-    if not pairs:
-        return None
-    return fmean(_headline(run) / _headline(theirs) - 1 for run, theirs in pairs)
+def _relative(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], name: str
+) -> float | None:
+    """Return by which share a metric is above the reference's, on average over seeds."""
+    both = [(run["metrics"][name], theirs["metrics"].get(name, 0.0)) for run, theirs in pairs]
+    if not both or not all(theirs for _, theirs in both):
+        return None  # of nothing there is no share
+    return fmean(mine / theirs - 1 for mine, theirs in both)
 
 
 def _with_numbers(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,5 +111,7 @@ def _with_numbers(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**run, "losses": [float(loss) for loss in run["losses"]], "metrics": metrics}
 
 
-def _headline(run: Mapping[str, Any]) -> float:
-    return float(next(iter(run["metrics"].values())))
+def _headline(run: Mapping[str, Any]) -> Metric:
+    metric = headline_of(TaskInfo.from_json(run["task"]), run["metrics"])
+    assert metric is not None  # a run ends with an evaluation
+    return metric

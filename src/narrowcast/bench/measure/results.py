@@ -14,7 +14,7 @@ SETUP_FACTS = (
     "warm_up_seconds",
     "version",
     "parameters",
-    "bytes_a_parameter",
+    "bytes_per_parameter",
 )
 """What of a contender's start stands in its row; all of it is in `contenders`."""
 

@@ -32,7 +32,7 @@ class Case:
     open: Callable[[], Step]
     """Makes it ready, and frees it when the step is forgotten; kept small until then."""
     work: Mapping[str, float] = field(default_factory=dict)
-    """Amounts a step, e.g. `tokens`, `flops`, `bytes`."""
+    """Amounts per step, e.g. `tokens`, `flops`, `bytes`."""
     least_seconds: float = 0.0
     """How long a turn is at least: clocks that fell while others had theirs rise again first, for
     as long, and then so many steps are timed."""
@@ -73,7 +73,7 @@ def queued_seconds(
     The host's part is until it can go on: a step that waits for the device has the device's in it.
     """
     on_host = [_asking_seconds(step, device) for _ in range(count)]
-    pause = round(2 * max(on_host) * _pause_cycles_a_second(device.index))
+    pause = round(2 * max(on_host) * _pause_cycles_per_second(device.index))
     on_device = [_behind_pause(step, pause, device) for _ in range(count)]
     return on_device, on_host
 
@@ -138,7 +138,7 @@ def _behind_pause(step: Step, cycles: int, device: torch.device) -> float:
 
 
 @functools.cache
-def _pause_cycles_a_second(index: int | None) -> float:
+def _pause_cycles_per_second(index: int | None) -> float:
     device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     cycles = 20_000_000
     _behind_pause(lambda: torch.cuda._sleep(cycles), cycles, device)  # lets clocks rise

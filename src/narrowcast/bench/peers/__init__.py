@@ -1,1 +1,1 @@
-"""One module a peer: `build(bench, **options)` returns its training step, ready to be timed."""
+"""One module per peer: `build(bench, **options)` returns its training step, ready to be timed."""

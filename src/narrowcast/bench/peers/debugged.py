@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from narrowcast.bench.measure.timing import Trial
-from narrowcast.bench.model import ModelWithLoss, Workbench
+from narrowcast.bench.model import Workbench
 from narrowcast.bench.peers.stepping import clip, optimizer_for, trial_of
+from narrowcast.training.task import Batch
 
 
 def build(bench: Workbench, *, watch: Literal["nothing", "anomaly", "transformers"]) -> Trial:
     """Return an eager step: bf16 autocast on a GPU, fp32 elsewhere, watched as asked."""
-    model = ModelWithLoss(bench.model)
+    model = bench.model_with_loss()
     optimizer = optimizer_for(bench, model)
     watchers: list[Any] = []
     if watch == "transformers":
@@ -28,9 +29,9 @@ def build(bench: Workbench, *, watch: Literal["nothing", "anomaly", "transformer
             return nullcontext()
         return torch.autocast("cuda", dtype=torch.bfloat16)
 
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(batch: Batch) -> Tensor:
         with region():
-            loss: Tensor = model(tokens, targets)
+            loss: Tensor = model(batch)
             return loss
 
     def update() -> None:

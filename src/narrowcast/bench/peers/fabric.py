@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from narrowcast.bench.measure.timing import Trial
-from narrowcast.bench.model import ModelWithLoss, Workbench
+from narrowcast.bench.model import Workbench
 from narrowcast.bench.peers.stepping import optimizer_for, trial_of
+from narrowcast.training.task import Batch
 
 
 def build(bench: Workbench, *, precision: Literal["bf16", "fp32"], compiled: bool) -> Trial:
@@ -22,13 +23,13 @@ def build(bench: Workbench, *, precision: Literal["bf16", "fp32"], compiled: boo
         devices=1,
         precision="bf16-mixed" if precision == "bf16" else "32-true",
     )
-    with_loss = ModelWithLoss(bench.model)
+    with_loss = bench.model_with_loss()
     optimizer = optimizer_for(bench, with_loss)
     # Fabric compiles again around its own wrapper what is compiled when it gets it.
     model, optimizer = fabric.setup(torch.compile(with_loss) if compiled else with_loss, optimizer)
 
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
+    def loss_of(batch: Batch) -> Tensor:
+        loss: Tensor = model(batch)
         return loss
 
     def update() -> None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.bench.measure.timing import Trial
-from narrowcast.bench.model import ModelWithLoss, Workbench
+from narrowcast.bench.model import Workbench
 from narrowcast.bench.peers.plain import loss_function
 from narrowcast.bench.peers.stepping import clip, narrow_weights, optimizer_for, trial_of
 from narrowcast.errors import UnsupportedError
+from narrowcast.training.task import Batch
 
 MULTIPLE = 16
 """Of which both dimensions of a weight must be, as torchao's own filter has it."""
@@ -28,13 +29,13 @@ def build(
     if weights == "bf16":
         narrow_weights(bench.model)
     converted = convert(bench.model, recipe)
-    model = ModelWithLoss(bench.model)
+    model = bench.model_with_loss()
     optimizer = optimizer_for(bench, model)
     forward = loss_function(model, compiled=True)
 
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(batch: Batch) -> Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=weights == "fp32"):
-            return forward(tokens, targets)
+            return forward(batch)
 
     def update() -> None:
         clip(bench, model)

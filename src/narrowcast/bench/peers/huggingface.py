@@ -6,8 +6,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from narrowcast.bench.measure.timing import Trial
-from narrowcast.bench.model import ModelWithLoss, Workbench
+from narrowcast.bench.model import Workbench
 from narrowcast.bench.peers.stepping import optimizer_for, trial_of
+from narrowcast.training.task import Batch
 
 
 def build(bench: Workbench, *, precision: Literal["bf16", "fp32"], compiled: bool) -> Trial:
@@ -18,11 +19,11 @@ def build(bench: Workbench, *, precision: Literal["bf16", "fp32"], compiled: boo
         cpu=bench.device.type == "cpu",
         dynamo_backend="inductor" if compiled else "no",
     )
-    with_loss = ModelWithLoss(bench.model)
+    with_loss = bench.model_with_loss()
     model, optimizer = accelerator.prepare(with_loss, optimizer_for(bench, with_loss))
 
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = model(tokens, targets)
+    def loss_of(batch: Batch) -> Tensor:
+        loss: Tensor = model(batch)
         return loss
 
     def update() -> None:

@@ -5,27 +5,20 @@ from itertools import islice
 from torch import Tensor
 
 from narrowcast.bench.measure.timing import Case, Trial
-from narrowcast.bench.model import Workbench
+from narrowcast.bench.model import Workbench, in_policy
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import make_plan
+from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import Stepper
 
 
 def build(bench: Workbench, *, policy: str) -> Trial:
     """Return a step in a policy; compiled and captured if the recipe says so."""
-    precision = bench.recipe.precision
-    plan = make_plan(
-        bench.model,
-        policy,
-        hardware=probe(str(bench.device)),
-        overrides=precision.overrides,
-        emulate=precision.emulate,
-        gemm_rows=bench.task.gemm_rows,
-        only_faster=precision.only_faster,
-    )
-    prepared = prepare_recipe(bench.recipe, bench.model, plan=plan)
-    stepper = Stepper(prepared, bench.task, bench.recipe)
+    recipe = in_policy(bench.recipe, policy)
+    hardware = probe(str(bench.device))
+    (plan,) = plan_phases(recipe, bench.model, hardware=hardware, gemm_rows=bench.task.gemm_rows)
+    prepared = prepare_recipe(recipe, bench.model, plan=plan)
+    stepper = Stepper(prepared, bench.task, recipe)
     batches, latest = bench.stream(), list[Tensor]()
 
     def step() -> None:
@@ -33,7 +26,7 @@ def build(bench: Workbench, *, policy: str) -> Trial:
         latest[:] = [loss]
 
     return Trial(
-        cases={"step": Case(open=lambda: step, work={"tokens": float(bench.tokens_a_step)})},
+        cases={"step": Case(open=lambda: step, work=bench.work)},
         about={
             "parameters": sum(p.numel() for p in bench.model.parameters()),
             "compiled": bench.recipe.compile,

@@ -5,11 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.bench.measure.timing import Trial
-from narrowcast.bench.model import ModelWithLoss, Workbench
+from narrowcast.bench.model import Workbench
 from narrowcast.bench.peers.stepping import clip, narrow_weights, optimizer_for, trial_of
+from narrowcast.training.task import Batch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,7 +27,7 @@ def build(
         narrow_weights(bench.model)
     if compute == "tf32":
         torch.set_float32_matmul_precision("high")
-    model = ModelWithLoss(bench.model)
+    model = bench.model_with_loss()
     optimizer = optimizer_for(bench, model)
     forward = loss_function(model, compiled=compiled)
     scaler = torch.amp.GradScaler(bench.device.type, enabled=compute == "fp16")
@@ -37,9 +38,9 @@ def build(
             return nullcontext()
         return torch.autocast(bench.device.type, dtype=DTYPES[compute])
 
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(batch: Batch) -> Tensor:
         with region():
-            return forward(tokens, targets)
+            return forward(batch)
 
     def update() -> None:
         scaler.unscale_(optimizer)
@@ -57,7 +58,7 @@ def build(
     )
 
 
-def loss_function(model: ModelWithLoss, *, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_function(model: nn.Module, *, compiled: bool) -> Callable[[Batch], Tensor]:
     """Return the model with its loss, compiled as a whole if asked to."""
     chosen = torch.compile(model) if compiled else model
-    return cast(Callable[[Tensor, Tensor], Tensor], chosen)
+    return cast(Callable[[Batch], Tensor], chosen)

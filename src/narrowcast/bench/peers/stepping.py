@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.model import Workbench
 from narrowcast.training.optimizers import build_optimizer
+from narrowcast.training.task import Batch
 
 
 def optimizer_for(bench: Workbench, model: nn.Module) -> torch.optim.Optimizer:
@@ -19,7 +20,7 @@ def optimizer_for(bench: Workbench, model: nn.Module) -> torch.optim.Optimizer:
 def trial_of(
     bench: Workbench,
     *,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
+    loss_of: Callable[[Batch], Tensor],
     backward: Callable[[Tensor], object],
     update: Callable[[], object],
     **about: Any,
@@ -31,14 +32,13 @@ def trial_of(
     def step() -> None:
         latest.clear()
         for _ in range(count):
-            tokens, targets = next(batches)
-            loss = loss_of(tokens, targets)
+            loss = loss_of(next(batches))
             backward(loss / count if count > 1 else loss)
             latest.append(loss.detach())
         update()
 
     return Trial(
-        cases={"step": Case(open=lambda: step, work={"tokens": float(bench.tokens_a_step)})},
+        cases={"step": Case(open=lambda: step, work=bench.work)},
         about={"parameters": sum(p.numel() for p in bench.model.parameters()), **about},
         loss=lambda: float(torch.stack(latest).mean()) if latest else None,
     )

@@ -1,1 +1,1 @@
-"""One module a kind of optimizer: `build(weights, **options)` returns its update, to be timed."""
+"""One module per kind of optimizer: `build(weights, **options)` returns its update, to be timed."""

@@ -28,11 +28,11 @@ def build(weights: Weights, *, policy: str) -> Trial:
         packed = engine.queue_update(present, metered=metered)
         engine.end_step(packed, present, metered=metered)
 
-    return trial_of(weights, step, bytes_a_parameter=moved, update_path=prepared.update_path)
+    return trial_of(weights, step, bytes_per_parameter=moved, update_path=prepared.update_path)
 
 
 def pass_bytes(plan: Plan) -> float:
-    """Return what one pass moves: 28 bytes a parameter with a split master and its norm."""
+    """Return what one pass moves: 28 bytes per parameter with a split master and its norm."""
     kept = plan.bytes
     parameters = sum(module.parameters for module in plan.modules)
     moments = 2 * parameters * MOMENT_BYTES[plan.policy.moments_format]

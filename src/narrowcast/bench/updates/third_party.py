@@ -36,7 +36,7 @@ def build(weights: Weights, *, which: str) -> Trial:
             torch.nn.utils.clip_grad_norm_(parameters, largest)
         optimizer.step()
 
-    return trial_of(weights, update, bytes_a_parameter=BYTES[which])
+    return trial_of(weights, update, bytes_per_parameter=BYTES[which])
 
 
 def _optimizer(which: str) -> Callable[..., Any]:

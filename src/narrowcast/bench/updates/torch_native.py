@@ -29,4 +29,4 @@ def build(weights: Weights, *, fused: bool) -> Trial:
         with torch.no_grad():
             torch._foreach_copy_(copies, [p.detach() for p in parameters])
 
-    return trial_of(weights, update, bytes_a_parameter=PASS_BYTES)
+    return trial_of(weights, update, bytes_per_parameter=PASS_BYTES)

@@ -1,7 +1,7 @@
 """The tensors of a recipe's model and gradients for them, without a model that computes anything.
 
-`bytes_a_parameter` of a contender is what one pass over its own formats would move: each tensor it
-keeps read once and written once, the gradient read once more for its norm. What it moves beyond
+`bytes_per_parameter` of a contender is what one pass over its own formats would move: each tensor
+it keeps read once and written once, the gradient read once more for its norm. What it moves beyond
 that shows as a smaller share of the device's copy bandwidth.
 """
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.bench.measure.timing import Case, Step, Trial
-from narrowcast.bench.model import device_of, draw_weights, shapes_of
+from narrowcast.bench.model import device_of, draw_weights, on_device, shapes_of
 from narrowcast.config.sections import Recipe
-from narrowcast.workloads.lm.model import GPT
 
 GRADIENT_DEVIATION = 1e-3
 """Large enough that 400M of them have a norm above 1, so that clipping has something to do."""
@@ -26,7 +25,7 @@ class Weights:
     """A model's weights on the device, and the recipe they are updated by."""
 
     recipe: Recipe
-    model: GPT
+    model: nn.Module
     device: torch.device
 
     @property
@@ -58,8 +57,7 @@ class Weights:
 def draw(recipe: Recipe) -> Weights:
     """Draw the weights of the recipe's model on its device."""
     device = device_of(recipe)
-    model = shapes_of(recipe).model.to_empty(device=device)
-    model.tie()
+    model = on_device(shapes_of(recipe).model, device)
     torch.manual_seed(recipe.seed)
     draw_weights(model)
     return Weights(recipe=recipe, model=model, device=device)
@@ -70,7 +68,7 @@ def gradients_for(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [torch.randn_like(p).mul_(GRADIENT_DEVIATION) for p in parameters]
 
 
-def trial_of(weights: Weights, update: Step, *, bytes_a_parameter: float, **about: Any) -> Trial:
+def trial_of(weights: Weights, update: Step, *, bytes_per_parameter: float, **about: Any) -> Trial:
     """Return a trial in which every parameter has its gradient before each update.
 
     Gradients are handed over, not copied: whoever scales them in place scales them further at the
@@ -84,8 +82,8 @@ def trial_of(weights: Weights, update: Step, *, bytes_a_parameter: float, **abou
             parameter.grad = gradient
         update()
 
-    work = {"bytes": bytes_a_parameter * weights.count}
+    work = {"bytes": bytes_per_parameter * weights.count}
     return Trial(
         cases={"step": Case(open=lambda: step, work=work, part_of_step=True)},
-        about={"parameters": weights.count, "bytes_a_parameter": bytes_a_parameter, **about},
+        about={"parameters": weights.count, "bytes_per_parameter": bytes_per_parameter, **about},
     )

@@ -12,14 +12,14 @@ from narrowcast.bench.measure.figures import Row
 from narrowcast.bench.measure.results import rows_of
 from narrowcast.bench.running import Figures
 from narrowcast.cli.view.screen import PAPER_WIDTH, screen
-from narrowcast.report.phrases import duration, large, share, size
+from narrowcast.report.phrases import duration, large, measured, said, share, size
+from narrowcast.runs import Metric
 
 RATES: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "tokens": ("tokens/s", large),
     "flops": ("TFLOP/s", lambda rate: f"{rate / 1e12:.3g}"),
     "bytes": ("GB/s", lambda rate: f"{rate / 1e9:,.0f}"),
 }
-"""What is counted, as a column says it and as it is written there."""
+"""Amounts, as a column says them and as they are written there; any other is of items."""
 
 
 def console_for(*, quiet: bool, to_stderr: bool) -> Console:
@@ -40,7 +40,7 @@ def print_figures(console: Console, title: str, figures: Figures) -> None:
     apart = any(row.host_seconds is not None for row in rows)
     columns = ["contender", *(["case"] if several else []), "ms", "quartiles", "speed"]
     columns += ["host ms"] if apart else []
-    columns += [RATES[rate][0] for rate in rates] + (["of copy", "B/param"] if ceiling else [])
+    columns += [_rate(what)[0] for what in rates] + (["of copy", "B/param"] if ceiling else [])
     table = new_table([*columns, "peak", "first step"])
     # Shape by shape where there are several, so that rivals stand side by side.
     order = {case: place for place, case in enumerate(dict.fromkeys(row.case for row in rows))}
@@ -48,9 +48,9 @@ def print_figures(console: Console, title: str, figures: Figures) -> None:
         cells = [row.name, *([row.case] if several else []), *_times(row)]
         if apart:
             cells.append("" if row.host_seconds is None else f"{1000 * row.host_seconds:.2f}")
-        cells += [RATES[rate][1](row.rates[rate]) if rate in row.rates else "" for rate in rates]
+        cells += [_rate(what)[1](row.rates[what]) if what in row.rates else "" for what in rates]
         if ceiling:
-            each = row.facts.get("bytes_a_parameter", 0.0)
+            each = row.facts.get("bytes_per_parameter", 0.0)
             cells += [share(row.rates["bytes"], ceiling), f"{each:.3g}"]
         first = row.facts.get("first_step_seconds")
         table.add_row(*cells, size(row.peak_bytes), "" if first is None else f"{first:.1f} s")
@@ -61,16 +61,18 @@ def print_figures(console: Console, title: str, figures: Figures) -> None:
 
 def print_quality(console: Console, title: str, figures: Figures) -> None:
     """Print the table of runs that were trained to the end."""
+    rows = figures.data["rows"]
+    metric = Metric(**rows[0]["metric"]) if rows else Metric(name="loss")
     table = new_table(
-        ["contender", "seeds", "eval loss", "against", "train loss", "ms", "steps to loss",
-         "time to loss", "skipped", "peak"]
+        ["contender", "seeds", f"eval {said(metric.name)}", "against", "train loss", "ms",
+         "steps to loss", "time to loss", "skipped", "peak"]
     )  # fmt: skip
-    for row in figures.data["rows"]:
-        relative, steps = row["eval_loss_relative"], row["steps_to_loss"]
+    for row in rows:
+        relative, steps = row["evaluated_relative"], row["steps_to_loss"]
         table.add_row(
             row["name"],
             str(len(row["seeds"])),
-            f"{row['eval_loss']:.4f}",
+            measured(metric, row["evaluated"]),
             "" if relative is None else f"{100 * relative:+.2f} %",
             f"{row['train_loss']:.4f}",
             f"{row['step_ms']:.2f}",
@@ -107,6 +109,10 @@ def print_failures(console: Console, figures: Figures) -> None:
     for result in figures.results:
         if result.failure:
             console.print(Text.assemble((result.contender.name, "bold"), f"  {result.failure}"))
+
+
+def _rate(what: str) -> tuple[str, Callable[[float], str]]:
+    return RATES.get(what, (f"{what}/s", large))
 
 
 def _times(row: Row) -> list[str]:

@@ -1,7 +1,6 @@
-"""The phases of a scheduled run, for people and as plain data."""
+"""The phases of a scheduled run, for people."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
@@ -10,7 +9,7 @@ from narrowcast.config import Recipe
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.presets import policy_from
 from narrowcast.report.phrases import size
-from narrowcast.training.phase_plans import end_text, phases_of, text_of
+from narrowcast.training.phase_plans import end_text, phases_json, phases_of
 
 
 def print_phases(console: Console, recipe: Recipe, plans: Sequence[Plan]) -> None:
@@ -21,24 +20,6 @@ def print_phases(console: Console, recipe: Recipe, plans: Sequence[Plan]) -> Non
         say(console, f"phase {number}", text)
     if len(plans) > 1:
         console.print()
-
-
-def phases_json(recipe: Recipe, plans: Sequence[Plan]) -> dict[str, Any]:
-    """Return the phases of a scheduled run as plain data; nothing for a run with one policy."""
-    if len(plans) == 1:
-        return {}
-    pairs = zip(phases_of(recipe.precision), plans, strict=True)
-    return {
-        "phases": [
-            {
-                "policy": text_of(phase, plan),
-                "until": end_text(phase.until, steps=recipe.steps),
-                "bytes": dict(plan.bytes),
-                "modules": [module.to_json() for module in plan.modules],
-            }
-            for phase, plan in pairs
-        ]
-    }
 
 
 def course_text(recipe: Recipe) -> str:

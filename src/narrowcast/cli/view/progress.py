@@ -10,14 +10,18 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from narrowcast.cli.view.screen import is_live
-from narrowcast.report.phrases import count, duration, large, scale, value
+from narrowcast.report.phrases import count, duration, large, measured, said, scale, value
 from narrowcast.runs import EvalRecord, FindingRecord, PrecisionRecord, Record, StepRecord
 from narrowcast.runs.tally import Tally
+from narrowcast.runs.task_info import TaskInfo
 
 LINE_SECONDS = 2.0
 """Between two plain lines, and between two lines of one kind of trouble."""
 LINE_SHARE = 0.01
 """A long run prints more rarely: after this share of its time so far, so that a log stays short."""
+BAR_WIDTH = 24
+BAR_ROOM = BAR_WIDTH + 24
+"""Columns beside the numbers: the bar, and how many steps of how many."""
 TOLD_AT_ONCE = 3
 """Lines of one kind of trouble that are printed however quickly they come."""
 
@@ -26,8 +30,9 @@ TOLD_AT_ONCE = 3
 class RunDisplay:
     """Shows the records of one run; a context, because a bar has to be put away."""
 
-    def __init__(self, console: Console, tally: Tally, *, scaled: bool) -> None:
+    def __init__(self, console: Console, tally: Tally, *, task: TaskInfo, scaled: bool) -> None:
         """Begin at `tally`; `scaled` says that there is a loss scale to show."""
+        self.task = task
         self.tally = tally
         self.metrics: dict[str, float] = {}
         """What the last evaluation found."""
@@ -43,15 +48,16 @@ class RunDisplay:
                 if not record.applied:
                     why = f"step {record.step} skipped: {record.why}"
                     self._skips.tell(lambda more: self.warn(why + more))
-                self._meter.update(self.tally, numbers(self.tally, scaled=self._scaled))
+                self._meter.update(self.tally, self._numbers())
             case EvalRecord():
                 self.metrics = record.metrics
-                self._print(Text(f"step {record.step} evaluated: {measures(record.metrics)}"))
+                found = measures(self.task, record.metrics)
+                self._print(Text(f"step {record.step} evaluated: {found}"))
             case FindingRecord():
                 where = f"{record.module}: " if record.module else ""
                 rest = f"; {record.remedy}" if record.remedy else ""
-                found = f"step {record.step}: {where}{record.what}: {record.why}{rest}"
-                self._findings.tell(lambda more: self.warn(found + more))
+                trouble = f"step {record.step}: {where}{record.what}: {record.why}{rest}"
+                self._findings.tell(lambda more: self.warn(trouble + more))
             case PrecisionRecord():
                 what = "policy" if record.module == "*" else record.module
                 change = f"{what} {record.before} → {record.after}: {record.reason}"
@@ -62,6 +68,13 @@ class RunDisplay:
     def warn(self, text: str) -> None:
         """Show something that its owner should know of and that does not stop the run."""
         self._print(Text(text, style="yellow"))
+
+    def _numbers(self) -> str:
+        """Write the numbers of the run, with the parts of its loss where there is room."""
+        whole = numbers(self.tally, task=self.task, scaled=self._scaled, parts=True)
+        if len(whole) + BAR_ROOM <= self._console.width:
+            return whole
+        return numbers(self.tally, task=self.task, scaled=self._scaled, parts=False)
 
     def _print(self, text: Text) -> None:
         self._console.print(text)
@@ -79,22 +92,27 @@ class RunDisplay:
         self._meter.close()
 
 
-def numbers(tally: Tally, *, scaled: bool) -> str:
-    """Write the numbers of a run in one line."""
-    parts = [f"loss {value(tally.loss)}"]
+def numbers(tally: Tally, *, task: TaskInfo, scaled: bool, parts: bool) -> str:
+    """Write the numbers of a run in one line; `parts`: with those of its loss, if it has any."""
+    told = [f"loss {value(tally.loss)}"]
+    if parts and tally.smooth_parts:
+        each = [f"{said(name)} {value(x.value)}" for name, x in tally.smooth_parts.items()]
+        told[0] += f" ({', '.join(each)})"
     if scaled:
-        parts.append(f"scale {scale(tally.scale)}")
+        told.append(f"scale {scale(tally.scale)}")
     if tally.skipped:
-        parts.append(f"{count(tally.skipped)} skipped")
-    parts.append(f"{large(tally.items_per_second)} tokens/s")
+        told.append(f"{count(tally.skipped)} skipped")
+    told.append(f"{large(tally.items_per_second)} {task.units}/s")
     if tally.step < tally.steps:
-        parts.append(f"{duration(tally.seconds_left)} left")
-    return "  ".join(parts)
+        told.append(f"{duration(tally.seconds_left)} left")
+    return "  ".join(told)
 
 
-def measures(metrics: dict[str, float]) -> str:
+def measures(task: TaskInfo, metrics: dict[str, float]) -> str:
     """Write what an evaluation found, the headline first."""
-    return ", ".join(f"{name.replace('_', ' ')} {value(x)}" for name, x in metrics.items())
+    order = [metric.name for metric in task.metrics]
+    names = sorted(metrics, key=lambda name: order.index(name) if name in order else len(order))
+    return ", ".join(f"{said(n)} {measured(task.metric(n), metrics[n])}" for n in names)
 
 
 class _Meter(Protocol):
@@ -110,7 +128,7 @@ class _Bar:
 
     def __init__(self, console: Console, tally: Tally) -> None:
         self._bar = Progress(
-            BarColumn(bar_width=24, complete_style="cyan"),
+            BarColumn(bar_width=BAR_WIDTH, complete_style="cyan"),
             TextColumn("{task.completed}/{task.total}", style="bold"),
             TextColumn("{task.fields[text]}", markup=False),
             console=console,

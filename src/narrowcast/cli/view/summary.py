@@ -15,6 +15,7 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import bare_reason
 from narrowcast.report.phrases import count, duration, large
 from narrowcast.runs.tally import Tally
+from narrowcast.runs.task_info import TaskInfo
 from narrowcast.training.phase_plans import phases_of
 
 
@@ -43,16 +44,22 @@ def formats(recipe: Recipe, plan: Plan) -> str:
 
 
 def conclude(
-    console: Console, folder: Path, *, page: Path, tally: Tally, metrics: dict[str, float]
+    console: Console,
+    folder: Path,
+    *,
+    page: Path,
+    task: TaskInfo,
+    tally: Tally,
+    metrics: dict[str, float],
 ) -> None:
     """Say what came of a run, where it is, and what to type next."""
     text = f"  {count(tally.step, 'step')} in {duration(tally.seconds)}"
     if tally.seconds:
-        text += f", {large(tally.items / tally.seconds)} tokens/s"
+        text += f", {large(tally.items / tally.seconds)} {task.units}/s"
     text += f", {count(tally.skipped)} skipped"
     console.print(Text.assemble(("done", "bold green"), text))
     if metrics:
-        say(console, "evaluated", Text(measures(metrics), style="bold"))
+        say(console, "evaluated", Text(measures(task, metrics), style="bold"))
     say_command(console, "report", str(page))
     say_command(console, "weights", str(folder / "model.safetensors"))
     _suggest_more(console, folder, steps=tally.steps)

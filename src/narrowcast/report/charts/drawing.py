@@ -16,6 +16,13 @@ from narrowcast.report.phrases import count, power_of_two, scale
 STRIP_ROW = 0.055
 """Share of a chart's height that one row of marks takes."""
 
+COLOURS = 8
+"""Lines that have a colour of their own; after them the colours begin again."""
+PERCENT = ".3~p"
+"""How d3 writes shares on an axis."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""So that lines on one another can be seen, and told apart without their colours."""
+
 _AXIS = {
     "gridcolor": "@grid",
     "zeroline": False,
@@ -39,6 +46,18 @@ def line(drawn: Series, *, name: str, color: str, width: float) -> dict[str, Any
         "marker": {"color": color, "size": 6},
         "hovertemplate": f"{name}: %{{y:.4~g}}<extra></extra>",
     }
+
+
+def one_of_many(drawn: Series, *, name: str, place: int, width: float) -> dict[str, Any]:
+    """Draw a line among others, with the colour and the dashes of its place."""
+    drawing = line(drawn, name=name, color=colour(place), width=width)
+    drawing["line"]["dash"] = DASHES[place % len(DASHES)]
+    return drawing
+
+
+def colour(place: int) -> str:
+    """Return the colour of one of many lines."""
+    return f"@group{place % COLOURS}"
 
 
 def stairs(drawn: Series, *, name: str, color: str) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from narrowcast.report.charts.series import (
     thinned,
 )
 from narrowcast.report.in_force import named
-from narrowcast.report.phrases import count, scale, value
+from narrowcast.report.phrases import capital, count, scale, value
 from narrowcast.report.run_data import RunData
-from narrowcast.report.summary import metric
+
+LOSS = "loss"
+"""The metric that is drawn with the training loss; a headline of another name has its own chart."""
 
 SMALL_POINTS = 600
 """Points in a small chart, which is about 500 pixels wide."""
@@ -54,28 +56,28 @@ class Chart:
         return int(self.layout["height"])
 
 
-def loss_chart(story: RunData) -> Chart:
+def loss_chart(data: RunData) -> Chart:
     """Draw training loss and evaluations over steps, with skips, changes of format and findings."""
-    whole = series([r.step for r in story.steps], [r.loss for r in story.steps])
-    evals = _evaluations(story)
-    marks = skip_marks(story.steps)
+    whole = series([r.step for r in data.steps], [r.loss for r in data.steps])
+    evals = _evaluations(data)
+    marks = skip_marks(data.steps)
     window = smoothing_window(len(whole.steps))
     color = "@faint" if window > 1 else "@series"
-    data = [drawing.line(thinned(whole), name="training", color=color, width=1)]
+    traces = [drawing.line(thinned(whole), name="training", color=color, width=1)]
     if window > 1:
         name = f"median of {window} steps"
         curve = smoothed(whole, window)
-        data.append(drawing.line(curve, name=name, color="@series", width=2))
+        traces.append(drawing.line(curve, name=name, color="@series", width=2))
     if evals.steps:
-        data.append(drawing.points(evals, name=f"evaluated {metric(story)}"))
+        traces.append(drawing.points(evals, name=f"evaluated {LOSS}"))
     layout = drawing.layout(whole.steps, height=400)
-    tracks = _tracks(story, marks)
+    tracks = _tracks(data, marks)
     if tracks:
-        data += tracks
+        traces += tracks
         layout["yaxis"]["domain"] = [drawing.STRIP_ROW * len(tracks) + 0.04, 1]
         layout["yaxis2"] = drawing.strip_axis(len(tracks))
         layout["xaxis"]["anchor"] = "y2"
-    switched = sorted({r.step for r in story.changes})
+    switched = sorted({r.step for r in data.changes})
     if len(switched) <= MOST_UPRIGHTS:
         layout["shapes"] = drawing.uprights(switched, color="@changed")
     finite = whole.finite + evals.finite
@@ -86,24 +88,24 @@ def loss_chart(story: RunData) -> Chart:
     return Chart(
         name="loss",
         title="Loss",
-        alt=_loss_alt(whole, evals, marks) + _changes_alt(story),
-        data=data,
+        alt=_loss_alt(whole, evals, marks) + _changes_alt(data),
+        data=traces,
         layout=layout,
         note=_loss_note(whole, marks, top=top),
         log_switch=bool(finite) and min(finite) > 0,
     )
 
 
-def scale_chart(story: RunData) -> Chart | None:
+def scale_chart(data: RunData) -> Chart | None:
     """Draw the loss scale over steps with its overflows; nothing where it was 1 throughout."""
-    scales = [r.loss_scale for r in story.steps]
-    whole = series([r.step for r in story.steps], [s if s > 0 else None for s in scales])
+    scales = [r.loss_scale for r in data.steps]
+    whole = series([r.step for r in data.steps], [s if s > 0 else None for s in scales])
     if not whole.finite or all(s == 1 for s in scales):
         return None
-    marks = skip_marks(story.steps)
-    data = [drawing.stairs(thinned(changes(whole)), name="loss scale", color="@series")]
+    marks = skip_marks(data.steps)
+    traces = [drawing.stairs(thinned(changes(whole)), name="loss scale", color="@series")]
     if marks:
-        data.append(drawing.overflows(drawn(marks)))
+        traces.append(drawing.overflows(drawn(marks)))
     layout = drawing.layout(whole.steps, height=260)
     layout["yaxis"].update(drawing.powers_of_two(whole.finite))
     return Chart(
@@ -111,26 +113,26 @@ def scale_chart(story: RunData) -> Chart | None:
         title="Loss scale",
         alt=f"Loss scale on an axis of powers of two: {scale(scales[0])} at the first step, "
         f"{scale(scales[-1])} at the last; {count(sum(m.steps for m in marks), 'step')} skipped.",
-        data=data,
+        data=traces,
         layout=layout,
     )
 
 
-def small_charts(story: RunData) -> list[Chart]:
+def small_charts(data: RunData) -> list[Chart]:
     """Draw what is worth a glance: gradient norm, learning rate, lost updates, speed."""
-    span = [r.step for r in story.steps]
+    span = [r.step for r in data.steps]
     # Most steps do not measure lost updates; a gap between two that do would hide both.
-    metered = [r for r in story.steps if r.lost_updates is not None]
-    speeds = [r.items / r.seconds if r.seconds > 0 else None for r in story.steps]
+    metered = [r for r in data.steps if r.lost_updates is not None]
+    speeds = [r.items / r.seconds if r.seconds > 0 else None for r in data.steps]
     wanted = [
-        ("norm", "Gradient norm", series(span, [r.grad_norm for r in story.steps])),
-        ("lr", "Learning rate", series(span, [r.lr for r in story.steps])),
+        ("norm", "Gradient norm", series(span, [r.grad_norm for r in data.steps])),
+        ("lr", "Learning rate", series(span, [r.lr for r in data.steps])),
         (
             "lost",
             "Lost updates",
             series([r.step for r in metered], [r.lost_updates for r in metered]),
         ),
-        ("speed", "Tokens per second", series(span, speeds)),
+        ("speed", f"{capital(data.task.units)} per second", series(span, speeds)),
     ]
     return [_small(name, title, whole, span=span) for name, title, whole in wanted if whole.finite]
 
@@ -157,15 +159,15 @@ def _small(name: str, title: str, whole: Series, *, span: Sequence[int]) -> Char
     )
 
 
-def _tracks(story: RunData, marks: Sequence[Mark]) -> list[dict[str, Any]]:
+def _tracks(data: RunData, marks: Sequence[Mark]) -> list[dict[str, Any]]:
     """Make a row of marks each for skips, changes of format and findings, where there are any."""
     tracks = [drawing.strip(drawn(marks), row=0)] if marks else []
     changed: dict[int, list[str]] = {}
-    for change in story.changes:
+    for change in data.changes:
         what = f"{named(change.module)} {change.before} → {change.after}, {change.reason}"
         changed.setdefault(change.step, []).append(what)
     found: dict[int, list[str]] = {}
-    for finding in story.findings:
+    for finding in data.findings:
         where = f"{finding.module}: " if finding.module else ""
         found.setdefault(finding.step, []).append(f"{where}{finding.what}")
     for name, told, symbol, color in (
@@ -178,9 +180,9 @@ def _tracks(story: RunData, marks: Sequence[Mark]) -> list[dict[str, Any]]:
     return tracks
 
 
-def _evaluations(story: RunData) -> Series:
-    key = metric(story)
-    found = [(r.step, r.metrics[key]) for r in story.evals if key in r.metrics]
+def _evaluations(data: RunData) -> Series:
+    """Return the loss on held-out data: of all metrics, what the training loss compares with."""
+    found = [(r.step, r.metrics[LOSS]) for r in data.evals if LOSS in r.metrics]
     return series([step for step, _ in found], [y for _, y in found])
 
 
@@ -214,11 +216,11 @@ def _loss_note(whole: Series, marks: Sequence[Mark], *, top: float | None) -> st
     return " ".join(notes)
 
 
-def _changes_alt(story: RunData) -> str:
-    if not story.changes:
+def _changes_alt(data: RunData) -> str:
+    if not data.changes:
         return ""
-    first = count(story.changes[0].step)
-    return f" {count(len(story.changes), 'change')} of format, the first at step {first}."
+    first = count(data.changes[0].step)
+    return f" {count(len(data.changes), 'change')} of format, the first at step {first}."
 
 
 def _loss_alt(whole: Series, evals: Series, marks: Sequence[Mark]) -> str:

@@ -55,7 +55,7 @@ def thinned(whole: Series, most: int = MOST_POINTS) -> Series:
     n = len(whole.steps)
     if n <= most:
         return whole
-    # Three points a stretch at most; two places are held for the first and the last point.
+    # Three points per stretch at most; two places are held for the first and the last point.
     stretches = max(1, (most - 2) // 3)
     kept = {0, n - 1}
     for k in range(stretches):

@@ -33,7 +33,7 @@ def cautions(
         yield f"The runs took place on different machines ({told}), so seconds compare those too."
     yield from _seeds(grouped)
     for run in runs:
-        asked, done = int(run.story.setting("steps", 0)), run.story.steps[-1].step
+        asked, done = int(run.data.setting("steps", 0)), run.data.steps[-1].step
         if done < asked:
             yield f"{run.label} has done {count(done)} of its {count(asked, 'step')}."
     apart = [run.label for run in runs if (p := run.at_step(step)) and p.step != step]
@@ -46,7 +46,7 @@ def cautions(
 
 def _machine(run: Run, key: str) -> str:
     # A run that was continued on the same machine has it twice.
-    return str(sorted({str(session.get(key)) for session in run.story.sessions}))
+    return str(sorted({str(session.get(key)) for session in run.data.sessions}))
 
 
 def _seeds(grouped: Sequence[Sequence[Run]]) -> Iterator[str]:

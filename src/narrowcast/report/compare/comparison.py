@@ -10,13 +10,13 @@ from narrowcast.errors import RecipeError
 from narrowcast.report.compare.cautions import cautions
 from narrowcast.report.compare.groups import Group, Terms, differing, group_of, grouped, label_of
 from narrowcast.report.compare.runs import (
-    TRAINING,
     Run,
-    lower_is_better,
+    metrics_of,
     points_of,
-    read_stories,
+    read_runs,
 )
 from narrowcast.report.run_data import RunData
+from narrowcast.runs.task_info import Metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {
-            "metric": self.terms.metric,
-            "lower_is_better": self.terms.lower,
+            "metric": self.terms.metric.name,
+            "lower_is_better": self.terms.metric.better == "lower",
             "at_step": self.terms.step,
             "at_seconds": self.terms.seconds,
             "target": self.terms.target,
@@ -55,21 +55,22 @@ def compare(
 ) -> Comparison:
     """Compare the runs in `folders`; refuse those that cannot be.
 
-    `metric` is the first one that every run was evaluated by, or the training loss. `target` is
-    the best value that even the worst of the runs reached.
+    `metric` is the first one of their task that every run was evaluated by, or the training loss;
+    `loss/NAME` is a part of the training loss. `target` is the best value that even the worst of
+    the runs reached.
     """
     _refuse_repeated(folders)
     if target is not None and not math.isfinite(target):
         raise RecipeError(f"--target {target}: no run can reach it; write a finite number")
-    stories = read_stories(folders)
-    _refuse_different_workloads(stories)
-    metric = _shared_metric(stories, metric)
+    found = read_runs(folders)
+    _refuse_different_workloads(found)
+    judged = _shared_metric(found, metric)
     runs = [
-        Run(label=label, story=story, points=points_of(story, metric))
-        for label, story in stories.items()
+        Run(label=label, data=data, points=points_of(data, judged.name))
+        for label, data in found.items()
     ]
-    _refuse_pointless(runs, metric)
-    terms = _terms(runs, metric, target=target)
+    _refuse_pointless(runs, judged.name)
+    terms = _terms(runs, judged, target=target)
     together = grouped(runs)
     apart = differing(together)
     groups = [
@@ -93,8 +94,8 @@ def _refuse_repeated(folders: Sequence[str]) -> None:
         )
 
 
-def _refuse_different_workloads(stories: Mapping[str, RunData]) -> None:
-    workloads = {label: story.setting("workload", "unknown") for label, story in stories.items()}
+def _refuse_different_workloads(found: Mapping[str, RunData]) -> None:
+    workloads = {label: data.setting("workload", "unknown") for label, data in found.items()}
     if len(set(workloads.values())) > 1:
         told = ", ".join(f"{label} is {name}" for label, name in workloads.items())
         raise RecipeError(
@@ -103,20 +104,18 @@ def _refuse_different_workloads(stories: Mapping[str, RunData]) -> None:
         )
 
 
-def _shared_metric(stories: Mapping[str, RunData], asked: str | None) -> str:
-    evaluated = [
-        list(dict.fromkeys(key for record in story.evals for key in record.metrics))
-        for story in stories.values()
-    ]
-    shared = [key for key in evaluated[0] if all(key in other for other in evaluated)]
+def _shared_metric(found: Mapping[str, RunData], asked: str | None) -> Metric:
+    first, *others = [metrics_of(data) for data in found.values()]
+    # The training loss is always there, behind what was evaluated.
+    shared = {name: metric for name, metric in first.items() if all(name in o for o in others)}
     if asked is None:
-        return shared[0] if shared else TRAINING
-    if asked not in (*shared, TRAINING):
+        return next(iter(shared.values()))
+    if asked not in shared:
+        named = [repr(name) if " " in name else name for name in shared]
         raise RecipeError(
-            f"--metric {asked}: not every run was evaluated by it; "
-            f"write one of {', '.join([*shared, repr(TRAINING)])}"
+            f"--metric {asked}: not every run was evaluated by it; write one of {', '.join(named)}"
         )
-    return asked
+    return shared[asked]
 
 
 def _refuse_pointless(runs: Sequence[Run], metric: str) -> None:
@@ -134,13 +133,12 @@ def _common_step(runs: Sequence[Run]) -> int:
     return max(shared) if shared else min(run.points[-1].step for run in runs)
 
 
-def _terms(runs: Sequence[Run], metric: str, *, target: float | None) -> Terms:
-    lower = lower_is_better(metric)
-    best = [x for run in runs if (x := run.best(lower=lower)) is not None]
-    goal = max(best) if lower else min(best)
+def _terms(runs: Sequence[Run], metric: Metric, *, target: float | None) -> Terms:
+    best = [x for run in runs if (x := run.best(metric)) is not None]
+    goal = max(best) if metric.better == "lower" else min(best)  # the worst of the best
     return Terms(
         metric=metric,
-        lower=lower,
+        units=runs[0].data.task.units,
         step=_common_step(runs),
         seconds=min(run.points[-1].seconds for run in runs),
         target=goal if target is None else target,

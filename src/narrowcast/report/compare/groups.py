@@ -16,6 +16,7 @@ from narrowcast.report.compare.runs import Point, Run
 from narrowcast.report.phrases import course
 from narrowcast.report.settings_text import written
 from narrowcast.runs import strict_json
+from narrowcast.runs.task_info import Metric
 
 MOST_IN_LABEL = 3
 """Differing settings that name a group; the rest are counted."""
@@ -25,9 +26,9 @@ MOST_IN_LABEL = 3
 class Terms:
     """What all runs of a comparison are measured by."""
 
-    metric: str
-    lower: bool
-    """Whether a lower value of the metric is better."""
+    metric: Metric
+    units: str
+    """What the runs count."""
     step: int
     seconds: float
     target: float
@@ -79,10 +80,10 @@ def group_of(
     label: str, runs: Sequence[Run], *, first: Sequence[Run] | None, terms: Terms
 ) -> Group:
     """Measure runs that share everything but the seed, and set them against the `first` group."""
-    steps = [record for run in runs for record in run.story.steps]
+    steps = [record for run in runs for record in run.data.steps]
     spent = sum(record.seconds for record in steps)
     values = values_by_seed(runs, terms)
-    reached = [run.reached(terms.target, lower=terms.lower) for run in runs]
+    reached = [run.reached(terms.target, terms.metric) for run in runs]
     in_time = [run.at_seconds(terms.seconds) for run in runs]
     return Group(
         label=label,
@@ -118,14 +119,14 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, tuple[str, ...]]:
 def label_of(differing: Mapping[str, tuple[str, ...]], run: Run, *, place: int) -> str:
     """Name a group by what sets it apart, or by its recipe where nothing does."""
     if not differing:
-        return f"{run.story.name} in {run.story.policy}"
+        return f"{run.data.name} in {run.data.policy}"
     # The policy is what most comparisons are about; with a schedule, that of each phase.
     keys = sorted(differing, key=lambda key: key != "precision.policy")
     parts = [f"{key}={differing[key][place]}" for key in keys]
     if "precision.schedule" in differing:
         others = [key for key in keys if key not in ("precision.policy", "precision.schedule")]
         parts = [
-            course(run.story.setting("precision.policy"), run.story.setting("precision.schedule")),
+            course(run.data.setting("precision.policy"), run.data.setting("precision.schedule")),
             *(f"{key}={differing[key][place]}" for key in others),
         ]
     more = f" and {len(parts) - MOST_IN_LABEL} more" if len(parts) > MOST_IN_LABEL else ""

@@ -10,15 +10,10 @@ from narrowcast.report.charts.run_charts import Chart
 from narrowcast.report.charts.series import series
 from narrowcast.report.compare.comparison import INTERVAL, Comparison
 from narrowcast.report.compare.groups import Group, mean_curve
-from narrowcast.report.compare.rows import headline, rows, said, titles
+from narrowcast.report.compare.rows import headline, metric_text, rows, titles
 from narrowcast.report.compare.runs import Point
-from narrowcast.report.phrases import capital, count, duration, value
+from narrowcast.report.phrases import capital, count, duration, measured
 from narrowcast.report.rendering import render, write_page
-
-COLOURS = 8
-"""Groups that have a colour of their own; after them the colours begin again."""
-DASHES = ("solid", "dash", "dot", "dashdot")
-"""So that lines on one another can be seen, and told apart without their colours."""
 
 
 def write_comparison(comparison: Comparison, target: str | Path) -> Path:
@@ -31,7 +26,9 @@ def write_comparison(comparison: Comparison, target: str | Path) -> Path:
         "columns": titles(comparison),
         "interval": INTERVAL,
         "charts": charts,
-        "colours": [_colour(place).removeprefix("@") for place in range(len(comparison.groups))],
+        "colours": [
+            drawing.colour(place).removeprefix("@") for place in range(len(comparison.groups))
+        ],
     }
     return write_page(Path(target), render("compare.html", values, charts=charts))
 
@@ -43,7 +40,7 @@ def _by_step(comparison: Comparison) -> Chart:
     terms = comparison.terms
     return Chart(
         name="bystep",
-        title=f"{capital(said(terms.metric))} over steps",
+        title=f"{capital(metric_text(terms.metric))} over steps",
         alt=_alt(comparison, "at_step", when=f"At step {count(terms.step)}"),
         data=data,
         layout=_layout(comparison, _step, axis="step"),
@@ -70,14 +67,14 @@ def _by_seconds(comparison: Comparison) -> Chart:
     ]
     return Chart(
         name="byseconds",
-        title=f"{capital(said(terms.metric))} over seconds in steps",
+        title=f"{capital(metric_text(terms.metric))} over seconds in steps",
         alt=_alt(comparison, "at_seconds", when=f"After {duration(terms.seconds)}"),
         data=data,
         layout=layout,
         log_switch=_positive(comparison),
         note=f"Each run has its line. Dotted: {duration(terms.seconds)}, where the shortest run "
-        f"ends, and {value(terms.target)}, the value whose time the table has. Seconds are those "
-        "spent in steps, without evaluations and checkpoints.",
+        f"ends, and {measured(terms.metric, terms.target)}, the value whose time the table has. "
+        "Seconds are those spent in steps, without evaluations and checkpoints.",
     )
 
 
@@ -89,18 +86,13 @@ def _seconds(point: Point) -> float:
     return point.seconds
 
 
-def _colour(place: int) -> str:
-    return f"@group{place % COLOURS}"
-
-
 def _lines(group: Group, place: int, *, x: Callable[[Point], float]) -> list[dict[str, Any]]:
     """Draw each run of a group, under one name in the legend."""
     found = []
     for number, run in enumerate(group.runs):
         curve = series(range(len(run.points)), [p.value for p in run.points])
-        trace = drawing.line(curve, name=group.label, color=_colour(place), width=1.75)
+        trace = drawing.one_of_many(curve, name=group.label, place=place, width=1.75)
         trace["x"] = [drawing.rounded(x(p)) for p in run.points]
-        trace["line"]["dash"] = DASHES[place % len(DASHES)]
         trace |= {"legendgroup": str(place), "showlegend": number == 0}
         found.append(trace)
     return found
@@ -116,15 +108,14 @@ def _band(group: Group, place: int) -> list[dict[str, Any]]:
         "x": [step for step, _ in edge],
         "y": [drawing.rounded(y) for _, y in edge],
         "fill": "toself",
-        "fillcolor": f"{_colour(place)}band",
-        "line": {"color": _colour(place), "width": 0},
+        "fillcolor": f"{drawing.colour(place)}band",
+        "line": {"color": drawing.colour(place), "width": 0},
         "hoverinfo": "skip",
         "showlegend": False,
         "legendgroup": str(place),
     }
     mean = series([step for step, _ in known], [m.mean for _, m in known])
-    line = drawing.line(mean, name=group.label, color=_colour(place), width=2)
-    line["line"]["dash"] = DASHES[place % len(DASHES)]
+    line = drawing.one_of_many(mean, name=group.label, place=place, width=2)
     return [band, {**line, "legendgroup": str(place)}]
 
 
@@ -133,6 +124,8 @@ def _layout(comparison: Comparison, x: Callable[[Point], float], *, axis: str) -
     reach = [min(map(x, points)), max(map(x, points))]
     layout = drawing.layout([math.floor(reach[0]), math.ceil(reach[1])], height=380)
     layout["meta"] = axis
+    if comparison.terms.metric.text.endswith("%"):
+        layout["yaxis"]["tickformat"] = drawing.PERCENT
     # Many long names would cover the chart.
     layout["legend"] |= {"font": {"size": 12}}
     return layout
@@ -160,7 +153,7 @@ def _values(comparison: Comparison) -> list[float]:
 
 def _alt(comparison: Comparison, field: str, *, when: str) -> str:
     told = [
-        f"{group.label} {value(found.mean)}"
+        f"{group.label} {measured(comparison.terms.metric, found.mean)}"
         for group in comparison.groups
         if (found := getattr(group, field)) is not None
     ]

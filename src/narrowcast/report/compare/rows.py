@@ -6,8 +6,9 @@ from narrowcast.report.compare.cautions import different_data
 from narrowcast.report.compare.comparison import Comparison
 from narrowcast.report.compare.groups import Group, Terms, difference, values_by_seed
 from narrowcast.report.compare.intervals import Estimate
-from narrowcast.report.compare.runs import TRAINING
-from narrowcast.report.phrases import count, duration, large, size, value
+from narrowcast.report.compare.runs import PART, TRAINING
+from narrowcast.report.phrases import count, duration, large, measured, said, size
+from narrowcast.runs.task_info import Metric
 
 NOTHING = "–"
 
@@ -33,24 +34,24 @@ class Row:
 def rows(comparison: Comparison) -> list[Row]:
     """Write a row for each group."""
     best = _best(comparison)
-    base = comparison.groups[0]
-    return [_row(group, base=base, best=group is best) for group in comparison.groups]
+    base, metric = comparison.groups[0], comparison.terms.metric
+    return [_row(group, metric, base=base, best=group is best) for group in comparison.groups]
 
 
 def headline(comparison: Comparison) -> str:
     """Say in one sentence which group did best, and whether that is more than chance."""
     terms, best = comparison.terms, _best(comparison)
-    metric = said(terms.metric)
+    metric = metric_text(terms.metric)
     if different_data(comparison.differing):
         return f"The runs read different data, so their {metric} does not compare."
     first = comparison.groups[0]
     if best is None or best.at_step is None or first.at_step is None:
         return f"No group has a {metric} at step {count(terms.step)}."
     if len(comparison.groups) == 1:
-        found = f"{metric} {interval(best.at_step)} at step {count(terms.step)}"
+        found = f"{metric} {interval(best.at_step, terms.metric)} at step {count(terms.step)}"
         return f"{best.label}: {found}, over {count(len(best.seeds), 'seed')}."
     told = f"{best.label} has the best {metric} at step {count(terms.step)}: "
-    told += interval(best.at_step)
+    told += interval(best.at_step, terms.metric)
     rivals = [group for group in comparison.groups if group is not best and group.at_step]
     gaps = [_gap(best, group, terms=terms) for group in rivals]
     widths = [gap.half_width for gap in gaps if gap is not None and gap.half_width is not None]
@@ -62,30 +63,35 @@ def headline(comparison: Comparison) -> str:
     return f"{told}, but the seeds do not tell it apart from {' or '.join(alike)}."
 
 
-def said(metric: str) -> str:
-    """Write the name of a metric as a reader says it."""
-    return metric if metric == TRAINING else f"evaluated {metric.replace('_', ' ')}"
+def metric_text(metric: Metric) -> str:
+    """Name what runs are compared by as a reader says it."""
+    if metric.name.startswith(PART):
+        return f"{said(metric.name.removeprefix(PART))} part of the training loss"
+    return metric.name if metric == TRAINING else f"evaluated {said(metric.name)}"
 
 
 def titles(comparison: Comparison) -> dict[str, str]:
     """Head the columns, by the fields of a row."""
     terms = comparison.terms
     return {
-        "at_step": f"{said(terms.metric)} at step {count(terms.step)}",
+        "at_step": f"{metric_text(terms.metric)} at step {count(terms.step)}",
         "against": "against the first",
         "at_seconds": f"after {duration(terms.seconds)}",
-        "seconds_to": f"time to {value(terms.target)}",
-        "speed": "tokens/s",
+        "seconds_to": f"time to {measured(terms.metric, terms.target)}",
+        "speed": f"{terms.units}/s",
         "skipped": "skipped",
         "peak": "peak memory",
     }
 
 
-def interval(found: Estimate) -> str:
-    """Write a mean and its interval: `1.975 ± 0.012`."""
+def interval(found: Estimate, metric: Metric) -> str:
+    """Write a mean and its interval: `1.975 ± 0.012`, or `91.2% ± 0.8%`."""
+    told = measured(metric, found.mean)
     if found.half_width is None:
-        return value(found.mean)
-    return f"{value(found.mean)} ± {found.half_width:.2g}"
+        return told
+    in_percent = metric.text.endswith("%")
+    half = measured(metric, found.half_width) if in_percent else f"{found.half_width:.2g}"
+    return f"{told} ± {half}"
 
 
 def _time_to(group: Group) -> str:
@@ -103,14 +109,14 @@ def _time_to(group: Group) -> str:
     return told if whole else f"{told} ({group.reached} of {len(group.runs)} runs)"
 
 
-def _row(group: Group, *, base: Group, best: bool) -> Row:
+def _row(group: Group, metric: Metric, *, base: Group, best: bool) -> Row:
     return Row(
         label=group.label,
         seeds=count(len(group.seeds)),
         folders=tuple(run.label for run in group.runs),
-        at_step=interval(group.at_step) if group.at_step else NOTHING,
+        at_step=interval(group.at_step, metric) if group.at_step else NOTHING,
         against=_against(group, base),
-        at_seconds=interval(group.at_seconds) if group.at_seconds else NOTHING,
+        at_seconds=interval(group.at_seconds, metric) if group.at_seconds else NOTHING,
         seconds_to=_time_to(group),
         speed=large(group.items_per_second),
         skipped=count(group.skipped),
@@ -136,7 +142,7 @@ def _best(comparison: Comparison) -> Group | None:
     found = [group for group in comparison.groups if group.at_step is not None]
     if different_data(comparison.differing):
         return None
-    sign = 1 if comparison.terms.lower else -1
+    sign = 1 if comparison.terms.metric.better == "lower" else -1
     return min(found, key=lambda g: sign * g.at_step.mean if g.at_step else 0.0, default=None)
 
 

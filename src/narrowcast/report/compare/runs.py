@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -11,16 +11,17 @@ from typing import Any
 
 from narrowcast.errors import CheckpointError
 from narrowcast.report.charts.series import smoothing_window
-from narrowcast.report.run_data import RunData, read_story
+from narrowcast.report.run_data import RunData, read_run
+from narrowcast.runs.task_info import Metric
 
-TRAINING = "training loss"
+TRAINING = Metric(name="training loss")
 """In the place of a metric, where the runs share no evaluated one."""
+PART = "loss/"
+"""Before the name of a part of the training loss, in the place of a metric."""
 MOST_POINTS = 400
 
 LABELS = ("seed", "name", "description")
 """Settings in which repetitions of one recipe may differ."""
-
-_HIGHER = ("accuracy", "auc", "auroc", "f1", "r2", "correlation", "mcc", "precision", "recall")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +40,21 @@ class Run:
 
     label: str
     """The folder as it was named."""
-    story: RunData
+    data: RunData
     points: tuple[Point, ...]
     """Finite values of the metric, in the order of steps."""
 
     @property
     def seed(self) -> Any:
         """The seed of the run."""
-        return self.story.setting("seed", 0)
+        return self.data.setting("seed", 0)
 
     @property
     def recipe(self) -> Mapping[str, Any]:
         """Every setting that decides more than which repetition this is."""
         return {
             key: entry.get("value")
-            for key, entry in self.story.settings.items()
+            for key, entry in self.data.settings.items()
             if key not in LABELS
         }
 
@@ -67,47 +68,51 @@ class Run:
         place = bisect_right([p.seconds for p in self.points], seconds)
         return self.points[place - 1] if place else None
 
-    def reached(self, target: float, *, lower: bool) -> Point | None:
+    def reached(self, target: float, metric: Metric) -> Point | None:
         """Return the first point as good as `target`."""
-        return next((p for p in self.points if _as_good(p.value, target, lower=lower)), None)
+        return next((p for p in self.points if not metric.is_better(target, p.value)), None)
 
-    def best(self, *, lower: bool) -> float | None:
+    def best(self, metric: Metric) -> float | None:
         """Return the best value of all."""
         values = [p.value for p in self.points]
-        return None if not values else min(values) if lower else max(values)
+        return None if not values else min(values) if metric.better == "lower" else max(values)
 
 
-def read_stories(folders: Sequence[str]) -> dict[str, RunData]:
+def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
     """Read the runs of a comparison, or refuse one that has not begun."""
-    stories = {folder: read_story(Path(folder)) for folder in folders}
-    empty = [folder for folder, story in stories.items() if not story.steps]
+    found = {folder: read_run(Path(folder)) for folder in folders}
+    empty = [folder for folder, data in found.items() if not data.steps]
     if empty:
         raise CheckpointError(
             f"{', '.join(empty)} holds no step yet, so there is nothing to compare; leave it out, "
             "or wait for the run"
         )
-    return stories
+    return found
 
 
-def lower_is_better(metric: str) -> bool:
-    """Say whether a smaller value of `metric` is the better one: of all but a few names."""
-    words = metric.lower().replace("-", "_").split("_")
-    return not any(name in words for name in _HIGHER)
+def metrics_of(data: RunData) -> dict[str, Metric]:
+    """Return what a run can be compared by, the headline first: metrics, losses, parts of them."""
+    evaluated = {name: replace(data.task.metric(name), name=name) for name in data.metrics}
+    parts = {name: Metric(name=name) for name in (f"{PART}{part}" for part in data.parts)}
+    return {**evaluated, TRAINING.name: TRAINING, **parts}
 
 
-def points_of(story: RunData, metric: str) -> tuple[Point, ...]:
+def points_of(data: RunData, metric: str) -> tuple[Point, ...]:
     """Return the values of `metric` over a run; those that are not finite are left out."""
     clock = dict(
         zip(
-            (r.step for r in story.steps),
-            accumulate(r.seconds if math.isfinite(r.seconds) else 0.0 for r in story.steps),
+            (r.step for r in data.steps),
+            accumulate(r.seconds if math.isfinite(r.seconds) else 0.0 for r in data.steps),
             strict=True,
         )
     )
-    if metric == TRAINING:
-        found = _smoothed_losses(story)
+    if metric == TRAINING.name:
+        found = _smoothed([(r.step, r.loss) for r in data.steps])
+    elif metric.startswith(PART):
+        part = metric.removeprefix(PART)
+        found = _smoothed([(r.step, r.parts.get(part, math.nan)) for r in data.steps])
     else:
-        found = [(r.step, r.metrics[metric]) for r in story.evals if metric in r.metrics]
+        found = [(r.step, r.metrics[metric]) for r in data.evals if metric in r.metrics]
     return tuple(
         Point(step=step, seconds=clock.get(step, 0.0), value=y)
         for step, y in found
@@ -115,21 +120,16 @@ def points_of(story: RunData, metric: str) -> tuple[Point, ...]:
     )
 
 
-def _smoothed_losses(story: RunData) -> list[tuple[int, float]]:
+def _smoothed(losses: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Take the median of the last losses at evenly spaced steps; it never looks ahead."""
-    steps = story.steps
-    window = smoothing_window(len(steps))
-    n = len(steps)
+    n = len(losses)
+    window = smoothing_window(n)
     at = sorted(
         {k * (n - 1) // max(1, min(n, MOST_POINTS) - 1) for k in range(min(n, MOST_POINTS))}
     )
     found = []
     for i in at:
-        losses = [r.loss for r in steps[max(0, i + 1 - window) : i + 1] if math.isfinite(r.loss)]
-        if losses:
-            found.append((steps[i].step, median(losses)))
+        last = [y for _, y in losses[max(0, i + 1 - window) : i + 1] if math.isfinite(y)]
+        if last:
+            found.append((losses[i][0], median(last)))
     return found
-
-
-def _as_good(value: float, target: float, *, lower: bool) -> bool:
-    return value <= target if lower else value >= target

@@ -11,7 +11,7 @@ from narrowcast.runs.records import FindingRecord, PrecisionRecord, StepRecord
 
 MOST_MARKS = 1000
 """Rows of skipped steps; a chart is about a thousand pixels wide."""
-MOST_ENTRIES = 200
+MOST_EVENTS = 200
 """Findings and changes listed, as many as in the report."""
 LONGEST_TEXT = 400
 """Characters of a text that are shown; a page lists a few hundred of them."""
@@ -67,13 +67,13 @@ class Skips:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Event:
     """A finding, as often as it came up, or a change of format."""
 
     key: int
-    """Numbers the entries, in the order they first came up."""
+    """Numbers the events, in the order they first came up."""
     moved: int
-    """When it last changed, by the feed's count of changes."""
+    """When it last changed, by the count of changes."""
     kind: str
     module: str
     role: str
@@ -87,25 +87,25 @@ class Entry:
     times: int = 1
 
     def row(self) -> dict[str, Any]:
-        """Return the entry as a page takes it."""
+        """Return the event as a page takes it."""
         names = ("key", "kind", "module", "role", "text", "why", "action", "before", "after")
         numbers = ("first", "last", "times")
         return {name: getattr(self, name) for name in (*names, *numbers)}
 
 
 @final
-class Feed:
-    """Findings and changes of format; findings that say the same of one place are one entry."""
+class Events:
+    """Findings and changes of format; findings that say the same of one place are one event."""
 
     def __init__(self) -> None:
         """Begin without any."""
         self.moves = 0
-        """How often the feed has changed."""
+        """How often they have changed."""
         self.findings = self.changes = 0
-        self._entries: OrderedDict[tuple[object, ...], Entry] = OrderedDict()
+        self._events: OrderedDict[tuple[object, ...], Event] = OrderedDict()
 
     def add(self, record: FindingRecord | PrecisionRecord) -> None:
-        """Take one more; the entry that has rested longest makes room."""
+        """Take one more; the event that has rested longest makes room."""
         self.moves += 1
         match record:
             case FindingRecord():
@@ -122,12 +122,12 @@ class Feed:
                     why=record.reason,
                     step=record.step,
                 )
-        while len(self._entries) > MOST_ENTRIES:
-            self._entries.popitem(last=False)
+        while len(self._events) > MOST_EVENTS:
+            self._events.popitem(last=False)
 
     def since(self, moves: int) -> list[dict[str, Any]]:
-        """Return the entries that have changed since the feed had changed `moves` times."""
-        return [entry.row() for entry in self._entries.values() if entry.moved > moves]
+        """Return the events that have changed since there were `moves` changes."""
+        return [event.row() for event in self._events.values() if event.moved > moves]
 
     def _add_finding(self, record: FindingRecord) -> None:
         self._put(
@@ -142,9 +142,9 @@ class Feed:
         )
 
     def _put(self, place: tuple[object, ...], *, step: int, kind: str, **texts: str) -> None:
-        earlier = self._entries.pop(place, None)
+        earlier = self._events.pop(place, None)
         known = dict.fromkeys(("module", "role", "text", "why", "action"), "") | texts
-        self._entries[place] = Entry(
+        self._events[place] = Event(
             key=earlier.key if earlier else self.moves,
             moved=self.moves,
             kind=kind,
@@ -176,9 +176,9 @@ class Changes:
             self._rows[-1] = [record.step, times + 1, first]
             return
         self._rows.append([record.step, 1, text])
-        if len(self._rows) > MOST_ENTRIES:
+        if len(self._rows) > MOST_EVENTS:
             self.epoch += 1
-            del self._rows[: MOST_ENTRIES // 2]
+            del self._rows[: MOST_EVENTS // 2]
 
     def rows(self, start: int = 0) -> list[list[Any]]:
         """Return step, number of changes, and the first of them in words."""

@@ -12,18 +12,19 @@ _NOTHING = Series(steps=(), values=())
 _SPAN = (0, 1)
 
 SMALL = {
-    "speed": "Tokens per second",
+    "speed": "Items per second",
     "memory": "Peak memory",
     "norm": "Gradient norm",
     "lr": "Learning rate",
     "lost": "Lost updates",
 }
-"""Small charts and their titles; one that never gets a value is not shown."""
+"""Small charts and their titles; one that never gets a value is not shown. What a run counts
+arrives with its head, and names the speed."""
 
 
 def figures() -> dict[str, dict[str, Any]]:
     """Return name, title, traces and layout of each chart."""
-    return {"loss": _loss(), "scale": _scale()} | {
+    return {"loss": _loss(), "headline": _headline(), "parts": _parts(), "scale": _scale()} | {
         name: _small(name, title) for name, title in SMALL.items()
     }
 
@@ -43,6 +44,24 @@ def _loss() -> dict[str, Any]:
         ],
         "layout": layout,
     }
+
+
+def _headline() -> dict[str, Any]:
+    layout = drawing.layout(_SPAN, height=260)
+    layout["showlegend"] = False
+    trace = drawing.points(_NOTHING, name="evaluated")
+    return {"title": "Evaluated", "data": [trace], "layout": layout}
+
+
+def _parts() -> dict[str, Any]:
+    """Draw as many parts of the loss as there are colours; the page keeps those it gets."""
+    layout = drawing.layout(_SPAN, height=300)
+    layout["showlegend"] = True
+    lines = [
+        drawing.one_of_many(_NOTHING, name="", place=place, width=1.75) | {"mode": "lines"}
+        for place in range(drawing.COLOURS)
+    ]
+    return {"title": "Parts of the loss", "data": lines, "layout": layout}
 
 
 def _scale() -> dict[str, Any]:

@@ -4,13 +4,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from narrowcast.report.live.account import Account
+from narrowcast.report.charts.drawing import PERCENT
 from narrowcast.report.live.events import shortened
+from narrowcast.report.live.live_data import LiveData
 from narrowcast.report.phrases import (
+    capital,
     count,
     duration,
     large,
+    measured,
     policies,
+    said,
     scale,
     share,
     size,
@@ -21,7 +25,7 @@ from narrowcast.runs.follow import LARGEST
 
 
 def head(
-    account: Account,
+    data: LiveData,
     *,
     ending: Ending,
     at_work: bool,
@@ -29,7 +33,7 @@ def head(
     sessions: tuple[Mapping[str, Any], ...],
 ) -> dict[str, Any]:
     """Return the head as texts and a share of the way."""
-    step, asked = account.tally.step, account.tally.steps
+    step, asked = data.tally.step, data.tally.steps
     name = _text(setting(settings, "name")) or _text(setting(settings, "workload")) or "this run"
     policy = _text(setting(settings, "precision.policy"))
     policy = policies(policy, setting(settings, "precision.schedule"))
@@ -40,13 +44,13 @@ def head(
         "progress": _progress(step, asked),
         "share": min(1.0, step / asked) if asked > 0 else 0.0,
         "state": asdict(ending) | {"at_work": at_work},
-        "facts": [asdict(fact) for fact in _facts(account, at_work=at_work)],
+        "facts": [asdict(fact) for fact in _facts(data, at_work=at_work)],
         "began": _began(sessions),
-        "metric": shortened(account.metric),
-        "scaled": account.scaled,
-        "skipped": account.tally.skipped,
-        "findings": account.feed.findings,
-        "changes": account.feed.changes,
+        **_judged(data),
+        "scaled": data.scaled,
+        "skipped": data.tally.skipped,
+        "findings": data.events.findings,
+        "changes": data.events.changes,
     }
 
 
@@ -61,8 +65,8 @@ def whole(found: object) -> int | None:
     return found if type(found) is int and 0 < found < LARGEST else None
 
 
-def _facts(account: Account, *, at_work: bool) -> list[Fact]:
-    last, tally = account.last, account.tally
+def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
+    last, tally = data.last, data.tally
     if last is None:
         return []
     left = at_work and tally.step < tally.steps
@@ -76,36 +80,46 @@ def _facts(account: Account, *, at_work: bool) -> list[Fact]:
         else Fact(
             label="Time in steps",
             value=duration(tally.seconds),
-            note=f"{large(tally.items)} tokens",
+            note=f"{large(tally.items)} {data.task.units}",
         ),
         Fact(label="Training loss", value=value(tally.loss), note="mean of the last steps"),
-        *_evaluated(account),
+        *_evaluated(data),
         Fact(
-            label="Tokens per second",
+            label=f"{capital(data.task.units)} per second",
             value=large(tally.items_per_second),
-            note=f"{duration(tally.smooth_seconds.value)} a step",
+            note=f"{duration(tally.smooth_seconds.value)} per step",
         ),
         Fact(
             label="Steps skipped",
             value=count(tally.skipped),
             note=share(tally.skipped, tally.step) if tally.skipped else "none",
         ),
-        *([Fact(label="Loss scale", value=scale(tally.scale))] if account.scaled else []),
-        *(
-            [Fact(label="Peak memory", value=size(account.peak_bytes))]
-            if account.peak_bytes
-            else []
-        ),
+        *([Fact(label="Loss scale", value=scale(tally.scale))] if data.scaled else []),
+        *([Fact(label="Peak memory", value=size(data.peak_bytes))] if data.peak_bytes else []),
     ]
 
 
-def _evaluated(account: Account) -> list[Fact]:
-    found = [(step, m[account.metric]) for step, m in account.evals if account.metric in m]
-    if not found:
+def _evaluated(data: LiveData) -> list[Fact]:
+    metric = data.metric
+    found = [(step, m[metric.name]) for step, m in data.evals if metric and metric.name in m]
+    if metric is None or not found:
         return []
-    label = f"Evaluated {account.metric.replace('_', ' ')}"
+    label = f"Evaluated {said(metric.name)}"
     step, y = found[-1]
-    return [Fact(label=shortened(label), value=value(y), note=f"at step {count(step)}")]
+    return [Fact(label=shortened(label), value=measured(metric, y), note=f"at step {count(step)}")]
+
+
+def _judged(data: LiveData) -> dict[str, Any]:
+    """Return what the charts are called that depend on the task, and how its headline is drawn."""
+    titles = {"speed": f"{capital(data.task.units)} per second"}
+    if data.metric is None:
+        return {"titles": titles, "better": "", "ticks": ""}
+    titles["headline"] = f"Evaluated {said(data.metric.name)}"
+    return {
+        "titles": {name: shortened(title) for name, title in titles.items()},
+        "better": f"{capital(data.metric.better)} is better.",
+        "ticks": PERCENT if data.metric.text.endswith("%") else "",
+    }
 
 
 def _in_policy(policy: str) -> str:

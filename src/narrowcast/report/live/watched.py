@@ -3,6 +3,7 @@
 Nothing is read while nobody looks.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -11,16 +12,19 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, final
 
+from narrowcast.errors import CheckpointError
 from narrowcast.report.charts import drawing
 from narrowcast.report.charts.run_charts import frame_top
-from narrowcast.report.live.account import Account, Growing
 from narrowcast.report.live.head import head, setting, whole
+from narrowcast.report.live.live_data import Growing, LiveData
 from narrowcast.report.live.status import status
+from narrowcast.report.run_data import TASK, UNSAID
 from narrowcast.report.summary import Ending
 from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED
 from narrowcast.runs.follow import Follower, News
 from narrowcast.runs.lock import LOCK, is_held
 from narrowcast.runs.peek import peek_json
+from narrowcast.runs.task_info import TaskInfo
 
 LOOK_SECONDS = 0.25
 """Between two looks, however many pages ask."""
@@ -53,10 +57,11 @@ class Watched:
         self.folder = folder
         self._lock = Lock()
         self._follower = Follower(folder / RECORDS, kinds=KINDS)
-        self._account, self._generation = Account(), 0
+        self._data, self._generation = LiveData(), 0
         self._news = News()
         self._damaged = 0
         self._settings: Mapping[str, Any] = {}
+        self._task = UNSAID
         self._sessions: tuple[Mapping[str, Any], ...] = ()
         self._looked = self._read_settings = -1e9
         self._head: dict[str, Any] = {}
@@ -77,11 +82,11 @@ class Watched:
             self._read_files()
         news = self._follower.look()
         if news.afresh:
-            self._account, self._damaged = Account(), 0
+            self._read_files()
+            self._data, self._damaged = LiveData(self._task), 0
             self._generation += 1
-            self._read_settings = -1e9
         for record in news.records:
-            self._account.add(record)
+            self._data.add(record)
         self._damaged += news.damaged
         self._news = news
         self._sum_up()
@@ -92,16 +97,21 @@ class Watched:
         found = peek_json(self.folder / RESOLVED, most_bytes=MOST_BYTES)
         if isinstance(found, dict):
             self._settings = found
+        # A damaged file is the report's to complain of; the page goes on with what it knows.
+        with contextlib.suppress(CheckpointError):
+            said = peek_json(self.folder / TASK, most_bytes=MOST_BYTES)
+            self._task = UNSAID if said is None else TaskInfo.from_json(said)
+        self._data.task = self._task
         match peek_json(self.folder / ENVIRONMENT, most_bytes=MOST_BYTES):
             case {"sessions": [*sessions]}:
                 self._sessions = tuple(s for s in sessions if isinstance(s, dict))
 
     def _sum_up(self) -> None:
-        account = self._account
+        data = self._data
         asked = whole(setting(self._settings, "steps")) or 0
         patience = whole(setting(self._settings, "precision.loss_scale.patience"))
-        account.tally = replace(account.tally, steps=asked)
-        course = replace(account.course, asked=asked, patience=patience)
+        data.tally = replace(data.tally, steps=asked)
+        course = replace(data.course, asked=asked, patience=patience)
         ending, at_work = status(
             course,
             folder=self.folder,
@@ -112,7 +122,7 @@ class Watched:
         if self._news.more:
             ending, at_work = Ending(label="Reading", tone="fair"), False
         self._head = head(
-            account,
+            data,
             ending=ending,
             at_work=at_work,
             settings=self._settings,
@@ -122,8 +132,8 @@ class Watched:
 
     def _frames(self) -> dict[str, Any]:
         """Choose the axes that depend on the values, as the report does; None lets the page."""
-        losses = [*self._account.curves["loss"].values, *self._account.curves["evaluated"].values]
-        scales = self._account.curves["scale"].values
+        losses = [*self._data.curves["loss"].values, *self._data.curves["evaluated"].values]
+        scales = self._data.curves["scale"].values
         top = frame_top(losses)
         low = min(losses) if losses else 0.0
         ends = [] if top is None else [low - 0.05 * (top - low), top]
@@ -131,11 +141,11 @@ class Watched:
         drawable = bool(scales) and 2.0**-1000 < min(scales) <= max(scales) < 2.0**1000
         return {
             "loss": ends if ends and all(map(math.isfinite, ends)) else None,
-            "scale": drawing.powers_of_two(scales) if drawable and self._account.scaled else None,
+            "scale": drawing.powers_of_two(scales) if drawable and self._data.scaled else None,
         }
 
     def _told(self, cursor: Cursor) -> tuple[Cursor, dict[str, Any]]:
-        account = self._account
+        data = self._data
         news: dict[str, Any] = {}
         if cursor.generation != self._generation:
             cursor, news = Cursor(), {"reset": True}
@@ -145,23 +155,23 @@ class Watched:
             news["frame"] = self._frame
         grown = {
             name: [at, growing.rows(at)]
-            for name, growing in account.lists().items()
+            for name, growing in data.lists().items()
             if (at := _first_changed(growing, cursor.lists.get(name))) is not None
         }
         if grown:
             news["lists"] = grown
-        if evals := account.eval_rows(cursor.evals):
+        if evals := data.eval_rows(cursor.evals):
             news["evals"] = evals
-        if entries := account.feed.since(cursor.moves):
-            news["entries"] = entries
+        if events := data.events.since(cursor.moves):
+            news["events"] = events
         return (
             Cursor(
                 generation=self._generation,
                 head=self._head,
                 frame=self._frame,
-                lists={n: (g.epoch, len(g), g.added) for n, g in account.lists().items()},
-                evals=account.evals_seen,
-                moves=account.feed.moves,
+                lists={n: (g.epoch, len(g), g.added) for n, g in data.lists().items()},
+                evals=data.evals_seen,
+                moves=data.events.moves,
             ),
             news,
         )

@@ -38,7 +38,7 @@ const heatMap = (() => {
     return x === 0 ? NOTHING : Math.max(-6, Math.log10(x));
   }
 
-  // One row a tensor, or one a module with the worst of its tensors in each column.
+  // One row per tensor, or one per module with the worst of its tensors in each column.
   function rowsOf(data, { measure, role }) {
     const columns = data.spans.length;
     const values = data.measures[measure];

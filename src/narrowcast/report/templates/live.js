@@ -4,14 +4,14 @@
   const byId = (id) => document.getElementById(id);
   const figures = JSON.parse(byId("figures").textContent);
   const touch = matchMedia("(pointer: coarse)").matches;
-  const DRAW_MS = 1000, RETRY_MS = 2000, MOST_ENTRIES = 200, MOST_SKIPS = 20, MOST_EVALS = 50;
+  const DRAW_MS = 1000, RETRY_MS = 2000, MOST_EVENTS = 200, MOST_SKIPS = 20, MOST_EVALS = 50;
   const RESTING_MS = 1500; // a label under the pointer is left alone this long
   const number = new Intl.NumberFormat("en-US");
 
-  let lists, entries, evals, head, frame;
+  let lists, events, evals, head, frame;
   function forget() {
     lists = {};
-    entries = new Map();
+    events = new Map();
     evals = [];
     head = frame = null;
   }
@@ -61,6 +61,15 @@
       item.append(element("dt", fact.label), answer);
       return item;
     }));
+    // What a run counts and what it is judged by is known from its head alone.
+    for (const [name, title] of Object.entries(head.titles)) {
+      const [trace] = figures[name].data;
+      figures[name].title = title;
+      document.querySelector(`[data-figure="${name}"] h3`).textContent = title;
+      trace.name = escaped(title.toLowerCase());
+      trace.hovertemplate = `${trace.name}: %{y:.4~g}<extra></extra>`;
+    }
+    byId("headline-note").textContent = head.better;
     byId("waiting").hidden = Boolean(head.progress);
   }
 
@@ -70,17 +79,17 @@
     return element("span", name, `format ${family}`);
   }
 
-  function entryRow(entry, fresh) {
-    const steps = element("td", span(entry.first, entry.last), "number");
-    steps.dataset.label = entry.times > 1 ? "steps" : "step";
-    if (entry.times > 1) steps.append(element("span", `${number.format(entry.times)} times`, "kind"));
-    const what = element("td", entry.text, "wide");
-    if (entry.kind === "format") what.append(format(entry.before), " → ", format(entry.after));
-    what.prepend(element("span", entry.kind === "format" ? "format" : "finding", "kind"));
+  function eventRow(event, fresh) {
+    const steps = element("td", span(event.first, event.last), "number");
+    steps.dataset.label = event.times > 1 ? "steps" : "step";
+    if (event.times > 1) steps.append(element("span", `${number.format(event.times)} times`, "kind"));
+    const what = element("td", event.text, "wide");
+    if (event.kind === "format") what.append(format(event.before), " → ", format(event.after));
+    what.prepend(element("span", event.kind === "format" ? "format" : "finding", "kind"));
     const where = document.createElement("td");
-    if (entry.module) where.append(element("code", entry.module));
-    if (entry.role) where.append(element("span", entry.role, "kind"));
-    const made = row(steps, what, where, element("td", entry.why, "wide"), element("td", entry.action, "wide"));
+    if (event.module) where.append(element("code", event.module));
+    if (event.role) where.append(element("span", event.role, "kind"));
+    const made = row(steps, what, where, element("td", event.why, "wide"), element("td", event.action, "wide"));
     if (fresh) {
       made.className = "fresh";
       setTimeout(() => { made.className = ""; }, 3000);
@@ -88,19 +97,19 @@
     return made;
   }
 
-  function showEntries(news, fresh) {
-    const keys = new Set(news.map((entry) => entry.key));
-    for (const entry of news) { entries.delete(entry.key); entries.set(entry.key, entry); }
-    while (entries.size > MOST_ENTRIES) entries.delete(entries.keys().next().value);
-    const newest = [...entries.values()].reverse();
-    byId("entries").replaceChildren(...newest.map((entry) => entryRow(entry, fresh && keys.has(entry.key))));
+  function showEvents(news, fresh) {
+    const keys = new Set(news.map((event) => event.key));
+    for (const event of news) { events.delete(event.key); events.set(event.key, event); }
+    while (events.size > MOST_EVENTS) events.delete(events.keys().next().value);
+    const newest = [...events.values()].reverse();
+    byId("events").replaceChildren(...newest.map((event) => eventRow(event, fresh && keys.has(event.key))));
   }
 
-  function countEntries() {
-    byId("no-entries").hidden = entries.size > 0;
-    byId("entries-region").hidden = !entries.size;
-    const more = entries.size >= MOST_ENTRIES ? `The newest ${entries.size}, of ${number.format(head.findings)} findings and ${number.format(head.changes)} changes; all are in the report.` : "";
-    byId("entries-note").textContent = more;
+  function countEvents() {
+    byId("no-events").hidden = events.size > 0;
+    byId("events-region").hidden = !events.size;
+    const more = events.size >= MOST_EVENTS ? `The newest ${events.size}, of ${number.format(head.findings)} findings and ${number.format(head.changes)} changes; all are in the report.` : "";
+    byId("events-note").textContent = more;
   }
 
   function showSkips() {
@@ -175,7 +184,7 @@
       Object.assign(data[0], points(rows));
       if (!smooth) data[0].line.color = "@series";
       Object.assign(data[1], smooth ? smoothed(rows) : {});
-      Object.assign(data[2], points(lists.evaluated), { name: `evaluated ${escaped(head.metric.replaceAll("_", " "))}` });
+      Object.assign(data[2], points(lists.evaluated), { name: "evaluated loss" });
       data[2].hovertemplate = `${data[2].name}: %{y:.4~g}<extra></extra>`;
       Object.assign(data[3], { x: skips.map((m) => m[0]), y: skips.map(() => 0), text: skips.map(skipText) });
       data[3].error_x.array = skips.map((m) => m[1] - m[0]);
@@ -202,6 +211,24 @@
         above && !logarithmic() ? "Spikes reach above the frame." : "",
       ].join(" ").trim();
       return data.filter((trace) => trace.x?.length);
+    },
+    headline(data, layout) {
+      Object.assign(data[0], points(lists.headline));
+      if (head.ticks) {
+        layout.yaxis.tickformat = head.ticks;
+        data[0].hovertemplate = `${data[0].name}: %{y:${head.ticks}}<extra></extra>`;
+      }
+      return data;
+    },
+    parts(data) {
+      partNames().forEach((name, i) => {
+        const rows = lists[PART + name], shown = escaped(name.replaceAll("_", " "));
+        Object.assign(data[i], rows.length >= 50 ? smoothed(rows) : points(rows), { name: shown });
+        data[i].hovertemplate = `${shown}: %{y:.4~g}<extra></extra>`;
+      });
+      const drawn = data.filter((trace) => trace.x?.length);
+      byId("parts-note").textContent = drawn.map((trace, i) => `${partNames()[i].replaceAll("_", " ")} ${course(trace)}`).join("; ");
+      return drawn;
     },
     scale(data, layout) {
       const skips = (lists.skips ?? []).filter((m) => m[3] !== null && m[3] > 0);
@@ -235,6 +262,8 @@
       return withCourse("speed", data);
     },
   };
+  const PART = "part:";
+  const partNames = () => Object.keys(lists).filter((name) => name.startsWith(PART) && lists[name].length).map((name) => name.slice(PART.length));
   const plain = (name) => (data) => { Object.assign(data[0], points(lists[name])); return data; };
 
   // What is noise from step to step is drawn faintly, with its course over it.
@@ -289,15 +318,20 @@
     return [low - spare, high + spare];
   }
 
+  function course(trace) {
+    const finite = trace?.y.filter((y) => y !== null) ?? [];
+    return finite.length ? `${+finite[0].toPrecision(4)} at first, ${+finite.at(-1).toPrecision(4)} at last` : "";
+  }
+
   function described(name, data) {
-    const finite = data[0]?.y.filter((y) => y !== null) ?? [];
     const title = figures[name].title;
-    return finite.length ? `${title} over steps: ${+finite[0].toPrecision(4)} at first, ${+finite.at(-1).toPrecision(4)} at last.` : title;
+    if (name === "parts") return `${title} over steps: ${byId("parts-note").textContent}.`;
+    return course(data[0]) ? `${title} over steps: ${course(data[0])}.` : title;
   }
 
   function drawable() {
     return Object.keys(figures).filter((name) =>
-      name === "scale" ? head.scaled && lists.scale?.length : (lists[name] ?? []).some((bucket) => bucket[0] !== null));
+      name === "parts" ? partNames().length : name === "scale" ? head.scaled && lists.scale?.length : (lists[name] ?? []).some((bucket) => bucket[0] !== null));
   }
 
   function drawAll() {
@@ -358,8 +392,8 @@
       for (const item of rows) lists[name].push(item);
     }
     if (news.head) showHead();
-    if (news.reset || news.entries) showEntries(news.entries ?? [], fresh);
-    countEntries();
+    if (news.reset || news.events) showEvents(news.events ?? [], fresh);
+    countEvents();
     if (news.reset || news.lists?.skips || news.head) showSkips();
     if (news.reset || news.evals) {
       evals.push(...(news.evals ?? []));

@@ -102,7 +102,7 @@ def numbers(record: Record) -> dict[str, float]:
                 found["speed/items_per_second"] = record.items / record.seconds
             if record.lost_updates is not None:
                 found["train/lost_updates"] = record.lost_updates
-            return found
+            return found | {f"loss/{name}": y for name, y in record.parts.items()}
         case EvalRecord():
             return {f"eval/{name}": y for name, y in record.metrics.items()}
         case _:

@@ -32,7 +32,7 @@ def import_wandb() -> Any:
 
 @final
 class WeightsAndBiases:
-    """Writes one row a step: its numbers, its evaluation, and what there is to say of it."""
+    """Writes one row per step: its numbers, its evaluation, and what there is to say of it."""
 
     def __init__(
         self, folder: Path, *, earlier: Sequence[Record], name: str, settings: Mapping[str, Any]

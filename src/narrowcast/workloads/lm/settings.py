@@ -28,7 +28,7 @@ class LmData(DataSection):
         description="bytes (256 tokens), bpe (trained on the text), "
         "or a folder with vocab.json and merges.txt",
     )
-    length: int = Field(default=128, ge=1, description="tokens a sample")
+    length: int = Field(default=128, ge=1, description="tokens per sample")
     validation_share: float = Field(
         default=0.1, gt=0, lt=1, description="share of the text kept for evaluation"
     )
@@ -65,7 +65,7 @@ class LmModel(Section):
     """The shape of a GPT."""
 
     layers: int = Field(default=4, ge=1, description="blocks of attention and mlp")
-    width: int = Field(default=128, ge=2, description="numbers a token is carried in")
+    width: int = Field(default=128, ge=2, description="numbers that carry a token")
     heads: int = Field(default=4, ge=1, description="attention heads; they divide width")
     kv_heads: int | None = Field(
         default=None, ge=1, description="key and value heads; they divide heads; none: as heads"

@@ -5,10 +5,12 @@ from collections import deque
 from dataclasses import replace
 from typing import Any, Protocol, final
 
+from narrowcast.report.charts.run_charts import LOSS
 from narrowcast.report.live.curve import Curve
-from narrowcast.report.live.events import Changes, Feed, Skips, shortened
+from narrowcast.report.live.events import Changes, Events, Skips, shortened
 from narrowcast.report.live.status import Course
-from narrowcast.report.phrases import count, value
+from narrowcast.report.phrases import count, measured
+from narrowcast.report.run_data import UNSAID, headline_of
 from narrowcast.runs.records import (
     CheckpointRecord,
     EvalRecord,
@@ -18,6 +20,7 @@ from narrowcast.runs.records import (
     StepRecord,
 )
 from narrowcast.runs.tally import Tally
+from narrowcast.runs.task_info import Metric, TaskInfo
 
 MOST_BUCKETS = {"loss": 1000, "scale": 600}
 SMALL_BUCKETS = 300
@@ -27,7 +30,12 @@ MOST_EVALS = 50
 MOST_METRICS = 12
 """Columns of that table."""
 
-CURVES = ("loss", "scale", "speed", "memory", "norm", "lr", "lost", "evaluated")
+MOST_PARTS = 8
+"""Parts of the loss that are drawn, each in a colour of its own."""
+PART = "part:"
+"""Before the name of a part of the loss, in the name of its list."""
+
+CURVES = ("loss", "scale", "speed", "memory", "norm", "lr", "lost", "evaluated", "headline")
 
 
 class Growing(Protocol):
@@ -47,22 +55,24 @@ class Growing(Protocol):
 
 
 @final
-class Account:
+class LiveData:
     """The records of one file from its beginning, summed up as they come."""
 
-    def __init__(self) -> None:
-        """Begin before the first record."""
+    def __init__(self, task: TaskInfo = UNSAID) -> None:
+        """Begin before the first record of a run of `task`."""
+        self.task = task
         self.tally = Tally(steps=0)
         self.course = Course()
         self.last: StepRecord | None = None
         self.peak_bytes = 0
         self.scaled = False
         """Whether the loss scale was ever other than 1."""
-        self.metric = ""
+        self.metric: Metric | None = None
         """The metric that evaluations are headed by."""
         self.evals: deque[tuple[int, dict[str, float]]] = deque(maxlen=MOST_EVALS)
         self.evals_seen = 0
-        self.skips, self.feed, self.changes = Skips(), Feed(), Changes()
+        self.skips, self.events, self.changes = Skips(), Events(), Changes()
+        self.parts: dict[str, Curve] = {}
         self.curves = {name: Curve(MOST_BUCKETS.get(name, SMALL_BUCKETS)) for name in CURVES}
 
     def add(self, record: Record) -> None:
@@ -73,9 +83,9 @@ class Account:
             case EvalRecord():
                 self._add_eval(record)
             case FindingRecord():
-                self.feed.add(record)
+                self.events.add(record)
             case PrecisionRecord():
-                self.feed.add(record)
+                self.events.add(record)
                 self.changes.add(record)
             case CheckpointRecord():
                 self.course = replace(self.course, saved_at=record.step)
@@ -84,13 +94,17 @@ class Account:
         """Return step and metrics, as texts, of the evaluations after the first `start`."""
         new = min(self.evals_seen - start, len(self.evals))
         return [
-            [count(step), {shortened(name): value(y) for name, y in metrics.items()}]
+            [count(step), {shortened(n): self._written(n, y) for n, y in metrics.items()}]
             for step, metrics in list(self.evals)[len(self.evals) - new :]
         ]
 
     def lists(self) -> dict[str, Growing]:
         """Return what grows at its end, by name."""
-        return {**self.curves, "skips": self.skips, "changes": self.changes}
+        parts = {f"{PART}{shortened(name)}": curve for name, curve in self.parts.items()}
+        return {**self.curves, **parts, "skips": self.skips, "changes": self.changes}
+
+    def _written(self, name: str, y: float) -> str:
+        return measured(self.task.metric(name), y)
 
     def _add_step(self, record: StepRecord) -> None:
         self.tally = self.tally.after(record)
@@ -114,6 +128,9 @@ class Account:
         }
         for name, y in values.items():
             self.curves[name].add(record.step, y)
+        for name, y in record.parts.items():
+            if name in self.parts or len(self.parts) < MOST_PARTS:
+                self.parts.setdefault(name, Curve(SMALL_BUCKETS)).add(record.step, y)
         if record.lost_updates is not None:
             self.curves["lost"].add(record.step, record.lost_updates)
 
@@ -133,8 +150,11 @@ class Account:
         )
 
     def _add_eval(self, record: EvalRecord) -> None:
-        self.metric = self.metric or next(iter(record.metrics), "")
+        self.metric = self.metric or headline_of(self.task, record.metrics)
         self.evals_seen += 1
         self.evals.append((record.step, dict(list(record.metrics.items())[:MOST_METRICS])))
-        if self.metric in record.metrics:
-            self.curves["evaluated"].add(record.step, record.metrics[self.metric])
+        # Of all metrics, the loss is what the training loss compares with; the report does alike.
+        if LOSS in record.metrics:
+            self.curves["evaluated"].add(record.step, record.metrics[LOSS])
+        if self.metric and self.metric.name != LOSS and self.metric.name in record.metrics:
+            self.curves["headline"].add(record.step, record.metrics[self.metric.name])

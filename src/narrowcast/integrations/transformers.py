@@ -1,0 +1,42 @@
+"""transformers: a callback that watches the model its Trainer trains."""
+
+from typing import Any
+
+from narrowcast.health.watch import EVERY, Watch, watch
+from narrowcast.integrations.telling import Tell, sentence
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.runs import FindingRecord
+
+
+def transformers_callback(
+    *, policy: str | Policy = "fp32", every: int = EVERY, tell: Tell | None = None
+) -> Any:
+    """Return a callback for transformers' Trainer that watches the model it trains.
+
+    Findings go to `tell`, or to transformers' log as warnings.
+    """
+    from transformers import TrainerCallback
+    from transformers.utils import logging
+
+    base: Any = TrainerCallback  # its types are there or not, as it is installed or not
+
+    class Watching(base):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            # Nobody says so when a training ends by an exception.
+            before: Watch | None = getattr(self, "watch", None)
+            if before is not None:
+                before.close()
+            self.watch = watch(given["model"], policy=policy, every=every)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._tell(self.watch.step(state.global_step + 1))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._tell(self.watch.close())
+
+        def _tell(self, found: list[FindingRecord]) -> None:
+            log = logging.get_logger("transformers.narrowcast")
+            for finding in found:
+                (tell or (lambda f: log.warning(sentence(f))))(finding)
+
+    return Watching()
