@@ -248,15 +248,16 @@ def test_a_run_with_verdicts_on_the_gpu_is_the_run_without_bit_for_bit(ready, po
     assert first_difference(*ends) is None
 
 
-@pytest.mark.parametrize("compile", [False, True])
+# Emulated products take the tracer half a minute, and test_compile.py looks at them.
+@pytest.mark.parametrize(("policy", "compile"), [("bf16", False), ("fp32", True)])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_faults_of_a_recipe_are_announced_skipped_and_named(ready, compile, monkeypatch):  # noqa: A002
+def test_faults_of_a_recipe_are_announced_skipped_and_named(ready, policy, compile, monkeypatch):  # noqa: A002
     # What the compiler makes of a graph is its own affair; that there is one is ours.
     traced = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", traced)
     faults = tuple(FaultSection(**fault) for fault in FAULTS)
-    made = ready("bf16", steps=8, accumulate=2, faults=faults, compile=compile)
+    made = ready(policy, steps=8, accumulate=2, faults=faults, compile=compile)
     records = run(made)
     assert [r.step for r in steps_of(records) if not r.applied] == [3, 6]
     found = [r for r in records if isinstance(r, FindingRecord)]

@@ -19,6 +19,7 @@ DEVICE = "cpu" if interpreted() else "cuda"
 MASTERS = ("fp32", "split", "kahan", "stochastic", "none")
 STORED = ["fp32", *(f"fp32, params=bf16, master={master}" for master in MASTERS)]
 """Every way in which a weight is kept; all compute in fp32."""
+pytestmark = pytest.mark.interpreted  # one of three paths is the kernel
 PATHS = ("kernel", "twin", "torch")
 
 
