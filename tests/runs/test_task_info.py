@@ -42,5 +42,5 @@ def test_two_metrics_of_one_name_are_refused():
 
 @pytest.mark.parametrize("data", [None, [], {}, {"metrics": 3}, {"metrics": [{"nam": "x"}]}])
 def test_a_damaged_file_is_said_to_be_so(data):
-    with pytest.raises(CheckpointError, match="task.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"task\.json is damaged"):
         TaskInfo.from_json(data)

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.config.sections import LrScheduleSection, Recipe
+from narrowcast.config.common_sections import LrScheduleSection
+from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
-from narrowcast.training.task import Batch
-from narrowcast.workloads import build_task
+from narrowcast.training.task import Task
 from narrowcast.workloads.lm.model import GPT
-from narrowcast.workloads.lm.task import LmTask
+from narrowcast.workloads.lm.settings import LmRehearsal
+from narrowcast.workloads.lm.task import LanguageModel, build_language_model
 
 POOL = 8
 """Different batches; more would only take memory."""
@@ -32,21 +33,17 @@ class Workbench:
     """A fresh model on its device, and what it is trained on."""
 
     recipe: Recipe
-    task: LmTask
-    batches: tuple[Batch, ...]
+    task: Task
+    model: GPT
+    batches: tuple[tuple[Tensor, Tensor], ...]
     device: torch.device
-
-    @property
-    def model(self) -> GPT:
-        """The model."""
-        return self.task.model
 
     @property
     def tokens_a_step(self) -> int:
         """Tokens an optimizer step trains on."""
         return self.task.items(self.batches[0]) * self.recipe.accumulate
 
-    def stream(self) -> Iterator[Batch]:
+    def stream(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the batches, over and over."""
         return cycle(self.batches)
 
@@ -69,15 +66,15 @@ def device_of(recipe: Recipe) -> torch.device:
     return torch.device(probe(recipe.device).device)
 
 
-def shapes_of(recipe: Recipe) -> LmTask:
+def shapes_of(recipe: Recipe) -> LanguageModel:
     """Return the task of `recipe` with a model of shapes only."""
     if recipe.workload != "lm":
         raise RecipeError(
             f"workload={recipe.workload}: bench measures language models, e.g. lm/gpt-350m"
         )
-    task = build_task(recipe, device=torch.device("meta"))
-    assert isinstance(task, LmTask)
-    return task
+    if recipe.section(LmRehearsal).swell:
+        raise RecipeError("rehearse.swell is no part of a model that is measured; leave it out")
+    return build_language_model(recipe, device=torch.device("meta"))
 
 
 def set_up(recipe: Recipe) -> Workbench:
@@ -92,12 +89,12 @@ def set_up(recipe: Recipe) -> Workbench:
     model.tie()
     torch.manual_seed(recipe.seed)
     draw_weights(model)
-    task = replace(shapes, model=model, device=device)
+    task = replace(shapes, model=model, device=device).task()
     size = (recipe.batch_size, model.length + 1)
     pool = [torch.randint(model.vocab, size, device=device) for _ in range(POOL)]
     # Contiguous, as a copy from a data loader is.
     batches = tuple((t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in pool)
-    return Workbench(recipe=recipe, task=task, batches=batches, device=device)
+    return Workbench(recipe=recipe, task=task, model=model, batches=batches, device=device)
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from narrowcast.bench.measure.timing import held_bytes
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import EvalRecord, StepRecord
+from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
 from narrowcast.workloads import build_task, load_recipe
@@ -79,17 +79,8 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
     torch.compiler.reset()
     hardware = probe(recipe.device)
     task = build_task(recipe, device=torch.device(hardware.device))
-    precision = recipe.precision
-    plan = make_plan(
-        task.model,
-        precision.policy,
-        hardware=hardware,
-        overrides=precision.overrides,
-        emulate=precision.emulate,
-        gemm_rows=task.gemm_rows,
-        only_faster=precision.only_faster,
-    )
-    prepared = prepare_recipe(recipe, task.model, plan=plan)
+    plan = plan_recipe_model(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
+    prepared = prepare_recipe(recipe, task, plan=plan)
     steps: list[StepRecord] = []
     metrics: dict[str, float] = {}
     told = time.monotonic()

@@ -15,6 +15,7 @@ from narrowcast.runs.records import (
     same_trajectory,
     to_line,
 )
+from narrowcast.runs.report_section import ReportSection
 from narrowcast.runs.task_info import Metric, TaskInfo
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Metric",
     "PrecisionRecord",
     "Record",
+    "ReportSection",
     "RunFolder",
     "StepRecord",
     "TaskInfo",

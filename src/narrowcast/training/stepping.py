@@ -18,10 +18,12 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.replay import beside, capture_stream
 from narrowcast.health.diagnose.replay import eagerly
 from narrowcast.health.faults.faults import StepFaults
+from narrowcast.precision.nested import changed_tensors, tensors_in
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepare import Prepared
 from narrowcast.training.compiling import compiled
-from narrowcast.training.task import Batch, Task
+from narrowcast.training.losses import Losses
+from narrowcast.training.task import Batch, LossParts, Task
 
 Between = Callable[[], None]
 """Looks at weights and gradients between the passes and the update."""
@@ -38,7 +40,9 @@ class Stepper:
     """Takes the steps of a run."""
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
-        self._prepared, self._task, self._recipe = prepared, task, recipe
+        self._prepared, self._recipe = prepared, recipe
+        self.losses = Losses(prepared, task)
+        self._again: LossParts | None = None
         self._model = compiled(prepared.model, recipe)
         self._graphs: _Graphs | None = None
         self.drop_graphs()
@@ -47,6 +51,18 @@ class Stepper:
     def model(self) -> nn.Module:
         """The model, compiled if the recipe asks for it."""
         return self._model
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch, for a step that is taken again; `backward` goes with it."""
+        self._again = self.losses.of(self._model, batch)
+        return self._again.total
+
+    def backward(self, loss: Tensor, micro_batches: int) -> None:
+        """Backpropagate what `loss_of` has just returned, as the step did."""
+        again, self._again = self._again, None
+        assert again is not None
+        assert again.total is loss
+        self.losses.backward(again, micro_batches=micro_batches)
 
     @property
     def captured(self) -> bool:
@@ -69,7 +85,7 @@ class Stepper:
         faults: StepFaults | None = None,
         between: Between | None = None,
     ) -> tuple[Outcome, Tensor]:
-        """Take a step; return its outcome and the mean loss, on the device.
+        """Take a step; return its outcome, and the mean loss and those of its parts on the device.
 
         `between` is called when every weight has its gradient and none has moved.
         """
@@ -101,15 +117,15 @@ class Stepper:
             ) from error
 
     def passes(self, batches: Sequence[Batch], *, faults: StepFaults | None = None) -> Tensor:
-        """Queue forward and backward passes; return the mean loss."""
+        """Queue forward and backward passes; return the mean of the loss and of its parts."""
         losses = []
         for number, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if faults is None else faults.during(number):
                 with self._prepared.compute():
-                    loss = self._task.loss(self._model, batch)
-                self._prepared.backward(loss / len(batches))
-            losses.append(loss.detach())
-        return torch.stack(losses).float().mean()
+                    loss = self.losses.of(self._model, batch)
+                self.losses.backward(loss, micro_batches=len(batches))
+            losses.append(loss)
+        return self.losses.mean(losses)
 
     def _launch(
         self,
@@ -142,7 +158,7 @@ class _Graphs:
 
     def __init__(self, stepper: Stepper, prepared: Prepared, batches: Sequence[Batch]) -> None:
         self._prepared = prepared
-        self._inputs = [tuple(tensor.clone() for tensor in batch) for batch in batches]
+        self._inputs = [changed_tensors(batch, torch.clone) for batch in batches]
         prepared.sync()
         prepared.captured.write_settings()  # a change of them must not be captured
         # The graph must make fp8 weights anew, even if an evaluation has just done so.
@@ -173,7 +189,7 @@ class _Graphs:
 
     def replay(self, batches: Sequence[Batch], between: Between | None) -> tuple[Outcome, Tensor]:
         for inputs, batch in zip(self._inputs, batches, strict=True):
-            for mine, given in zip(inputs, batch, strict=True):
+            for mine, given in zip(tensors_in(inputs), tensors_in(batch), strict=True):
                 mine.copy_(given, non_blocking=True)
         self._passes.replay()
         if between is not None:
@@ -196,8 +212,24 @@ def _current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _shapes(batches: Sequence[Batch]) -> list[list[Any]]:
-    return [[(tensor.shape, tensor.dtype) for tensor in batch] for batch in batches]
+def _shapes(batches: Sequence[Batch]) -> list[Any]:
+    return [_outline(batch) for batch in batches]
+
+
+def _outline(batch: Batch) -> Any:
+    """Return what must agree between two batches: shapes, dtypes, and all that is no tensor.
+
+    A graph has the values of plain numbers in it.
+    """
+    match batch:
+        case Tensor():
+            return batch.shape, batch.dtype
+        case tuple() | list():
+            return [_outline(item) for item in batch]
+        case dict():
+            return {key: _outline(item) for key, item in batch.items()}
+        case _:
+            return batch
 
 
 def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:

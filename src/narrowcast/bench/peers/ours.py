@@ -7,24 +7,21 @@ from torch import Tensor
 from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.model import Workbench
 from narrowcast.hardware import probe
-from narrowcast.precision.plan.plan import make_plan
+from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import Stepper
 
 
 def build(bench: Workbench, *, policy: str) -> Trial:
     """Return a step in a policy; compiled and captured if the recipe says so."""
-    precision = bench.recipe.precision
-    plan = make_plan(
+    plan = plan_recipe_model(
+        bench.recipe,
         bench.model,
-        policy,
+        policy=policy,
         hardware=probe(str(bench.device)),
-        overrides=precision.overrides,
-        emulate=precision.emulate,
         gemm_rows=bench.task.gemm_rows,
-        only_faster=precision.only_faster,
     )
-    prepared = prepare_recipe(bench.recipe, bench.model, plan=plan)
+    prepared = prepare_recipe(bench.recipe, bench.task, plan=plan)
     stepper = Stepper(prepared, bench.task, bench.recipe)
     batches, latest = bench.stream(), list[Tensor]()
 

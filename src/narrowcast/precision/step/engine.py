@@ -48,7 +48,7 @@ class Carried:
         self.fp8 = Fp8Model(model)
         scale_parts(self._parts, self.scales.parts)
 
-    def change(self, chosen: Plan, *, loss_scale: LossScale | None, seed: int) -> None:
+    def change(self, chosen: Plan, *, loss_scale: Settings | None, seed: int) -> None:
         """Put another plan in the place of the one in force. Waits for the device.
 
         What cannot be is refused before anything is changed. A loss scale that both policies need
@@ -66,7 +66,7 @@ class Carried:
         scale_parts(self._parts, scales.parts)
 
     def terms(
-        self, chosen: Plan, *, loss_scale: LossScale | None = None
+        self, chosen: Plan, *, loss_scale: Settings | None = None
     ) -> tuple[bool, str, Scales]:
         """Return whether the update would be in one pass, and why, and the loss scales; or refuse.
 
@@ -97,7 +97,7 @@ class Carried:
             device=self.weights.device,
         )
 
-    def _scales_under(self, policy: Policy, settings: LossScale | None) -> Scales:
+    def _scales_under(self, policy: Policy, settings: Settings | None) -> Scales:
         if policy.needs_loss_scale and self.scales.value is None:
             return self._begun_scales(settings or self._settings or LossScale())
         if not policy.needs_loss_scale and self.plan.policy.needs_loss_scale:

@@ -62,6 +62,7 @@ class Flight:
     def __init__(self, packed: Tensor, *, names: Sequence[str], lr: float, metered: bool) -> None:
         self._names, self._lr, self._metered = names, lr, metered
         self._packed = AsyncCopy(packed)
+        self.applied_on_device = packed[0] != 0
 
     def land(self) -> Facts:
         """Return the numbers. Waits for the device."""
@@ -90,6 +91,8 @@ class Outcome:
     """One step's outcome. Every property but `step` waits for the device."""
 
     step: int
+    applied_on_device: Tensor = field(repr=False)
+    """Whether the weights moved, where nothing has to wait for it; read before the next step."""
     sync: Callable[[], None] = field(repr=False)
     """Makes the host catch up with the device, this step included."""
     _known: tuple[Facts, str] | None = field(default=None, repr=False)

@@ -151,7 +151,9 @@ class Prepared:
         """The settings of the loss scale in force; None without one. Of several, the first."""
         return self._carried.scales.settings
 
-    def change(self, plan: Plan, *, loss_scale: LossScale | None = None) -> list[PrecisionChange]:
+    def change(
+        self, plan: Plan, *, loss_scale: LossScale | Mapping[str, LossScale] | None = None
+    ) -> list[PrecisionChange]:
         """Carry out another plan from the next step on; return the modules it changes.
 
         Between two steps only. The optimizer, its learning rates and schedule, all counts, the

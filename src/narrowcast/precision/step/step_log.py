@@ -40,7 +40,7 @@ class Ledger:
 
     def enter(self, flight: Flight, *, step: int) -> Outcome:
         """Take in a step whose numbers are on their way."""
-        outcome = Outcome(step=step, sync=self.sync)
+        outcome = Outcome(step=step, applied_on_device=flight.applied_on_device, sync=self.sync)
         self._in_flight.append((flight, outcome))
         return outcome
 
