@@ -24,6 +24,8 @@ import torch
 from safetensors.torch import load_file
 
 STEPS = 60
+DIGITS = 12
+"""Of each hash: enough to tell any two runs apart, few enough to read."""
 SPLIT = "params=bf16, master=split"
 PHASES = (
     "[{policy: fp32, until: 20}, "
@@ -81,8 +83,8 @@ def trained(words: list[str], *, steps: int, device: str) -> dict[str, Any]:
         if r["kind"] == "step"
     ]
     return {
-        "weights": weights.hexdigest(),
-        "steps": hashlib.sha256(json.dumps(told).encode()).hexdigest(),
+        "weights": weights.hexdigest()[:DIGITS],
+        "steps": hashlib.sha256(json.dumps(told).encode()).hexdigest()[:DIGITS],
         "skipped": sum(not applied for _, _, _, applied, *_ in told),
         "last_loss": told[-1][1],
     }
@@ -101,16 +103,16 @@ def main() -> int:
     different = []
     print(f"{'case':26} {'weights':12} {'steps':12} {'skipped':>7} {'last loss':>10}")
     for name, words in CASES.items():
-        if given.only and name not in given.only:
+        if (given.only and name not in given.only) or (given.against and name not in before):
             continue
         found = cases[name] = trained(words, steps=given.steps, device=given.device)
         verdict = ""
         if given.against:
-            same = before.get(name) == found
+            same = all(before[name][key] == found[key] for key in ("weights", "steps"))
             verdict = "as before" if same else "DIFFERENT"
             different += [] if same else [name]
         print(
-            f"{name:26} {found['weights'][:12]} {found['steps'][:12]} {found['skipped']:7} "
+            f"{name:26} {found['weights']} {found['steps']} {found['skipped']:7} "
             f"{found['last_loss']:10.6f} {verdict}",
             flush=True,
         )

@@ -105,7 +105,7 @@ def test_a_line_is_one_line_of_strict_json_with_its_kind_first(record):
     found = json.loads(line, parse_constant=refuse)
     assert next(iter(found)) == "kind"
     assert all(
-        isinstance(value, bool | int | float | str | list | None) for value in found.values()
+        isinstance(value, bool | int | float | str | list | dict | None) for value in found.values()
     )
 
 

@@ -120,9 +120,9 @@ class Ready:
 def ready():
     """Make a run of the sine task ready: `ready("fp16", steps=20, accumulate=2)`."""
 
-    def make(policy="fp32", *, samples=100, device="cpu", task=None, **settings):
+    def make(policy="fp32", *, samples=100, device="cpu", task=None, parts=None, **settings):
         recipe = sine_recipe(policy, **settings)
-        task = task or sine_task(seed=recipe.seed, samples=samples, device=device)
+        task = task or sine_task(seed=recipe.seed, samples=samples, device=device, **(parts or {}))
         hardware = probe(device) if device != "cpu" else EMULATING
         planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
         return Ready(task, recipe, prepare_recipe(recipe, task, plan=planned))

@@ -8,8 +8,7 @@ from narrowcast.runs import Record, ReportSection
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
-    """Return the mistakes, once the run has ended."""
-    if not (file := folder / "misread.json").exists():
-        return []
-    html = f"<p>{', '.join(json.loads(file.read_text())) or 'None.'}</p>"
-    return [ReportSection(title="Misread numerals", html=html)]
+    """Return the mistakes; they are known once the run has ended."""
+    file = folder / "misread.json"
+    misread = json.loads(file.read_text()) if file.exists() else ["not known before the end"]
+    return [ReportSection(title="Misread numerals", html=f"<p>{', '.join(misread) or 'none'}</p>")]

@@ -18,14 +18,13 @@ ACCURACY = Metric(name="accuracy", better="higher", text=".1%")
 INFO = TaskInfo(unit="numeral", metrics=(ACCURACY,), loss_parts=("digit", "size"))
 HELD_OUT = range(7, 4000, 7)
 TRAINED = [number for number in range(1, 4000) if number not in HELD_OUT]
-LETTERS, LONGEST = "IVXLCDM", 15
+LETTERS, LONGEST = " IVXLCDM", 15
 
 
 def collate(numbers: list[int]) -> dict[str, Tensor]:
     """Pad numerals, which have from 1 to 15 letters, so that their ends stand in one column."""
-    letters = [[LETTERS.index(letter) + 1 for letter in roman(number)] for number in numbers]
-    padded = [[0] * (LONGEST - len(each)) + each for each in letters]
-    return {"letters": torch.tensor(padded), "number": torch.tensor(numbers)}
+    letters = [[LETTERS.index(each) for each in roman(n).rjust(LONGEST)] for n in numbers]
+    return {"letters": torch.tensor(letters), "number": torch.tensor(numbers)}
 
 
 class Reader(nn.Module):
@@ -33,12 +32,11 @@ class Reader(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(len(LETTERS) + 1, width)
+        self.embed = nn.Embedding(len(LETTERS), width)
         self.hidden = nn.Linear(LONGEST * width, 4 * width)
         self.digit, self.size = nn.Linear(4 * width, 10), nn.Linear(4 * width, 1)
 
     def forward(self, letters: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits of the last digit, (batch, 10), and the size, (batch,)."""
         x = F.gelu(self.hidden(self.embed(letters).flatten(1)))
         return self.digit(x).float(), self.size(x).float().squeeze(1)
 
