@@ -201,7 +201,7 @@ def test_all_policies_that_cannot_be_are_told_before_the_run(scheduled):
 def test_what_a_later_phase_could_not_begin_with_is_refused_before_the_run(scheduled):
     made = scheduled(
         {"policy": "fp16", "until": 4}, {"policy": "bf16"},
-        precision={"loss_scale": {"groups": ("first", "second")}},
+        precision={"loss_scale": {"scale_groups": ("first", "second")}},
     )  # fmt: skip
     with pytest.raises(RecipeError, match=r"phase 2 of precision.schedule: parts of the model"):
         train(made.prepared, made.task, made.recipe)

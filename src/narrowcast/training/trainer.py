@@ -61,6 +61,7 @@ def train(
     SIGINT or SIGTERM end the run after the step in progress, with a checkpoint and `Interrupted`.
     """
     if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
         RunFolder(folder).set_task_info(task.info)
     course = _Course(prepared, task, recipe, folder=folder)
     if resume is not None:

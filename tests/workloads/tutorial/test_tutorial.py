@@ -34,9 +34,8 @@ def test_its_steps_tell_the_parts_of_the_loss(trained):
     for step in steps:
         assert list(step.parts) == ["digit", "size"]
         # The sum is made in fp32, of numbers that are told in fp32.
-        assert step.loss == pytest.approx(
-            step.parts["digit"] + 0.1 * step.parts["size"], rel=2**-22
-        )
+        total = step.parts["digit"] + 0.1 * step.parts["size"]
+        assert step.loss == pytest.approx(total, rel=2**-22)
         assert step.items == 64
 
 
