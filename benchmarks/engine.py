@@ -68,7 +68,7 @@ def quickstart_step(policy: str | None, *, batch_size: int | None = None) -> Cal
 
         return plain
     planned = nc.plan(task.model, recipe.precision.policy, hardware=nc.probe("cpu"))
-    run = prepare_recipe(recipe, task.model, plan=planned)
+    run = prepare_recipe(recipe, task, plan=planned)
 
     def ours() -> None:
         with run.compute():

@@ -100,27 +100,18 @@ class Digits:
         return self.images[indices], self.labels[indices]
 
 
-@dataclass(frozen=True)
-class DigitsTask:
-    model: nn.Module
-    train_data: Digits
-    rows: int = 16
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).float(), batch[1])
-
-    def items(self, batch: tuple[Tensor, ...]) -> int:
-        return len(batch[0])
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {}
-
-
-def digits_task(model: Callable[[], nn.Module], *, seed: int) -> DigitsTask:
+def digits_task(model: Callable[[], nn.Module], *, seed: int) -> Task:
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32) / 16
     torch.manual_seed(seed)
-    return DigitsTask(model(), Digits(images, torch.tensor(found.target)))
+    return Task(
+        model=model(),
+        train_data=Digits(images, torch.tensor(found.target)),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]).float(), batch[1]),
+        evaluate=lambda model: {"loss": 0.0},
+        items=lambda batch: len(batch[0]),
+        gemm_rows=16,
+    )
 
 
 def task_of(name: str, *, seed: int) -> Task:
@@ -213,7 +204,7 @@ def recipe_of(case: Case) -> Recipe:
 def tried(case: Case) -> Result:
     task, recipe = task_of(case.model, seed=case.seed), recipe_of(case)
     planned = make_plan(task.model, case.policy, hardware=probe("cpu"))
-    prepared = prepare_recipe(recipe, task.model, plan=planned)
+    prepared = prepare_recipe(recipe, task, plan=planned)
     records: list[Record] = []
     result = Result(case=case)
     before = after = weights(prepared)

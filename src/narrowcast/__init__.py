@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.step.outcome import Outcome as Outcome
     from narrowcast.precision.step.prepare import prepare as prepare
     from narrowcast.precision.step.prepared import Prepared as Prepared
-    from narrowcast.report import write_report as write_report
+    from narrowcast.runner.report_sections import write_run_report as write_report  # noqa: F401
     from narrowcast.runner.run import Run as Run
     from narrowcast.runner.run import plan_recipe as plan_recipe
     from narrowcast.runner.run import resume as resume
@@ -54,7 +54,7 @@ _HOMES = {
     "resume": "runner.run",
     "train": "runner.run",
     "watch": "health.watch",
-    "write_report": "report",
+    "write_report": "runner.report_sections:write_run_report",
 }
 """Every public name, the module it lives in, and what it is called there if not the same."""
 

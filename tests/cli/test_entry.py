@@ -7,6 +7,7 @@ import pytest
 
 from narrowcast import __version__
 from narrowcast.cli import entry
+from narrowcast.config import workload
 
 VERBS = ("doctor", "recipes", "plan", "train", "resume", "report", "verify-resume", "schema")
 
@@ -95,3 +96,22 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(start):
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 1
+
+
+def test_no_workload_can_take_the_name_of_a_verb():
+    assert set(workload.VERBS) == set(entry.narrowcast.commands)
+
+
+def test_help_lists_the_command_of_a_workload_without_importing_it():
+    script = (
+        "import sys; from narrowcast.cli.entry import exit_code_of; "
+        "assert exit_code_of(['--help']) == 0; "
+        "sys.exit(any('tutorial.command' in name or name == 'pydantic' for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Commands of workloads:\n  tutorial  " in done.stdout
+
+
+def test_a_word_that_is_neither_a_verb_nor_a_workload_is_refused(narrowcast):
+    assert narrowcast("knit").code == 2

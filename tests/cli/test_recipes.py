@@ -1,4 +1,4 @@
-from narrowcast.config import shipped_recipes
+from narrowcast.workloads import shipped_recipes
 
 
 def test_every_shipped_recipe_has_a_line_with_what_it_is(narrowcast):

@@ -4,15 +4,14 @@ import pytest
 from pydantic import ValidationError
 
 from narrowcast.config import Recipe
-from narrowcast.config.sections import (
-    CommonSettings,
-    DataSection,
+from narrowcast.config.common_sections import (
     LossScaleSection,
     LrScheduleSection,
     OptimizerSection,
-    Section,
 )
+from narrowcast.config.sections import CommonSettings, DataSection, Section, Sections
 from narrowcast.config.tree import leaves, tree_of
+from narrowcast.errors import RecipeError
 
 
 def test_the_defaults_of_adamw_are_those_of_torch():
@@ -109,3 +108,27 @@ def test_a_recipe_made_in_python_keeps_its_workloads_sections_and_survives_pickl
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert recipe.model_dump()["data"] == {"workers": 0, "prefetch": 2, "length": 9}
     assert recipe.model_dump()["model"] == {"width": 16}
+
+
+@pytest.mark.parametrize("name", ["steps", "optimizer", "precision", "further"])
+def test_a_section_that_every_recipe_has_cannot_be_a_workload_s_own(name):
+    with pytest.raises(RecipeError, match=f"cannot be called {name}: every recipe has"):
+        Sections(data=DataSection, model=Section, **{name: Section})
+
+
+def test_a_section_is_called_as_a_key_is_written():
+    with pytest.raises(RecipeError, match="write small letters"):
+        Sections(data=DataSection, model=Section, Ica=Section)
+
+
+def test_a_section_is_found_by_its_class():
+    class Mask(Section):
+        pass
+
+    mask = Mask()
+    values = {"workload": "toy", "steps": 1, "batch_size": 1, "data": DataSection()}
+    recipe = Recipe(**values, model=Section(), further={"mask": mask})
+    assert recipe.section(Mask) is mask
+    assert recipe.section(DataSection) is recipe.data
+    with pytest.raises(RecipeError, match="workload toy has no OptimizerSection"):
+        recipe.section(OptimizerSection)

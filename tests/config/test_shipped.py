@@ -1,21 +1,17 @@
-from importlib.resources import files
-
-from narrowcast.config import shipped, shipped_recipes
+from narrowcast.config.shipped import description_of, recipes_in
 
 
-def test_every_yaml_file_in_the_package_is_a_shipped_recipe():
-    folder = files("narrowcast.config").joinpath("recipes")
-    count = sum(path.suffix == ".yaml" for path in folder.rglob("*"))
-    assert len(shipped_recipes()) == count
-
-
-def test_recipes_have_name_and_description_and_those_without_a_folder_come_first(
-    tmp_path, monkeypatch
-):
-    for name in ("zebra", "lm/b-1.3b", "lm/a", "other"):
+def test_a_recipe_is_called_after_its_place_in_the_folder(tmp_path):
+    for name in ("zebra", "lm/b-1.3b", "lm/a"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(f"workload: toy\ndescription: about {name}\n")
     (tmp_path / "notes.txt").write_text("not a recipe")
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    names = ["other", "zebra", "lm/a", "lm/b-1.3b"]
-    assert shipped_recipes() == [(name, f"about {name}") for name in names]
+    found = recipes_in(tmp_path)
+    assert set(found) == {"zebra", "lm/a", "lm/b-1.3b"}
+    assert {name: description_of(path) for name, path in found.items()} == {
+        name: f"about {name}" for name in found
+    }
+
+
+def test_a_workload_without_recipes_has_none():
+    assert recipes_in(None) == {}

@@ -1,10 +1,18 @@
 import os
+from pathlib import Path
 
 import pytest
 
-from narrowcast.config import shipped
-from narrowcast.config.sources import read_source
+from narrowcast.config import sources
+from narrowcast.config.shipped import recipes_in
 from narrowcast.errors import RecipeError
+
+
+def read_source(source):
+    """Read it, where the shipped recipes are those of the fixture."""
+    files = recipes_in(Path.cwd().parent / "shipped")
+    named = dict(sorted(files.items(), key=lambda item: item[0].count("/")))
+    return sources.read_source(source, named)
 
 
 @pytest.fixture
@@ -14,7 +22,6 @@ def recipes(tmp_path, monkeypatch):
     (folder / "lm").mkdir(parents=True)
     (folder / "quickstart.yaml").write_text("workload: toy\ndescription: small\n")
     (folder / "lm" / "gpt-1.3b.yaml").write_text("workload: toy\ndescription: large\n")
-    monkeypatch.setattr(shipped, "FOLDER", folder)
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

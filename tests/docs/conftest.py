@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from narrowcast.config.shipped import recipe_files
+from narrowcast.workloads import recipe_files
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,8 +9,7 @@ import pytest
 
 from narrowcast.cli.entry import exit_code_of
 from narrowcast.cli.entry import narrowcast as group
-from narrowcast.config.shipped import recipe_files
-from narrowcast.workloads import WORKLOADS, load_recipe
+from narrowcast.workloads import REGISTRY, load_recipe, recipe_files
 
 
 def test_the_python_of_a_page_runs_and_prints_what_is_shown(docs, runnable, tmp_path, monkeypatch):
@@ -37,7 +36,7 @@ def test_a_recipe_that_is_shown_is_a_recipe(docs, page, tmp_path):
     for language, body, _ in docs.blocks(page):
         if language == "yaml":
             (tmp_path / "shown.yaml").write_text(body, encoding="utf-8")
-            assert load_recipe(tmp_path / "shown.yaml").recipe.workload in WORKLOADS
+            assert load_recipe(tmp_path / "shown.yaml").recipe.workload in REGISTRY.names
 
 
 def test_every_command_that_is_shown_can_be_typed(docs, page):
@@ -45,7 +44,8 @@ def test_every_command_that_is_shown_can_be_typed(docs, page):
         if words[0] != "narrowcast":
             assert words[0] in ("make", ".venv/bin/pytest"), words
             continue
-        context = group.commands[words[1]].make_context(words[1], words[2:])
+        command = group.get_command(click.Context(group), words[1])
+        context = command.make_context(words[1], words[2:])
         if context.params.get("recipe") in recipe_files() and not shown:
             load_recipe(context.params["recipe"], context.params["overrides"])
     for words in docs.inline_commands(page):
@@ -53,7 +53,7 @@ def test_every_command_that_is_shown_can_be_typed(docs, page):
         for verb in (word for word in words[1:] if not word.startswith("-")):
             if not isinstance(command, click.Group):
                 break
-            command = command.commands[verb]
+            command = command.get_command(click.Context(command), verb)
         known = {opt for p in command.params for opt in p.opts} | {"--help"}
         assert {word for word in words[1:] if word.startswith("-")} <= known
 

@@ -6,7 +6,7 @@ from threading import Barrier
 import pytest
 
 from narrowcast.errors import CheckpointError, RecipeError
-from narrowcast.runs import EvalRecord, RunFolder
+from narrowcast.runs import EvalRecord, Metric, RunFolder, TaskInfo
 
 
 def test_a_new_folder_holds_what_was_asked_and_where_it_runs(create):
@@ -177,3 +177,24 @@ def test_damaged_notes_on_processes_are_refused(create):
     run.write_json("environment.json", {"sessions": "none"})
     with pytest.raises(CheckpointError, match=r"environment.json is damaged: it has no sessions"):
         run.add_session({})
+
+
+def test_the_task_is_written_once_and_read_again(create):
+    run = create()
+    info = TaskInfo(unit="base", metrics=(Metric(name="accuracy", better="higher"),))
+    run.set_task_info(info)
+    run.set_task_info(info)
+    assert RunFolder.open(run.path).task_info() == info
+
+
+def test_another_task_than_the_run_began_with_is_refused(create):
+    run = create()
+    run.set_task_info(TaskInfo(unit="base"))
+    with pytest.raises(CheckpointError, match=r"counts bases, .*the task here counts samples"):
+        run.set_task_info(TaskInfo(loss_parts=("a", "b")))
+    assert run.task_info() == TaskInfo(unit="base")
+
+
+def test_a_folder_that_does_not_say_is_of_a_language_model(create):
+    info = create().task_info()
+    assert (info.unit, info.headline.name) == ("token", "loss")

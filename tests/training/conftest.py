@@ -1,5 +1,5 @@
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -7,8 +7,10 @@ from torch import nn
 
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.hardware import Hardware, probe
+from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
+from narrowcast.training.task import Task
 
 
 @pytest.fixture(autouse=True)
@@ -51,28 +53,24 @@ class SineData:
         return x, torch.sin(math.pi * x)
 
 
-class SineTask:
-    """The sine from -π to π, to be learnt from its values."""
+def sine_task(*, seed=0, samples=100, device="cpu", **parts):
+    """The sine from -π to π, to be learnt from its values; `parts` are other parts of the task."""
+    torch.manual_seed(seed)
 
-    def __init__(self, *, seed=0, samples=100, device="cpu"):
-        torch.manual_seed(seed)
-        self.model = SineModel().to(device)
-        self.train_data = SineData(samples)
-        self.device = device
-
-    @property
-    def gemm_rows(self):
-        return 8  # the batch size of `sine_recipe`
-
-    def loss(self, model, batch):
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    def items(self, batch):
-        return len(batch[0])
-
-    def evaluate(self, model):
-        x, y = (t.to(self.device) for t in SineData(37).__getitems__(list(range(37))))
+    def evaluate(model):
+        x, y = (t.to(device) for t in SineData(37).__getitems__(list(range(37))))
         return {"error": (model(x) - y).square().mean().item()}
+
+    usual = {
+        "model": SineModel().to(device),
+        "train_data": SineData(samples),
+        "loss": lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        "items": lambda batch: len(batch[0]),
+        "evaluate": evaluate,
+        "info": TaskInfo(metrics=(Metric(name="error"),)),
+        "gemm_rows": 8,  # the batch size of `sine_recipe`
+    }
+    return Task(**{**usual, **parts})
 
 
 def sine_recipe(policy="fp32", *, steps=10, **settings):
@@ -102,20 +100,24 @@ EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
 class Ready:
     """All that `train` needs, made from one recipe."""
 
-    task: SineTask
+    task: Task
     recipe: Recipe
     prepared: object
+
+    def but(self, **parts):
+        """Return the same run with other parts of its task."""
+        return replace(self, task=replace(self.task, **parts))
 
 
 @pytest.fixture
 def ready():
     """Make a run of the sine task ready: `ready("fp16", steps=20, accumulate=2)`."""
 
-    def make(policy="fp32", *, samples=100, device="cpu", task=None, **settings):
+    def make(policy="fp32", *, samples=100, device="cpu", task=None, parts=None, **settings):
         recipe = sine_recipe(policy, **settings)
-        task = task or SineTask(seed=recipe.seed, samples=samples, device=device)
+        task = task or sine_task(seed=recipe.seed, samples=samples, device=device, **(parts or {}))
         hardware = probe(device) if device != "cpu" else EMULATING
         planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
-        return Ready(task, recipe, prepare_recipe(recipe, task.model, plan=planned))
+        return Ready(task, recipe, prepare_recipe(recipe, task, plan=planned))
 
     return make

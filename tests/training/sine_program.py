@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from conftest import EMULATING, SineTask, sine_recipe
+from conftest import EMULATING, sine_recipe, sine_task
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import RunFolder
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
@@ -37,9 +37,9 @@ def main(verb, *words):
     settings = dict(word.split("=") for word in words if "=" in word)
     every = int(settings["checkpoint.every"])
     recipe = sine_recipe("fp16", steps=STEPS, checkpoint={"every": every}, ema={"decay": 0.9})
-    task = SineTask()
+    task = sine_task()
     planned = make_plan(task.model, "fp16", hardware=EMULATING)
-    prepared = prepare_recipe(recipe, task.model, plan=planned)
+    prepared = prepare_recipe(recipe, task, plan=planned)
     if "forgetful" in words and state is not None:
         state["random"]["torch"] = torch.get_rng_state()
     records = train(prepared, task, recipe, folder=Path(run.path), resume=state)

@@ -1,6 +1,6 @@
 """A run in which one layer's values outgrow its format, with and without adaptive precision."""
 
-import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,9 +66,9 @@ def run(ready):
     """Train a model that swells; return records and what was prepared."""
 
     def go(policy, *, folder=None, resume=None, precision=None, model=Swelling, **settings):
-        task = copy.copy(ready().task)
+        plain = ready().task
         torch.manual_seed(0)
-        task.model = model()
+        task = replace(plain, model=model())
         made = ready(
             task=task,
             steps=STEPS,
@@ -173,7 +173,7 @@ def test_a_rehearsed_fault_has_one_origin_and_raises_nothing(policy, value):
     task = build_task(recipe, device=torch.device("cpu"))
     hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
     planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
-    records = list(train(prepare_recipe(recipe, task.model, plan=planned), task, recipe))
+    records = list(train(prepare_recipe(recipe, task, plan=planned), task, recipe))
     assert [r.step for r in of(StepRecord, records) if not r.applied] == [8]
     assert 8 in [r.step for r in of(HealthRecord, records)]
     told = [(f.module, f.role) for f in of(FindingRecord, records) if f.step == 8]
@@ -198,9 +198,9 @@ class _BadData:
 
 
 def test_bad_data_raises_nothing(ready):
-    task = copy.copy(ready().task)
-    task.train_data = _BadData(task.train_data)
-    task.model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    plain = ready().task
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    task = replace(plain, train_data=_BadData(plain.train_data), model=model)
     made = ready(task=task, steps=26, precision={"policy": "fp16", **ADAPT}, health={"every": 1})
     records = list(train(made.prepared, task, made.recipe))
     skipped = [r.step for r in of(StepRecord, records) if not r.applied]

@@ -1,7 +1,10 @@
+import pytest
 import torch
 
+from narrowcast.errors import RecipeError
+from narrowcast.hardware.randomness import capture_randomness
+from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.checkpoints.identity import first_difference
-from narrowcast.training.checkpoints.randomness import capture_randomness
 from narrowcast.training.evaluation import evaluate
 from narrowcast.training.trainer import train
 
@@ -12,7 +15,7 @@ def test_the_task_is_asked_in_eval_mode_and_every_module_keeps_its_own(ready):
     model.norm.eval()  # frozen by its owner
     seen = []
     asked = made.task.evaluate
-    made.task.evaluate = lambda m: seen.append(m.training or m.drop.training) or asked(m)
+    made = made.but(evaluate=lambda m: seen.append(m.training or m.drop.training) or asked(m))
     evaluate(made.prepared, made.task)
     assert seen == [False]
     assert [model.training, model.drop.training, model.norm.training] == [True, True, False]
@@ -22,7 +25,8 @@ def test_an_evaluation_changes_neither_weights_nor_random_numbers(ready):
     made = ready(ema={"decay": 0.5}, steps=5)
     list(train(made.prepared, made.task, made.recipe))
     asked = made.task.evaluate
-    made.task.evaluate = lambda m: {"drawn": torch.rand(()).item(), **asked(m)}
+    info = TaskInfo(metrics=(Metric(name="error"), Metric(name="drawn")))
+    made = made.but(evaluate=lambda m: {"drawn": torch.rand(()).item(), **asked(m)}, info=info)
 
     def state():
         weights = {name: t.clone() for name, t in made.prepared.full_weights().items()}
@@ -53,3 +57,22 @@ def test_products_are_rounded_as_in_training(ready):
     wide, narrow = (ready(policy) for policy in ("fp32", "fp8-tensor"))
     a, b = (evaluate(made.prepared, made.task)["error"] for made in (wide, narrow))
     assert abs(a - b) > 2**-12 * a
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({"error": 1.0, "recall": 0.5}, r"returned recall, and info\.metrics declares error; add"),
+        ({}, "returned nothing, and not error, the first of info"),
+    ],
+)
+def test_metrics_are_those_that_the_task_has_declared(ready, returned, said):
+    made = ready().but(evaluate=lambda model: returned)
+    with pytest.raises(RecipeError, match=said):
+        evaluate(made.prepared, made.task)
+
+
+def test_a_metric_beside_the_headline_may_be_left_out(ready):
+    info = TaskInfo(metrics=(Metric(name="error"), Metric(name="recall", better="higher")))
+    made = ready().but(info=info, evaluate=lambda model: {"error": 0.25})
+    assert evaluate(made.prepared, made.task) == {"error": 0.25}

@@ -217,14 +217,15 @@ def test_moments_that_the_optimizer_cannot_keep_are_refused_before_the_run(sched
 
 def test_a_model_prepared_in_another_policy_is_brought_into_the_first_phase(scheduled, run, ready):
     made, other = scheduled(*COURSE), ready("aggressive")
-    prepared = prepare_recipe(made.recipe, other.prepared.release(), plan=other.prepared.plan)
+    other.prepared.release()
+    prepared = prepare_recipe(made.recipe, other.task, plan=other.prepared.plan)
     records = list(train(prepared, other.task, made.recipe))
     assert losses(records) == losses(run(*COURSE)[0])
 
 
 def test_a_checkpoint_of_a_longer_schedule_is_refused(scheduled):
     made = scheduled({"until": 4}, {"policy": "bf16"})
-    schedule = PrecisionSchedule(made.prepared, made.recipe, gemm_rows=8)
+    schedule = PrecisionSchedule(made.prepared, made.recipe, task=made.task)
     state = {**dataclasses.asdict(Progress(phase=2, since=9)), "losses": []}
     with pytest.raises(CheckpointError, match="of phase 3 of a schedule"):
         schedule.restore(state)

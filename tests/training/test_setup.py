@@ -37,7 +37,7 @@ def test_a_policy_without_fp16_has_no_scale(ready):
 def test_overflows_move_the_scale_as_set(ready, scale, scales):
     made = ready("fp16", steps=3, precision={"policy": "fp16", "loss_scale": scale})
     whole = made.task.loss
-    made.task.loss = lambda model, batch: whole(model, batch) * torch.inf
+    made = made.but(loss=lambda model, batch: whole(model, batch) * torch.inf)
     assert [r.loss_scale for r in steps_of(made)] == scales
 
 
@@ -45,7 +45,7 @@ def test_patience_is_how_often_the_floor_may_overflow(ready):
     scale = {"initial": 4.0, "min": 2.0, "patience": 3}
     made = ready("fp16", steps=20, precision={"policy": "fp16", "loss_scale": scale})
     whole = made.task.loss
-    made.task.loss = lambda model, batch: whole(model, batch) * torch.inf
+    made = made.but(loss=lambda model, batch: whole(model, batch) * torch.inf)
     with pytest.raises(DivergedError, match="step 4: 3 steps in a row"):
         steps_of(made)
 

@@ -123,7 +123,7 @@ def test_divergence_ends_the_run_and_keeps_the_last_good_checkpoint(ready, tmp_p
     def poisoned(model, batch):
         return good(model, batch) * (math.nan if next(losses) > 6 else 1.0)
 
-    made.task.loss = poisoned
+    made = made.but(loss=poisoned)
     records = []
     with pytest.raises(DivergedError, match=r"4 steps in a row.*In step 7 the loss became NaN"):
         records.extend(train_into(records, made, tmp_path))
@@ -156,7 +156,7 @@ def poisoned(task, bad, *, accumulate=2):
         hit = any(torch.equal(batch[0], each) for each in first)
         return good(model, batch) * (math.inf if hit else 1.0)
 
-    task.loss = loss
+    return {"loss": loss}
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8-delayed"])
@@ -168,7 +168,7 @@ def test_a_run_with_verdicts_is_the_run_without_bit_for_bit(ready, policy):
         precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
         health = {"verdicts": verdicts}
         made = ready(steps=12, accumulate=2, health=health, precision=precision)
-        poisoned(made.task, [1, 2, 7])
+        made = made.but(**poisoned(made.task, [1, 2, 7]))
         records.append(steps_of(run(made)))
         ends.append((made.prepared.state_dict(), torch.get_rng_state()))
     assert first_difference(*ends) is None
@@ -209,7 +209,7 @@ def test_a_bad_sample_is_named_in_every_way_to_take_a_step(ready, policy, device
     precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
     made = ready(steps=20, precision=precision, device=device)
     order = Order(samples=100, batch_size=8, seed=0)
-    made.task.train_data = BadSample(made.task.train_data, order.indices(14)[5])
+    made = made.but(train_data=BadSample(made.task.train_data, order.indices(14)[5]))
     records = run(made)
     skipped = [r for r in steps_of(records) if not r.applied]
     assert skipped[0].why.startswith("not finite: the batch, micro-batch 1 of 1")
@@ -492,7 +492,7 @@ def test_a_refused_checkpoint_leaves_the_model_prepared_and_nothing_else(ready):
 def test_an_evaluation_that_is_no_number_is_told_plainly(ready):
     made = ready("fp16", steps=4, eval={"every": 2})
     values = iter([math.nan, 0.5])
-    made.task.evaluate = lambda model: {"error": next(values)}
+    made = made.but(evaluate=lambda model: {"error": next(values)})
     found = [r for r in run(made) if isinstance(r, FindingRecord) and r.role == "evaluation"]
     assert [(r.step, r.what) for r in found] == [(2, "evaluation not finite")]
     assert found[0].why.startswith("error is nan: its passes run in the formats of training")

@@ -4,10 +4,10 @@ import sys
 import pytest
 
 from narrowcast.errors import RecipeError
-from narrowcast.workloads import WORKLOADS, load_recipe, sections_of
+from narrowcast.workloads import BUILT_IN, load_recipe, recipe_files, sections_of, shipped_recipes
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", BUILT_IN)
 def test_settings_are_read_without_torch(workload):
     code = (
         "import sys; from narrowcast.workloads import sections_of; "
@@ -16,18 +16,30 @@ def test_settings_are_read_without_torch(workload):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", BUILT_IN)
 def test_every_setting_of_a_workload_is_described(workload):
     sections = sections_of(workload)
-    fields = {**sections.data.model_fields, **sections.model.model_fields}
-    assert not [name for name, field in fields.items() if not field.description]
+    fields = [field for kind in sections.by_name.values() for field in kind.model_fields.items()]
+    assert not [name for name, field in fields if not field.description]
 
 
 def test_an_unknown_workload_is_refused_with_those_there_are():
-    with pytest.raises(RecipeError, match="no such workload as 'knitting'; there are: lm"):
+    with pytest.raises(RecipeError, match=r"as .knitting.; there are: lm, tutorial"):
         sections_of("knitting")
 
 
 def test_a_misspelt_workload_is_refused_with_a_suggestion():
     with pytest.raises(RecipeError, match=r"workload=lmm: .*did you mean lm\?"):
         load_recipe("quickstart", ["workload=lmm"])
+
+
+def test_every_shipped_recipe_is_of_the_workload_in_whose_folder_it_lies():
+    for name, path in recipe_files().items():
+        assert load_recipe(name).recipe.workload == path.parts[path.parts.index("recipes") - 1]
+
+
+def test_recipes_without_a_folder_come_first_and_all_have_a_description():
+    listed = shipped_recipes()
+    depths = [name.count("/") for name, _ in listed]
+    assert depths == sorted(depths)
+    assert all(description for _, description in listed)

@@ -9,18 +9,17 @@ batches are random tokens of the model's vocabulary.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.config.sections import LrScheduleSection, Recipe
+from narrowcast.config.common_sections import LrScheduleSection
+from narrowcast.config.sections import Recipe
 from narrowcast.hardware import probe
-from narrowcast.report.run_data import UNSAID
-from narrowcast.runs import TaskInfo
 from narrowcast.training.data import BatchStream
-from narrowcast.training.task import Batch, Task
+from narrowcast.training.task import Batch, LossParts, Task
 from narrowcast.workloads import build_task
 from narrowcast.workloads.lm.model import GPT
 from narrowcast.workloads.lm.settings import LmData
@@ -30,7 +29,7 @@ POOL = 8
 DEVIATION = 0.02
 """Of the weights, as in GPT-2."""
 
-Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]
+Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor | LossParts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +50,7 @@ class Workbench:
     def work(self) -> dict[str, float]:
         """How much an optimizer step trains on, by what the task counts."""
         items = self.task.items(self.batches[0]) * self.recipe.accumulate
-        return {info_of(self.task).units: float(items)}
+        return {self.task.info.units: float(items)}
 
     def stream(self) -> Iterator[Batch]:
         """Return the batches, over and over."""
@@ -72,7 +71,8 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the mean loss."""
-        return self._loss(self.model, batch)
+        loss = self._loss(self.model, batch)
+        return loss.total if isinstance(loss, LossParts) else loss
 
 
 def logits_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -92,12 +92,6 @@ def shapes_of(recipe: Recipe) -> Task:
     return build_task(recipe, device=torch.device("meta"))
 
 
-def info_of(task: Task) -> TaskInfo:
-    """Return what a task counts and how it is judged."""
-    found = getattr(task, "info", None)
-    return found if isinstance(found, TaskInfo) else UNSAID
-
-
 def in_policy(recipe: Recipe, policy: str) -> Recipe:
     """Return a recipe that holds one policy throughout."""
     precision = recipe.precision.model_copy(update={"policy": policy, "schedule": ()})
@@ -114,7 +108,13 @@ def set_up(recipe: Recipe) -> Workbench:
         return _with_random_tokens(recipe)
     device = device_of(recipe)
     task = build_task(recipe, device=device)
-    with BatchStream(task.train_data, recipe.batch_size, seed=recipe.seed, device=device) as stream:
+    with BatchStream(
+        task.train_data,
+        recipe.batch_size,
+        seed=recipe.seed,
+        device=device,
+        collate=task.collate,
+    ) as stream:
         batches = tuple(islice(stream, POOL))
     return Workbench(recipe=recipe, task=task, batches=batches, device=device)
 
@@ -155,7 +155,7 @@ def _with_random_tokens(recipe: Recipe) -> Workbench:
     # Contiguous, as a copy from a data loader is.
     batches = tuple((t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in pool)
     data = _InTurn(batches, recipe.batch_size)
-    task: Task = replace(cast(Any, shapes), model=model, train_data=data)
+    task = replace(shapes, model=model, train_data=data)
     return Workbench(recipe=recipe, task=task, batches=batches, device=device)
 
 

@@ -17,12 +17,12 @@ from narrowcast.bench.catalogue import Bench, by_device
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.measure.learning import quality_figures
 from narrowcast.bench.measure.timing import held_bytes
-from narrowcast.bench.model import device_of, in_policy, info_of
+from narrowcast.bench.model import device_of, in_policy
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import probe
 from narrowcast.runs import EvalRecord, StepRecord
-from narrowcast.training.phase_plans import plan_phases
+from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.trainer import train
 from narrowcast.workloads import build_task, load_recipe
@@ -81,8 +81,8 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
     torch.compiler.reset()
     hardware = probe(recipe.device)
     task = build_task(recipe, device=torch.device(hardware.device))
-    (plan,) = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
-    prepared = prepare_recipe(recipe, task.model, plan=plan)
+    plan = plan_recipe_model(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
+    prepared = prepare_recipe(recipe, task, plan=plan)
     steps: list[StepRecord] = []
     metrics: dict[str, float] = {}
     told = time.monotonic()
@@ -104,7 +104,7 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
         "skipped": sum(not record.applied for record in steps),
         "peak_bytes": max(record.peak_bytes for record in steps),
         "metrics": metrics,
-        "task": info_of(task).to_json(),
+        "task": task.info.to_json(),
     }
 
 

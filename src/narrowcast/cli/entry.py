@@ -24,6 +24,7 @@ from narrowcast.cli.schema import schema
 from narrowcast.cli.train import train
 from narrowcast.cli.verify_resume import verify_resume
 from narrowcast.cli.watch import watch
+from narrowcast.config.workload import Workload
 from narrowcast.errors import NarrowcastError
 
 INTERRUPTED = 130
@@ -45,15 +46,41 @@ VERBS = (
 """In the order somebody new meets them, which is the order of the help."""
 
 
-class _InOrder(click.Group):
-    """A group that lists its commands as they were added, not by the alphabet."""
+class _Commands(click.Group):
+    """The verbs as they were added, not by the alphabet, and the commands that workloads bring.
+
+    Those are listed by what their `Workload` says, and imported when they are asked for.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return [*self.commands, *(workload.name for workload in _with_command())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (verb := self.commands.get(cmd_name)) is not None:
+            return verb
+        for workload in _with_command():
+            if workload.name == cmd_name:
+                command: click.Command = workload.load("command")
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, verb.get_short_help_str(80)) for name, verb in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+        if found := [(workload.name, workload.about) for workload in _with_command()]:
+            with formatter.section("Commands of workloads"):
+                formatter.write_dl(found)
+
+
+def _with_command() -> list[Workload]:
+    from narrowcast.workloads import REGISTRY
+
+    return [workload for workload in REGISTRY.workloads() if workload.command]
 
 
 @click.group(
-    cls=_InOrder,
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="RECIPE is a shipped name (see `narrowcast recipes`) or a YAML file. KEY=VALUE words "
     "win over it: steps=200 precision.policy=fp16.",

@@ -5,7 +5,6 @@ from rich.console import Console
 from narrowcast.cli.view.phases import is_scaled
 from narrowcast.cli.view.progress import RunDisplay
 from narrowcast.cli.view.summary import conclude
-from narrowcast.report.run_data import task_info_of
 from narrowcast.runner.run import Run
 from narrowcast.runs import StepRecord
 from narrowcast.runs.tally import Tally
@@ -17,7 +16,7 @@ def run_loop(run: Run, *, console: Console) -> None:
     tally = Tally(steps=run.recipe.steps)
     for record in run.earlier:
         tally = tally.after(record) if isinstance(record, StepRecord) else tally
-    task = task_info_of(run.folder.path)
+    task = run.task.info
     display = RunDisplay(console, tally, task=task, scaled=is_scaled(run.recipe, run.plan))
     with display:
         for record in run.records(tell=display.warn):

@@ -9,6 +9,7 @@ def schema() -> None:
     import json
 
     from narrowcast.config import recipe_schema
-    from narrowcast.workloads import WORKLOADS, sections_of
+    from narrowcast.workloads import REGISTRY, sections_of
 
-    click.echo(json.dumps(recipe_schema({name: sections_of(name) for name in WORKLOADS}), indent=2))
+    known = {workload.name: sections_of(workload.name) for workload in REGISTRY.workloads()}
+    click.echo(json.dumps(recipe_schema(known), indent=2))

@@ -87,10 +87,14 @@ class Given:
             case _ if done < len(path):
                 if path[done] in entry:
                     self._add(entry[path[done]], path, done + 1, value, source)
-                else:
+                elif done or not self._may_be_a_section(path, value):
                     self.problems.append(self._unknown(path, done, value, source))
             case _:
                 self._add_section(entry, path, value, source)
+
+    def _may_be_a_section(self, path: KeyPath, value: object) -> bool:
+        """Say whether a name could be a section of a workload of which nothing is known."""
+        return None in self.tree.values() and (len(path) > 1 or isinstance(value, dict))
 
     def _add_section(self, tree: Tree, path: KeyPath, value: object, source: _File | _Word) -> None:
         if isinstance(value, _Raw) and value.text.lstrip().startswith("{"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -41,13 +42,17 @@ class LoadedRecipe:
 
 
 def load_recipe(
-    source: str | Path, overrides: Iterable[str] = (), *, sections: SectionsOf
+    source: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    sections: SectionsOf,
+    shipped: Mapping[str, Path] = MappingProxyType({}),
 ) -> LoadedRecipe:
-    """Load a shipped recipe or a file, with KEY=VALUE words that win over it.
+    """Load a recipe by its name in `shipped`, or a file, with KEY=VALUE words that win over it.
 
     Everything that is wrong is said at once, in one RecipeError.
     """
-    found = read_source(source)
+    found = read_source(source, shipped)
     words = list(overrides)
     try:
         document = parse(found.text)
@@ -128,6 +133,9 @@ def _flat(recipe: Recipe) -> Iterator[tuple[str, Any]]:
             value = getattr(model, name)
             if isinstance(value, BaseModel):
                 yield from walk(value, dumped[name], f"{prefix}{name}.")
+            elif isinstance(model, Recipe) and name == "further":
+                for own, section in value.items():
+                    yield from walk(section, dumped[name][own], f"{own}.")
             else:
                 yield f"{prefix}{name}", dumped[name]
 

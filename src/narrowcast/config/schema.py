@@ -16,16 +16,17 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
     """Return the schema of recipes for the workloads in `sections`, by name.
 
-    The workload that a recipe names decides what its `data` and `model` sections hold.
+    The workload that a recipe names decides which sections there are besides, and what they hold.
     """
     models: set[type[BaseModel]] = {CommonSettings}
     for added in sections.values():
-        models |= {added.data, added.model}
+        models |= set(added.by_name.values())
     ordered = sorted(models, key=lambda model: (model.__module__, model.__qualname__))
     references, schema = models_json_schema([(model, "validation") for model in ordered])
     definitions = schema["$defs"]
     common = definitions.pop(references[CommonSettings, "validation"]["$ref"].rpartition("/")[2])
-    properties = {**common["properties"], "data": {}, "model": {}}
+    own: dict[str, Any] = {name: {} for added in sections.values() for name in added.by_name}
+    properties = {**common["properties"], **own}
     properties["workload"] = {**properties["workload"], "enum": sorted(sections)}
     return {
         "$schema": DIALECT,
@@ -37,8 +38,11 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
                 "if": {"properties": {"workload": {"const": name}}, "required": ["workload"]},
                 "then": {
                     "properties": {
-                        "data": references[added.data, "validation"],
-                        "model": references[added.model, "validation"],
+                        # A section of another workload is no setting of this one.
+                        section: references[added.by_name[section], "validation"]
+                        if section in added.by_name
+                        else False
+                        for section in own
                     }
                 },
             }

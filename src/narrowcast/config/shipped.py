@@ -1,4 +1,4 @@
-"""The recipes that come with the package."""
+"""The recipes in a folder of them, and what each says of itself."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ from pathlib import Path
 
 from narrowcast.config.yaml_text import parse
 
-FOLDER = Path(__file__).parent / "recipes"
+
+def recipes_in(folder: Path | None) -> dict[str, Path]:
+    """Return the file of every recipe in `folder` by its path in it, without the ending."""
+    if folder is None:
+        return {}
+    found = sorted(folder.rglob("*.yaml"))
+    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
 
 
-def shipped_recipes() -> list[tuple[str, str]]:
-    """Return the name and the one-line description of every shipped recipe."""
-    return [(name, _description(path)) for name, path in recipe_files().items()]
-
-
-def recipe_files() -> dict[str, Path]:
-    """Return the file of every shipped recipe by name, those without a folder first."""
-    files = {
-        path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in FOLDER.rglob("*.yaml")
-    }
-    return dict(sorted(files.items(), key=lambda item: (item[0].count("/"), item[0])))
-
-
-def _description(path: Path) -> str:
+def description_of(path: Path) -> str:
+    """Return the line by which a recipe says what it is."""
     value = parse(path.read_text(encoding="utf-8")).value
     return str(value.get("description", "")) if isinstance(value, dict) else ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowcast.config.shipped import recipe_files
 from narrowcast.config.wording import closest
 from narrowcast.errors import RecipeError
 
@@ -26,15 +26,14 @@ class Source:
     text: str
 
 
-def read_source(source: str | Path) -> Source:
-    """Read the shipped recipe or the file called `source`, or raise RecipeError."""
-    shipped = recipe_files()
+def read_source(source: str | Path, shipped: Mapping[str, Path]) -> Source:
+    """Read the file called `source` or the one of that name in `shipped`, or raise RecipeError."""
     if isinstance(source, str) and source in shipped:
         origin = f"{source}.yaml"
         return Source(source, origin, origin, _read(shipped[source]))
     path = Path(source).expanduser()
     if not str(source).strip() or not path.exists():
-        raise RecipeError(_not_found(str(source), path))
+        raise RecipeError(_not_found(str(source), path, list(shipped)))
     return Source(path.stem, path.name, str(source), _read(path))
 
 
@@ -59,9 +58,8 @@ def _read(path: Path) -> str:
     return text
 
 
-def _not_found(source: str, path: Path) -> str:
+def _not_found(source: str, path: Path, names: list[str]) -> str:
     """Say that nothing is called `source`, and what is called something like it."""
-    names = list(recipe_files())
     looks_like_a_file = path.suffix in (".yaml", ".yml")
     bare = source.removesuffix(path.suffix) if looks_like_a_file else source
     beside = {str(file) for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else set()

@@ -22,9 +22,10 @@ EXACT_INTEGERS = 2.0**53
 
 def recipe_tree(sections: Sections | None) -> Tree:
     """Return the tree of a recipe, whose workload's sections may be unknown."""
-    data = None if sections is None else tree_of(sections.data)
-    model = None if sections is None else tree_of(sections.model)
-    return {**tree_of(CommonSettings), "data": data, "model": model}
+    if sections is None:
+        return {**tree_of(CommonSettings), "data": None, "model": None}
+    own = {name: tree_of(section) for name, section in sections.by_name.items()}
+    return {**tree_of(CommonSettings), **own}
 
 
 def tree_of(model: type[BaseModel]) -> Tree:

@@ -54,10 +54,11 @@ def _attempt(
 ) -> tuple[dict[str, BaseModel], list[ErrorDetails]]:
     """Validate the common settings and the workload's sections each for itself."""
     values = _nested(settings)
-    data, model = values.pop("data", {}), values.pop("model", {})
+    known = {"data": None, "model": None} if sections is None else sections.by_name
+    given = {name: values.pop(name, {}) for name in known}
     todo: dict[str, tuple[type[BaseModel], object]] = {"": (CommonSettings, values)}
     if sections is not None:
-        todo |= {"data": (sections.data, data), "model": (sections.model, model)}
+        todo |= {name: (kind, given[name]) for name, kind in sections.by_name.items()}
     parts: dict[str, BaseModel] = {}
     errors: list[ErrorDetails] = []
     for name, (kind, value) in todo.items():
@@ -82,9 +83,10 @@ def _nested(settings: Mapping[KeyPath, Setting]) -> dict[str, Any]:
 
 
 def _whole(parts: dict[str, BaseModel]) -> Recipe:
-    common = parts[""]
+    common, own = parts[""], {name: part for name, part in parts.items() if name}
     values = {name: getattr(common, name) for name in CommonSettings.model_fields}
-    return Recipe.model_validate({**values, "data": parts["data"], "model": parts["model"]})
+    data, model = own.pop("data"), own.pop("model")
+    return Recipe.model_validate({**values, "data": data, "model": model, "further": own})
 
 
 @dataclass(frozen=True)

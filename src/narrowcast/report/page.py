@@ -1,8 +1,8 @@
 """The page of a run: read the folder, lay everything out, write `report.html` beside it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from markupsafe import Markup
 
@@ -19,17 +19,12 @@ from narrowcast.report.run_data import RunData, read_run
 from narrowcast.report.sentences import sentences
 from narrowcast.report.speed import speed_table
 from narrowcast.report.summary import ending, facts, headline
-from narrowcast.runs.records import Record
-from narrowcast.runs.report_section import ReportSection
+from narrowcast.runs.report_section import ReportSection, ReportSections
 
 FILE = "report.html"
 
 
-Sections: TypeAlias = Callable[[Path, Sequence[Record]], Sequence[ReportSection]]
-"""Draws what a workload adds to the report, from the folder and the records of a run alone."""
-
-
-def write_report(run_path: str | Path, *, sections: Sections | None = None) -> Path:
+def write_report(run_path: str | Path, *, sections: ReportSections | None = None) -> Path:
     """Write the page of the run in `run_path`, and return where it is.
 
     The page depends on the folder's files alone: not on their path, nor on the time. `sections`

@@ -17,15 +17,7 @@ from narrowcast.runs.records import (
     Record,
     StepRecord,
 )
-from narrowcast.runs.task_info import Metric, TaskInfo
-
-TASK = "task.json"
-
-UNSAID = TaskInfo(
-    unit="token",
-    metrics=(Metric(name="loss"), Metric(name="perplexity"), Metric(name="bits_per_byte")),
-)
-"""What a run is taken for whose folder does not say: the first workload did not."""
+from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +37,7 @@ class RunData:
     recipe_text: str
     sessions: tuple[Mapping[str, Any], ...]
     """The environment of the first start and of each resume."""
-    task: TaskInfo = UNSAID
+    task: TaskInfo = BEFORE_TASK_JSON
     """What the run counts, and how it is judged."""
     records: tuple[Record, ...] = ()
     """All of them, in their order, for sections that a workload draws."""
@@ -103,21 +95,16 @@ def read_run(path: Path) -> RunData:
         has_environment = (path / "environment.json").exists()
         environment = run.read_json("environment.json") if has_environment else {}
         recipe_text = run.recipe_text if (path / "recipe.yaml").exists() else ""
+        task = run.task_info()
     return RunData(
         **by_kind(records),
         plan=plan,
         settings=settings,
         recipe_text=recipe_text,
         sessions=tuple(environment.get("sessions", [])),
-        task=task_info_of(path),
+        task=task,
         records=tuple(records),
     )
-
-
-def task_info_of(folder: Path) -> TaskInfo:
-    """Return what the task of the run in `folder` counts and how it is judged."""
-    with RunFolder(folder) as run:
-        return TaskInfo.from_json(run.read_json(TASK)) if (folder / TASK).exists() else UNSAID
 
 
 def headline_of(task: TaskInfo, evaluated: Iterable[str]) -> Metric | None:

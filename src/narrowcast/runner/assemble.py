@@ -35,7 +35,7 @@ def assemble(recipe: Recipe) -> Assembled:
     task = build_task(recipe, device=torch.device(hardware.device))
     # The trainer would find a batch that is too large only once the run has begun.
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
-    prepared = prepare_recipe(recipe, task.model, plan=phases[0])
+    prepared = prepare_recipe(recipe, task, plan=phases[0])
     return Assembled(task=task, prepared=prepared, plans=phases)
 
 

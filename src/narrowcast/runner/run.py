@@ -179,6 +179,7 @@ def train(
         resolved=loaded.resolved(),
         environment=describe_environment(),
     )
+    folder.set_task_info(assembled.task.info)
     folder.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
     return Run(loaded, assembled, records, folder=folder)
 
@@ -198,6 +199,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = ()) -> Run:
         records = train_records(
             assembled.prepared, assembled.task, loaded.recipe, folder=run.path, resume=state
         )
+        run.set_task_info(assembled.task.info)
         # From here on the folder changes; another process that writes to it is refused first.
         rewind_to(run, state)
         told = notices(run, before.recipe, loaded.recipe, plan=assembled.prepared.plan)

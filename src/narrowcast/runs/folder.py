@@ -16,12 +16,14 @@ from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.runs import strict_json
 from narrowcast.runs.records import Record
 from narrowcast.runs.records_file import RecordsFile
+from narrowcast.runs.task_info import BEFORE_TASK_JSON, TaskInfo
 from narrowcast.runs.writing import NO_SPACE, explain_write_error, replace_file
 
 RECIPE = "recipe.yaml"
 RESOLVED = "resolved.json"
 ENVIRONMENT = "environment.json"
 RECORDS = "records.jsonl"
+TASK = "task.json"
 CHECKPOINTS = "checkpoints"
 
 
@@ -125,6 +127,26 @@ class RunFolder:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{target} is damaged: {error}") from error
 
+    def task_info(self) -> TaskInfo:
+        """Return what the run counts and how it is judged.
+
+        A folder without `task.json` is of a version that knew language models only.
+        """
+        if not (self.path / TASK).exists():
+            return BEFORE_TASK_JSON
+        return TaskInfo.from_json(self.read_json(TASK))
+
+    def set_task_info(self, info: TaskInfo) -> None:
+        """Write it when the run begins; refuse another one when it is continued."""
+        if not (self.path / TASK).exists():
+            self.write_json(TASK, info.to_json())
+        elif (before := self.task_info()) != info:
+            raise CheckpointError(
+                f"{self.path} is a run of another task: it counts {before.units}, with "
+                f"{_told(before)}; the task here counts {info.units}, with {_told(info)}. Resume "
+                "it with the version of its workload that it was begun with, or start a new run"
+            )
+
     def add_session(self, environment: dict[str, Any]) -> None:
         """Note the environment of one more process that continues this run."""
         match self.read_json(ENVIRONMENT):
@@ -157,6 +179,12 @@ class RunFolder:
                 f"{name!r} is not the name of a file in a run folder; write e.g. plan.json"
             )
         return self.path / name
+
+
+def _told(info: TaskInfo) -> str:
+    parts = f" and the loss parts {', '.join(info.loss_parts)}" if info.loss_parts else ""
+    metrics = ", ".join(f"{m.name} ({m.better} is better)" for m in info.metrics)
+    return f"the metrics {metrics}{parts}"
 
 
 def _require_free(path: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import TypeAlias
 
 from narrowcast.errors import RecipeError
+from narrowcast.runs.records import Record
 
 FORBIDDEN = frozenset(
     {"script", "iframe", "object", "embed", "link", "meta", "base", "form", "style", "frame"}
@@ -68,3 +72,7 @@ class _Reader(HTMLParser):
     def note(self, what: str) -> None:
         """Keep the first."""
         self.found = self.found or what
+
+
+ReportSections: TypeAlias = Callable[[Path, Sequence[Record]], Sequence[ReportSection]]
+"""From the run folder and its records to sections; pure: the same folder, the same text."""

@@ -94,3 +94,10 @@ class TaskInfo:
             return cls(**{**data, "metrics": metrics, "loss_parts": tuple(data["loss_parts"])})
         except (TypeError, KeyError, RecipeError) as error:
             raise CheckpointError(f"task.json is damaged: {error}") from error
+
+
+BEFORE_TASK_JSON = TaskInfo(
+    unit="token",
+    metrics=(Metric(name="loss"), Metric(name="perplexity"), Metric(name="bits_per_byte")),
+)
+"""Of a run folder that does not say: there were only language models then."""

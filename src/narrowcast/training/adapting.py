@@ -11,12 +11,12 @@ from typing import Any, final
 from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Limits
 from narrowcast.precision.plan.module_kinds import multiplies
-from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.roles import GRADIENTS
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord
-from narrowcast.training.optimizers import moments_of
+from narrowcast.training.phase_plans import plan_recipe_model
 
 Issues = list[tuple[str, str, str]]
 
@@ -112,14 +112,11 @@ class Adapter:
         return scaled and kind == "overflow" and role in GRADIENTS
 
     def _planned(self) -> Plan:
-        precision = self._recipe.precision
-        return make_plan(
+        return plan_recipe_model(
+            self._recipe,
             self._prepared.model,
-            self._own.policy,
-            hardware=self._own.hardware,
+            policy=self._own.policy,
             overrides=self._adaptation.overrides,
-            emulate=precision.emulate,
-            moments=moments_of(self._recipe.optimizer),
+            hardware=self._own.hardware,
             gemm_rows=self._gemm_rows,
-            only_faster=precision.only_faster,
         )

@@ -3,19 +3,21 @@
 import hashlib
 import signal
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from narrowcast.errors import RecipeError
-from narrowcast.training.task import Batch, MapDataset
+from narrowcast.precision.nested import map_tensors, tensors_in
+from narrowcast.training.task import Batch, MapDataset, SampleDataset
 
 Batches: TypeAlias = Generator[Batch, None, None]
+Collate: TypeAlias = Callable[[Any], Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +68,14 @@ class Order:
 class BatchStream:
     """An endless iterator of batches on `device`, from batch `start` on.
 
-    `workers` processes fetch ahead, or none; up to `prefetch` batches wait on a CUDA device, copied
-    there on a stream of their own. Neither changes which batch comes when. Close it, or use it as
-    a context, to end its processes.
+    `collate` makes a batch of what the data gives. `workers` processes fetch ahead, or none; up to
+    `prefetch` batches wait on a CUDA device, copied there on a stream of their own. Neither changes
+    which batch comes when. Close it, or use it as a context, to end its processes.
     """
 
     def __init__(
         self,
-        dataset: MapDataset,
+        dataset: MapDataset | SampleDataset,
         batch_size: int,
         *,
         seed: int,
@@ -81,29 +83,49 @@ class BatchStream:
         workers: int = 0,
         prefetch: int = 2,
         device: torch.device,
+        collate: Collate | None = None,
+        count: Callable[[Batch], int] | None = None,
     ) -> None:
         order = Order(samples=len(dataset), batch_size=batch_size, seed=seed)
+        if collate is None:
+            collate = _as_it_is if isinstance(dataset, MapDataset) else default_collate
+        self._count, self._counts = count, deque[int]()
         self._fetched: Batches = (
-            _fetched_by_workers(dataset, order, start=start, workers=workers, prefetch=prefetch)
+            _fetched_by_workers(
+                dataset, order, start=start, workers=workers, prefetch=prefetch, collate=collate
+            )
             if workers
-            else (dataset.__getitems__(indices) for indices in order.starting_at(start))
+            else (collate(_fetch(dataset, indices)) for indices in order.starting_at(start))
         )
+        counted = self._counted(self._fetched)
         self._batches: Batches = (
-            _copied_ahead(self._fetched, device, depth=prefetch)
+            _copied_ahead(counted, device, depth=prefetch)
             if device.type == "cuda"
-            else (tuple(t.to(device) for t in batch) for batch in self._fetched)
+            else (map_tensors(batch, lambda t: t.to(device)) for batch in counted)
         )
+        self.items = 0
+        """What `count` says of the latest batch; it is asked while that is on the CPU, so that
+        nothing waits for the device."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        batch = next(self._batches)
+        if self._count is not None:
+            self.items = self._counts.popleft()
+        return batch
 
     def close(self) -> None:
         """End the worker processes; the stream gives no more batches."""
         self._batches.close()
         self._fetched.close()
+
+    def _counted(self, batches: Batches) -> Batches:
+        for batch in batches:
+            if self._count is not None:
+                self._counts.append(self._count(batch))
+            yield batch
 
     def __enter__(self) -> Self:
         return self
@@ -117,8 +139,21 @@ class BatchStream:
         self.close()
 
 
+def _fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
+    """Return the samples of `indices`; torch's loader does the same in a worker."""
+    if isinstance(dataset, MapDataset):
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
 def _fetched_by_workers(
-    dataset: MapDataset, order: Order, *, start: int, workers: int, prefetch: int
+    dataset: MapDataset | SampleDataset,
+    order: Order,
+    *,
+    start: int,
+    workers: int,
+    prefetch: int,
+    collate: Collate,
 ) -> Batches:
     """Yield the batches of `order`, fetched by `workers` processes, in that order."""
     yield from DataLoader(
@@ -126,7 +161,7 @@ def _fetched_by_workers(
         batch_sampler=_From(order, start),
         num_workers=workers,
         prefetch_factor=max(prefetch, 1),
-        collate_fn=_as_it_is,
+        collate_fn=collate,
         worker_init_fn=_outlive_signals,
         # Its own: the loader draws a seed for its workers, from the run's generator by default,
         # and a run that is resumed would draw once more than one that never stopped.
@@ -160,13 +195,13 @@ def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batc
     waiting: deque[tuple[Batch, torch.cuda.Event]] = deque()
     for batch in batches:
         with torch.cuda.stream(copying):
-            copies = tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
+            copies = map_tensors(batch, lambda t: t.pin_memory().to(device, non_blocking=True))
             waiting.append((copies, copying.record_event()))
         if len(waiting) > depth:
             ready, copied = waiting.popleft()
             using = torch.cuda.current_stream(device)
             using.wait_event(copied)
-            for tensor in ready:
+            for tensor in tensors_in(ready):
                 # Else its memory could be given to the next copy while a kernel still reads it.
                 tensor.record_stream(using)
             yield ready

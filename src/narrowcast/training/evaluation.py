@@ -7,9 +7,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from narrowcast.errors import RecipeError
+from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import FindingRecord
-from narrowcast.training.checkpoints.randomness import randomness_kept
+from narrowcast.runs import FindingRecord, TaskInfo
+from narrowcast.runs.task_info import AVERAGED
 from narrowcast.training.task import Task
 
 
@@ -17,16 +19,18 @@ def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
     """Return what the task measures, and `ema_…` the same for the average of the weights if kept.
 
     Runs in the formats of training. Leaves weights, modes and random generators as they were.
+    Refuses metrics that the task has not declared, and an evaluation without the headline.
     """
     model = prepared.model
     device = next(model.parameters()).device
-    with randomness_kept(device), _in_eval_mode(model), torch.no_grad():
+    with randomness_kept(device), in_eval_mode(model), torch.no_grad():
         with prepared.compute():
             metrics = dict(task.evaluate(model))
+        _require_declared(metrics, task.info)
         if prepared.has_average:
             with prepared.averaged(), prepared.compute():
                 averaged = task.evaluate(model)
-            metrics |= {f"ema_{key}": value for key, value in averaged.items()}
+            metrics |= {f"{AVERAGED}{key}": value for key, value in averaged.items()}
     return metrics
 
 
@@ -51,12 +55,26 @@ def not_finite(metrics: Mapping[str, float], *, step: int) -> Iterator[FindingRe
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in eval mode, and each back into the mode it was in."""
-    training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes:
+            module.training = training
+
+
+def _require_declared(metrics: Mapping[str, float], info: TaskInfo) -> None:
+    declared = [metric.name for metric in info.metrics]
+    if unknown := [name for name in metrics if name not in declared]:
+        raise RecipeError(
+            f"the task's evaluation returned {', '.join(unknown)}, and info.metrics declares "
+            f"{', '.join(declared)}; add a Metric for each, which says whether higher is better"
+        )
+    if info.headline.name not in metrics:
+        raise RecipeError(
+            f"the task's evaluation returned {', '.join(metrics) or 'nothing'}, and not "
+            f"{info.headline.name}, the first of info.metrics, by which runs are compared"
+        )

@@ -1,35 +1,50 @@
 """Torch optimizers by name, weight decay where it belongs, one kernel where there is one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from narrowcast.config.sections import OptimizerSection
+from narrowcast.config.common_sections import OptimizerSection
 from narrowcast.errors import RecipeError
+from narrowcast.training.parameter_groups import as_torch_groups
+from narrowcast.training.side_by_side import SideBySide
+from narrowcast.training.task import ParameterGroup
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
 """Where torch 2.11 and 2.13 have one kernel for all parameters (Adam, AdamW, SGD)."""
 
 
 def build_optimizer(
-    settings: OptimizerSection, model: nn.Module, *, device: torch.device
+    settings: OptimizerSection,
+    model: nn.Module,
+    *,
+    device: torch.device,
+    groups: Sequence[ParameterGroup] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `settings` names, for the parameters of `model` that train.
 
-    Weight decay acts on parameters of two or more dimensions: on a bias or the gain of a norm it
-    would only pull the function towards nothing.
+    `groups` are those of `groups_of`; where some have another optimizer, both are returned as one.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
+    if groups is None:
+        groups = [ParameterGroup(parameters=list(model.parameters()))]
+    by_settings: dict[OptimizerSection, list[dict[str, Any]]] = {}
+    for group in groups:
+        own = group.optimizer or settings
+        if found := as_torch_groups(group, own):
+            by_settings.setdefault(own, []).extend(found)
+    if not by_settings:
         raise RecipeError("the model has no parameter that trains: every requires_grad is false")
-    matrices = [p for p in trained if p.ndim >= 2]
-    vectors = [p for p in trained if p.ndim < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((matrices, settings.weight_decay), (vectors, 0.0))
-        if params
-    ]
+    # The recipe's first: its learning rate is the one that records tell.
+    ordered = sorted(by_settings.items(), key=lambda item: item[0] != settings)
+    built = [_built(own, found, device=device) for own, found in ordered]
+    return built[0] if len(built) == 1 else SideBySide(built)
+
+
+def _built(
+    settings: OptimizerSection, groups: list[dict[str, Any]], *, device: torch.device
+) -> torch.optim.Optimizer:
     lr, betas, eps = settings.lr, settings.betas, settings.eps
     fused = device.type in FUSED_DEVICES if settings.fused is None else settings.fused
     match settings.name:

@@ -1,16 +1,18 @@
 """The plan of every phase of a run, and how phases are told."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
+from narrowcast.config.common_sections import PrecisionSection
 from narrowcast.config.phases import ConditionSection, PhaseSection, Until, last_step
-from narrowcast.config.sections import PrecisionSection, Recipe
+from narrowcast.config.sections import Recipe
 from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.diff import formats_text
 from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.policy import Policy
 from narrowcast.training.optimizers import moments_of
 
 _Item = TypeVar("_Item")
@@ -39,6 +41,32 @@ def plan_phases(
         return (_planned(recipe, phases[0], model, hardware=hardware, gemm_rows=gemm_rows),)
     return each_phase(
         phases, lambda phase: _planned(recipe, phase, model, hardware=hardware, gemm_rows=gemm_rows)
+    )
+
+
+def plan_recipe_model(
+    recipe: Recipe,
+    model: nn.Module,
+    *,
+    hardware: Hardware,
+    gemm_rows: int,
+    policy: str | Policy | None = None,
+    overrides: Mapping[str, str] | None = None,
+) -> Plan:
+    """Plan a model with all settings of a recipe, some phase's policy and overrides in their place.
+
+    The one call of `make_plan` for a recipe: every setting that it obeys is obeyed here.
+    """
+    precision = recipe.precision
+    return make_plan(
+        model,
+        precision.policy if policy is None else policy,
+        hardware=hardware,
+        overrides=precision.overrides if overrides is None else overrides,
+        emulate=precision.emulate,
+        moments=moments_of(recipe.optimizer),
+        gemm_rows=gemm_rows,
+        only_faster=precision.only_faster,
     )
 
 
@@ -105,14 +133,11 @@ def end_text(until: Until | None, *, steps: int) -> str:
 def _planned(
     recipe: Recipe, phase: PhaseSection, model: nn.Module, *, hardware: Hardware, gemm_rows: int
 ) -> Plan:
-    assert phase.policy is not None
-    return make_plan(
+    return plan_recipe_model(
+        recipe,
         model,
-        phase.policy,
-        hardware=hardware,
+        policy=phase.policy,
         overrides=phase.overrides,
-        emulate=recipe.precision.emulate,
-        moments=moments_of(recipe.optimizer),
+        hardware=hardware,
         gemm_rows=gemm_rows,
-        only_faster=recipe.precision.only_faster,
     )

@@ -17,7 +17,8 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, StepRecord
 from narrowcast.training.phase_plans import each_phase, end_text, phases_of, plan_phases, text_of
-from narrowcast.training.setup import loss_scale_of
+from narrowcast.training.setup import loss_scales_of
+from narrowcast.training.task import Task
 
 WHOLE = "*"
 """In the place of a module: the change is of the whole model."""
@@ -61,16 +62,16 @@ class Progress:
 class PrecisionSchedule:
     """Brings a prepared model into the policy of each phase of its run."""
 
-    def __init__(self, prepared: Prepared, recipe: Recipe, *, gemm_rows: int) -> None:
+    def __init__(self, prepared: Prepared, recipe: Recipe, *, task: Task) -> None:
         self._prepared, self._steps = prepared, recipe.steps
-        self._scale = loss_scale_of(recipe.precision.loss_scale)
+        self._scale = loss_scales_of(recipe.precision.loss_scale, task)
         self._phases: Sequence[PhaseSection] = ()
         self._plans: Sequence[Plan] = ()
         self._progress = Progress()
         if recipe.precision.schedule:
             self._phases, hardware = phases_of(recipe.precision), prepared.plan.hardware
             self._plans = plan_phases(
-                recipe, prepared.model, hardware=hardware, gemm_rows=gemm_rows
+                recipe, prepared.model, hardware=hardware, gemm_rows=task.gemm_rows
             )
             each_phase(self._plans, prepared.engine.refuse_impossible)  # before the run, not in it
 
@@ -83,20 +84,21 @@ class PrecisionSchedule:
         """Say whether another phase begins after this step."""
         return bool(self._phases) and self._progress.is_over(step, self._until, steps=self._steps)
 
-    def advance(self, step: int) -> PrecisionRecord:
+    def advance(self, step: int) -> list[PrecisionRecord]:
         """Begin the phase that follows this step; one that is over before it begins is left out."""
         before, reason = self._progress.phase, self._reason()
         while self.is_due(step):
             self._progress = Progress(phase=self._progress.phase + 1, since=step + 1)
         now = self._progress.phase
         self.apply_phase()
-        return PrecisionRecord(
+        record = PrecisionRecord(
             step=step + 1,
             module=WHOLE,
             before=text_of(self._phases[before], self._plans[before]),
             after=text_of(self._phases[now], self._plans[now]),
             reason=f"phase {now + 1} of {len(self._phases)} begins: {reason}",
         )
+        return [record]
 
     def apply_phase(self) -> None:
         """Let the model have the policy of its phase, whatever it has now."""

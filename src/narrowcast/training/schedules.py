@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from narrowcast.config.sections import LrScheduleSection
+from narrowcast.config.common_sections import LrScheduleSection
 
 
 def lr_factor(settings: LrScheduleSection, steps: int) -> Callable[[int], float]:

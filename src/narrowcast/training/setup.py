@@ -1,32 +1,44 @@
 """From a recipe and a plan to a model that is ready to train."""
 
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from narrowcast.config.sections import LossScaleSection, Recipe
+from narrowcast.config.common_sections import LossScaleSection
+from narrowcast.config.sections import Recipe
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.optimizers import build_optimizer
+from narrowcast.training.parameter_groups import groups_of
 from narrowcast.training.schedules import lr_factor
+from narrowcast.training.task import Task
 
 
-def prepare_recipe(recipe: Recipe, model: nn.Module, *, plan: Plan) -> Prepared:
-    """Carry out `plan` on `model`, with the optimizer, schedule and scale of `recipe`."""
-    optimizer = build_optimizer(recipe.optimizer, model, device=next(model.parameters()).device)
-    settings = recipe.precision.loss_scale
+def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
+    """Carry out `plan` on the model of `task`, with the optimizer, schedule and scale of `recipe`.
+
+    Who learns how, and which losses have a scale of their own, is the task's to say.
+    """
+    model, settings = task.model, recipe.precision.loss_scale
+    device = next(model.parameters()).device
+    optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=groups_of(task))
     return prepare(
         model,
         optimizer,
         policy=plan,
         clip_norm=recipe.clip_norm,
         scheduler=LambdaLR(optimizer, lr_factor(recipe.lr_schedule, recipe.steps)),
-        loss_scale=loss_scale_of(settings) if plan.policy.needs_loss_scale else None,
+        loss_scale=loss_scales_of(settings, task) if plan.policy.needs_loss_scale else None,
         scale_groups=settings.scale_groups,
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
     )
+
+
+def loss_scales_of(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:
+    """Return the loss scale that a recipe asks for; one for each loss that has its own."""
+    scale = loss_scale_of(settings)
+    return dict.fromkeys(task.scaled_losses, scale) or scale
 
 
 def loss_scale_of(settings: LossScaleSection) -> LossScale:

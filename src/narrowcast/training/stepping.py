@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
@@ -18,7 +17,8 @@ from narrowcast.precision.step.cuda_graph import Between, GraphedStep, unsupport
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.compiling import compiled
-from narrowcast.training.task import Batch, Task
+from narrowcast.training.losses import Losses
+from narrowcast.training.task import Batch, LossParts, Task
 
 LARGEST_CAPTURED = 1_000_000_000
 """Parameters of a model that is captured without being asked: beyond it, kernels run long enough
@@ -30,7 +30,9 @@ class Stepper:
     """Takes the steps of a run."""
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
-        self._prepared, self._task, self._recipe = prepared, task, recipe
+        self._prepared, self._recipe = prepared, recipe
+        self.losses = Losses(prepared, task)
+        self._again: LossParts | None = None
         self._model = compiled(prepared.model, recipe)
         self._graphed: GraphedStep | None = None
         self.drop_graphs()
@@ -39,6 +41,18 @@ class Stepper:
     def model(self) -> nn.Module:
         """The model, compiled if the recipe asks for it."""
         return self._model
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch, for a step that is taken again; `backward` goes with it."""
+        self._again = self.losses.of(self._model, batch)
+        return self._again.total
+
+    def backward(self, loss: Tensor, micro_batches: int) -> None:
+        """Backpropagate what `loss_of` has just returned, as the step did."""
+        again, self._again = self._again, None
+        assert again is not None
+        assert again.total is loss
+        self.losses.backward(again, micro_batches=micro_batches)
 
     @property
     def captured(self) -> bool:
@@ -58,7 +72,7 @@ class Stepper:
         faults: StepFaults | None = None,
         between: Between | None = None,
     ) -> tuple[Outcome, Tensor]:
-        """Take a step; return its outcome and the mean loss, on the device.
+        """Take a step; return its outcome, and the mean loss and those of its parts on the device.
 
         `between` is called when every weight has its gradient and none has moved.
         """
@@ -70,15 +84,15 @@ class Stepper:
         return self._graphed(batches, between, passes=self.passes, launch=self._launch)
 
     def passes(self, batches: Sequence[Batch], *, faults: StepFaults | None = None) -> Tensor:
-        """Queue forward and backward passes; return the mean loss."""
+        """Queue forward and backward passes; return the mean of the loss and of its parts."""
         losses = []
         for number, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if faults is None else faults.during(number):
                 with self._prepared.compute():
-                    loss = self._task.loss(self._model, batch)
-                self._prepared.backward(loss / len(batches))
-            losses.append(loss.detach())
-        return torch.stack(losses).float().mean()
+                    loss = self.losses.of(self._model, batch)
+                self.losses.backward(loss, micro_batches=len(batches))
+            losses.append(loss)
+        return self.losses.mean(losses)
 
     def _launch(
         self,

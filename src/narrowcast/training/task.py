@@ -1,51 +1,147 @@
-"""What a workload supplies so that the engine can train it."""
+"""What a workload supplies so that the engine can train it: one value, its optional parts visible.
 
-from typing import Protocol, TypeAlias
+A batch is a tensor, or tuples, lists and dicts of tensors, nested as the workload likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
 
-Batch: TypeAlias = tuple[Tensor, ...]
-"""Tensors that share their first dimension, the samples."""
+from narrowcast.config.common_sections import OptimizerSection
+from narrowcast.errors import RecipeError
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import TaskInfo
+
+Batch: TypeAlias = Any
+"""Tensors, nested in tuples, lists and dicts."""
 
 
+@runtime_checkable
 class MapDataset(Protocol):
-    """Samples by number; the same numbers give the same batch, in any process, at any time."""
+    """Samples by number; the same numbers give the same samples, in any process, at any time."""
 
     def __len__(self) -> int:
         """Return how many samples there are."""
         ...
 
-    def __getitems__(self, indices: list[int], /) -> Batch:
-        """Return the samples of `indices`, in that order, stacked, on the CPU."""
+    def __getitems__(self, indices: list[int], /) -> Any:
+        """Return the samples of `indices`, in that order, on the CPU.
+
+        Stacked to a batch; or one after the other, where the task has a `collate`.
+        """
         ...
 
 
-class Task(Protocol):
+class SampleDataset(Protocol):
+    """Samples by number, one at a time; else as `MapDataset`."""
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one sample, on the CPU."""
+        ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LossParts:
+    """A loss of several parts: what is trained, and what is told of it."""
+
+    total: Tensor
+    """The mean loss of the batch, a tensor without dimensions."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Numbers on the device, by the names that `TaskInfo.loss_parts` gives."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that learn in a way of their own; every trained one is in exactly one group."""
+
+    parameters: Sequence[nn.Parameter]
+    lr: float | None = None
+    """Their learning rate at its highest; none: that of their optimizer."""
+    lr_factor: float = 1.0
+    """What that is multiplied by."""
+    weight_decay: float | None = None
+    """On all of them; none: as the optimizer's settings say, on those of two or more dimensions."""
+    frozen: bool = False
+    """They keep their values, and take no gradient."""
+    optimizer: OptimizerSection | None = None
+    """An optimizer beside the recipe's; none: the recipe's."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """What is done to the model around its steps: projections, constraints, warm-ups.
+
+    Weights are changed in place, those of the model: digits kept beside them follow.
+    """
+
+    name: str
+    """What its state is called in a checkpoint."""
+    before_first_step: Callable[[Prepared], None] | None = None
+    """Called once, when a run begins; not when it is resumed."""
+    after_step: Callable[[Prepared, Tensor], None] | None = None
+    """Called, without gradients, when a step has been queued. The tensor is true where the step was
+    applied; it is on the device, and reading it on the host would wait."""
+    state_dict: Callable[[], dict[str, Any]] | None = None
+    """Returns what a checkpoint keeps: tensors, numbers, text, nested."""
+    load_state_dict: Callable[[dict[str, Any]], None] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.state_dict is None) is not (self.load_state_dict is None):
+            raise RecipeError(
+                f"hook {self.name!r} has one of state_dict and load_state_dict; give both, or none"
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Task:
     """A model, what it is trained on, and how both are judged."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The model, on its device and in the mode (`train` or `eval`) its modules train in."""
-        ...
+    model: nn.Module
+    """On its device, and in the mode (`train` or `eval`) its modules train in."""
+    train_data: MapDataset | SampleDataset
+    loss: Callable[[nn.Module, Any], Tensor | LossParts]
+    """Returns the mean loss of the model on a batch, a tensor without dimensions."""
+    evaluate: Callable[[nn.Module], Mapping[str, float]]
+    """Returns measures on held-out data, by the names that `info.metrics` declares."""
+    items: Callable[[Any], int]
+    """Returns how many of `info.unit` a batch trains on; asked while the batch is on the CPU."""
+    gemm_rows: int
+    """Rows that the linear layers of the model multiply at once: tokens per micro-batch."""
+    info: TaskInfo = TaskInfo()  # noqa: RUF009  # frozen
+    """What is counted, and how the task is judged."""
 
-    @property
-    def train_data(self) -> MapDataset:
-        """The samples to train on."""
-        ...
+    collate: Callable[[Any], Any] | None = None
+    """Makes a batch of a list of samples, in a worker process where there are any; none: the data
+    stacks its samples itself, or torch's own collate does where they come one at a time."""
+    parameter_groups: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
+    """Returns who learns how; none: every parameter as the recipe's optimizer says."""
+    scaled_losses: tuple[str, ...] = ()
+    """Parts of the loss that are each backpropagated under a loss scale of their own, where the
+    policy has one. Their sum is what is trained, so it must be the total."""
+    hooks: tuple[Hook, ...] = ()
+    write_results: Callable[[Path, Prepared], None] | None = None
+    """Writes the task's own files to the run folder, when all steps are done and the weights
+    saved; again, if that was interrupted."""
 
-    @property
-    def gemm_rows(self) -> int:
-        """Rows that the linear layers of the model multiply at once: tokens per micro-batch."""
-        ...
-
-    def loss(self, model: nn.Module, batch: Batch, /) -> Tensor:
-        """Return the mean loss of `model` on `batch`, a tensor without dimensions."""
-        ...
-
-    def items(self, batch: Batch, /) -> int:
-        """Return how many of what the task counts (tokens, samples) `batch` trains on."""
-        ...
-
-    def evaluate(self, model: nn.Module, /) -> dict[str, float]:
-        """Return measures on held-out data; the first is the headline, and lower is better."""
-        ...
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.scaled_losses if name not in self.info.loss_parts]:
+            raise RecipeError(
+                f"scaled_losses names {', '.join(unknown)}, and info.loss_parts has "
+                f"{', '.join(self.info.loss_parts) or 'none'}; name parts of the loss"
+            )
+        names = [hook.name for hook in self.hooks]
+        if len(set(names)) != len(names):
+            raise RecipeError(f"two hooks of one name: {', '.join(names)}; each needs its own")

@@ -8,46 +8,38 @@ next step is being queued, and the device never waits for the host.
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import (
-    CheckpointError,
-    DivergedError,
-    Interrupted,
-    NarrowcastError,
-    RecipeError,
-)
+from narrowcast.errors import DivergedError, Interrupted, NarrowcastError
 from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.peak import peak_bytes
+from narrowcast.hardware.randomness import seed_everything
 from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
 from narrowcast.health.diagnose.replay import ReplayInputs
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import CheckpointRecord, EvalRecord, FindingRecord, Record, StepRecord
+from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
-from narrowcast.training.checkpoints.export import export_weights
-from narrowcast.training.checkpoints.randomness import (
-    capture_randomness,
-    restore_randomness,
-    seed_everything,
-)
-from narrowcast.training.checkpoints.resume import require_same_model, shapes
+from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.data import BatchStream
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
+from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.signals import Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
-from narrowcast.training.task import Task
+from narrowcast.training.task import Batch, Task
 
 
 def train(
@@ -84,14 +76,11 @@ class _Attempt:
 
     step: int
     outcome: Outcome
-    loss: AsyncCopy
+    losses: AsyncCopy
+    """The loss, and then each of its parts."""
     items: int
     replay_inputs: ReplayInputs | None
     """What it was given, kept while it may have to be looked into."""
-
-
-_PARTS = ("schedule", "investigator", "observer", "adapter", "prepared")
-"""What has a state of its own in a checkpoint."""
 
 
 @final
@@ -103,43 +92,37 @@ class _Course:
     ) -> None:
         self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
         self._device = next(prepared.model.parameters()).device
-        self._schedule = PrecisionSchedule(prepared, recipe, gemm_rows=task.gemm_rows)
+        self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
         self._adapter = Adapter(prepared, recipe, gemm_rows=task.gemm_rows)
         self._observer = Observer(prepared, every=recipe.health.every, own=self._adapter.own)
         self._stepper = Stepper(prepared, task, recipe)
         self._investigator = Investigator(
             prepared,
-            lambda batch: task.loss(self._stepper.model, batch),
+            self._stepper.loss_of,
             verdicts=recipe.health.verdicts,
             faults=_faults(prepared, recipe),
+            backward=self._stepper.backward,
         )
-        self._step = self._batches = self._evaluated = self._saved = 0
+        self._state = RunState(
+            prepared,
+            task,
+            recipe,
+            parts={
+                "schedule": self._schedule,
+                "investigator": self._investigator,
+                "observer": self._observer,
+                "adapter": self._adapter,
+            },
+        )
+        self._progress, self._saved = Progress(), 0
         self._unread: deque[_Attempt] = deque()
         self._found: list[FindingRecord] = []
         self._since = time.perf_counter()
 
     def require_own(self, state: dict[str, Any]) -> None:
         """Refuse a checkpoint that this run cannot be the continuation of; load nothing."""
-        step = state["step"]
-        if missing := [name for name in _PARTS if name not in state]:
-            raise CheckpointError(
-                f"the checkpoint of step {step} was saved by an older version of narrowcast (it "
-                f"lacks {', '.join(missing)}); resume it with that version, or start a new run"
-            )
-        require_same_model(state["shapes"], self._prepared.model, step=step)
-        samples = len(self._task.train_data)
-        if samples != state["samples"]:
-            raise CheckpointError(
-                f"the checkpoint of step {step} was trained on {state['samples']} samples, and the "
-                f"data has {samples} now, so its order cannot be continued; put the data back, or "
-                "start a new run"
-            )
-        if step > self._recipe.steps:
-            raise RecipeError(
-                f"steps={self._recipe.steps}: the run is at step {step} already; "
-                f"write steps={step} or more"
-            )
+        self._state.require_own(state)
 
     def close(self) -> None:
         """Leave the model prepared, and nothing else."""
@@ -153,27 +136,30 @@ class _Course:
             self.close()
 
     def _run(self, state: dict[str, Any] | None) -> Iterator[Record]:
-        recipe = self._recipe
+        recipe, task = self._recipe, self._task
         seed_everything(recipe.seed)
         if state is not None:
             yield from self._restore(state)
         data = BatchStream(
-            self._task.train_data,
+            task.train_data,
             recipe.batch_size,
             seed=recipe.seed,
-            start=self._batches,
+            start=self._progress.batches,
             workers=recipe.data.workers,
             prefetch=recipe.data.prefetch,
             device=self._device,
+            collate=task.collate,
+            count=task.items,
         )
         with stop_on_signals() as stop, data, deterministic_kernels(recipe.deterministic):
+            if state is None:
+                self._begin_hooks()
             self._since = time.perf_counter()
             while True:
                 yield from self._between_steps(stop)
-                if self._step == recipe.steps:
+                if self._progress.step == recipe.steps:
                     break
-                yield from self._begin_phase()
-                yield from self._adapt()
+                yield from self._change_formats()
                 try:
                     self._unread.append(self._attempt(data))
                 except DivergedError as error:
@@ -182,73 +168,89 @@ class _Course:
                     raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         if self._folder is not None:
-            export_weights(self._prepared, self._folder / "model.safetensors")
+            write_results(self._prepared, task, self._folder)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when it is time to, and end the run if it was asked to."""
-        evaluation_is_due = self._is_due(self._recipe.eval.every, last=self._evaluated)
+        evaluation_is_due = self._is_due(self._recipe.eval.every, last=self._progress.evaluated)
         if evaluation_is_due and not stop.asked_by:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
-            self._evaluated = self._step
-            metrics = evaluate(self._prepared, self._task)
-            yield EvalRecord(step=self._step, metrics=metrics)
-            yield from not_finite(metrics, step=self._step)
-            self._since = time.perf_counter()
+            yield from self._evaluate()
         checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
-        if checkpoint_is_due or (stop.asked_by and self._saved != self._step):
+        if checkpoint_is_due or (stop.asked_by and self._saved != self._progress.step):
             yield from self._read(leaving=0)
             yield from self._save()
         if stop.asked_by:
             how = f"continue it with `narrowcast resume {self._folder}`"
             raise Interrupted(
-                f"{stop.asked_by.name} ended the run after step {self._step}; "
+                f"{stop.asked_by.name} ended the run after step {self._progress.step}; "
                 + (how if self._folder else "without a folder to save it to, it cannot be resumed")
             )
 
-    def _begin_phase(self) -> Iterator[Record]:
-        """Go over to the next policy of the schedule when it is time to."""
-        if self._schedule.is_due(self._step):
-            yield from self._read(leaving=0)
-            with self._observer.aside():
-                record = self._schedule.advance(self._step)
-                self._adapter.begin()
-            self._investigator.begin_row()
-            self._stepper.drop_graphs()
-            yield record
-            self._since = time.perf_counter()
+    def _evaluate(self) -> Iterator[Record]:
+        try:
+            metrics = evaluate(self._prepared, self._task)
+        except NarrowcastError:
+            yield from self._save()  # the steps so far are worth keeping
+            raise
+        step = self._progress.step
+        self._progress = replace(self._progress, evaluated=step)
+        yield EvalRecord(step=step, metrics=metrics)
+        yield from not_finite(metrics, step=step)
+        self._since = time.perf_counter()
 
-    def _adapt(self) -> Iterator[Record]:
-        """Change the formats of modules whose tensors ask for it."""
-        records = self._adapter.decide(self._step)
-        if records:
-            yield from self._read(leaving=0)
-            with self._observer.aside():
-                self._adapter.apply()
-            self._investigator.begin_row()
-            self._stepper.drop_graphs()
-            yield from records
-            self._since = time.perf_counter()
+    def _begin_hooks(self) -> None:
+        for hook in self._task.hooks:
+            if hook.before_first_step is not None:
+                hook.before_first_step(self._prepared)
+
+    def _change_formats(self) -> Iterator[Record]:
+        """Go over to the next policy when it is time to; then to what tensors ask for."""
+        step = self._progress.step
+        if self._schedule.is_due(step):
+            yield from self._change(partial(self._schedule.advance, step), self._adapter.begin)
+        if wanted := self._adapter.decide(step):
+            yield from self._change(lambda: wanted, self._adapter.apply)
+
+    def _change(
+        self, change: Callable[[], Sequence[Record]], follow: Callable[[], None]
+    ) -> Iterator[Record]:
+        """Let the model have other formats, between two steps and unobserved."""
+        yield from self._read(leaving=0)
+        with self._observer.aside():
+            records = change()
+            follow()
+        self._investigator.begin_row()
+        self._stepper.drop_graphs()
+        yield from records
+        self._since = time.perf_counter()
 
     def _is_due(self, every: int, *, last: int) -> bool:
-        ended = self._step == self._recipe.steps
-        return self._step != last and (ended or (every > 0 and self._step % every == 0))
+        step = self._progress.step
+        return step != last and (step == self._recipe.steps or (every > 0 and step % every == 0))
 
     def _attempt(self, data: BatchStream) -> _Attempt:
         """Queue one step: forward and backward of each micro-batch, then the update."""
-        count = self._recipe.accumulate
-        batches = list(islice(data, count))
+        batches, items = list[Batch](), 0
+        for batch in islice(data, self._recipe.accumulate):
+            batches.append(batch)
+            items += data.items
+        step = self._progress.step + 1
         replay_inputs = self._investigator.before(batches)
-        faults = self._investigator.faults_at(self._step + 1)
-        between = self._observer.before_step(self._step + 1)
-        outcome, loss = self._stepper(batches, faults=faults, between=between)
-        self._step += 1
-        self._observer.after_step(self._step)
-        self._batches += count
+        faults = self._investigator.faults_at(step)
+        between = self._observer.before_step(step)
+        outcome, losses = self._stepper(batches, faults=faults, between=between)
+        with torch.no_grad():
+            for hook in self._task.hooks:
+                if hook.after_step is not None:
+                    hook.after_step(self._prepared, outcome.applied_on_device)
+        self._progress = self._progress.after(len(batches))
+        self._observer.after_step(step)
         return _Attempt(
-            step=self._step,
+            step=step,
             outcome=outcome,
-            loss=AsyncCopy(loss),
-            items=sum(self._task.items(batch) for batch in batches),
+            losses=AsyncCopy(losses),
+            items=items,
             replay_inputs=replay_inputs,
         )
 
@@ -258,7 +260,7 @@ class _Course:
             attempt = self._unread.popleft()
             outcome = attempt.outcome
             applied = outcome.applied  # waits, so the clock is read after it
-            now, loss = time.perf_counter(), attempt.loss.wait().item()
+            now, (loss, *parts) = time.perf_counter(), attempt.losses.wait().tolist()
             told = self._investigator.account(
                 attempt.step,
                 outcome,
@@ -279,6 +281,7 @@ class _Course:
                 items=attempt.items,
                 seconds=now - self._since,
                 peak_bytes=peak_bytes(self._device),
+                parts=dict(zip(self._task.info.loss_parts, parts, strict=True)),
             )
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.
             self._since = time.perf_counter() if told.findings else now
@@ -315,52 +318,26 @@ class _Course:
         self._found = self._found[len(now) :]
         return now
 
-    def _save(self) -> Iterator[CheckpointRecord]:
+    def _save(self) -> Iterator[Record]:
         """Write a checkpoint of the whole run, if there is a folder to write it to."""
         if self._folder is None:
             return
-        state = {
-            "step": self._step,
-            "batches": self._batches,
-            "evaluated": self._evaluated,
-            "samples": len(self._task.train_data),
-            "shapes": shapes(self._prepared.model),
-            "random": capture_randomness(self._device),
-            "investigator": self._investigator.state_dict(),
-            "observer": self._observer.state_dict(),
-            "adapter": self._adapter.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "prepared": self._prepared.state_dict(),
-        }
-        keep = self._recipe.checkpoint.keep
-        record = save_checkpoint(self._folder / "checkpoints", self._step, state=state, keep=keep)
-        self._saved = self._step
+        state = self._state.captured(self._progress)
+        keep, folder = self._recipe.checkpoint.keep, self._folder / "checkpoints"
+        record = save_checkpoint(folder, self._progress.step, state=state, keep=keep)
+        self._saved = self._progress.step
         yield record
         self._since = time.perf_counter()
 
-    def _restore(self, state: dict[str, Any]) -> Iterator[FindingRecord]:
+    def _restore(self, state: dict[str, Any]) -> Iterator[Record]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
         with self._observer.aside():
             self._schedule.restore(state["schedule"])
             self._adapter.restore(state["adapter"])
-        self._observer.load_state_dict(state["observer"])
-        self._prepared.load_state_dict(state["prepared"])
-        self._investigator.load_state_dict(state["investigator"])
+        self._progress, findings = self._state.restore(state)
         self._stepper.drop_graphs()
-        self._step, self._batches = state["step"], state["batches"]
-        self._evaluated, self._saved = state["evaluated"], state["step"]
-        if not restore_randomness(state["random"], self._device):
-            saved_on = state["random"]["device"]["type"]
-            yield FindingRecord(
-                step=self._step,
-                since=self._step,
-                module="",
-                role="random state",
-                what=f"random numbers on {self._device.type} do not continue those of the run",
-                why=f"the checkpoint was saved on {saved_on}",
-                action=f"started them from seed={self._recipe.seed}",
-                advice=f"resume on {saved_on} to continue them bit for bit",
-            )
+        self._saved = self._progress.step
+        yield from findings
 
 
 def _faults(prepared: Prepared, recipe: Recipe) -> Faults | None:

@@ -1,52 +1,87 @@
-"""What can be trained: a folder a workload and a line in `WORKLOADS`; delete both and it is gone.
+"""What can be trained: a folder a workload and a line in `BUILT_IN`; delete both and it is gone.
 
-A workload's folder has a `settings` module with its two recipe sections as `SECTIONS`, which does
-not import torch, and a `task` module with `build_task(recipe, *, device)`.
+Other packages add theirs by an entry point (see `config/registry.py`). A workload's folder holds a
+`Workload` value, which imports nothing heavy, and what that names; see docs/workloads/your-own.md.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from narrowcast import config
+from narrowcast.config.registry import Registry
 from narrowcast.errors import RecipeError
 
 if TYPE_CHECKING:
     import torch
 
+    from narrowcast import config
+    from narrowcast.runs.records import Record
+    from narrowcast.runs.report_section import ReportSection
     from narrowcast.training.task import Task
 
-WORKLOADS: Mapping[str, str] = {
-    "lm": "narrowcast.workloads.lm",
+BUILT_IN: Mapping[str, str] = {
+    "lm": "narrowcast.workloads.lm:WORKLOAD",
+    "tutorial": "narrowcast.workloads.tutorial:WORKLOAD",
 }
-"""Each workload by the name recipes use, with the package it lives in."""
+"""Each workload by the name recipes use, and where its value is."""
+
+REGISTRY = Registry(BUILT_IN)
 
 
 def sections_of(workload: str) -> config.Sections:
     """Return the recipe sections of `workload`, without importing torch."""
-    module = importlib.import_module(f"{_package(workload)}.settings")
-    return cast(config.Sections, module.SECTIONS)
+    return cast("config.Sections", REGISTRY.workload(workload).load("sections"))
+
+
+def recipe_files() -> dict[str, Path]:
+    """Return the file of every recipe that can be named, those without a folder first."""
+    return REGISTRY.recipe_files()
+
+
+def shipped_recipes() -> list[tuple[str, str]]:
+    """Return the name and the one-line description of each of them."""
+    from narrowcast.config.shipped import description_of
+
+    return [(name, description_of(path)) for name, path in recipe_files().items()]
 
 
 def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> config.LoadedRecipe:
     """Load a shipped recipe or a YAML file, with `key=value` words that win over it."""
-    return config.load_recipe(source, overrides, sections=sections_of)
+    from narrowcast import config
+
+    return config.load_recipe(source, overrides, sections=sections_of, shipped=recipe_files())
 
 
 def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
-    """Build what `recipe` trains and trains on, on `device`; on the meta device only shapes."""
-    module = importlib.import_module(f"{_package(recipe.workload)}.task")
-    return cast("Task", module.build_task(recipe, device=device))
+    """Build what `recipe` trains and trains on, on `device`; on the meta device only shapes.
+
+    Parameters that its groups call frozen are, from here on.
+    """
+    from narrowcast.training.parameter_groups import groups_of
+    from narrowcast.training.task import Task
+
+    task = REGISTRY.workload(recipe.workload).load("task")(recipe, device=device)
+    if not isinstance(task, Task):
+        raise RecipeError(
+            f"workload {recipe.workload} returns a {type(task).__name__} for its task; it must be "
+            "a narrowcast.Task"
+        )
+    groups_of(task)
+    return task
 
 
-def _package(workload: str) -> str:
-    try:
-        return WORKLOADS[workload]
-    except KeyError:
-        close = difflib.get_close_matches(workload, WORKLOADS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(WORKLOADS)}"
-        raise RecipeError(f"no such workload as {workload!r}; {hint}") from None
+def report_sections(
+    resolved: Mapping[str, Any], folder: Path, records: Sequence[Record]
+) -> Sequence[ReportSection]:
+    """Return what the workload of a run adds to its report; nothing where it is not here.
+
+    `resolved` is what `resolved.json` of that run holds.
+    """
+    entry = resolved.get("workload")
+    name = entry.get("value") if isinstance(entry, Mapping) else None
+    known = {workload.name: workload for workload in REGISTRY.workloads()}
+    if name not in known or not known[name].report:
+        return ()
+    return cast("Sequence[ReportSection]", known[name].load("report")(folder, records))

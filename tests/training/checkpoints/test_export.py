@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from narrowcast.errors import CheckpointError
-from narrowcast.training.checkpoints.export import export_weights
+from narrowcast.training.checkpoints.export import PENDING, export_weights
 from narrowcast.training.trainer import train
 
 
@@ -49,3 +49,27 @@ def test_a_file_that_was_there_is_replaced_whole(ready, tmp_path):
 def test_a_folder_that_is_not_there_is_said(ready, tmp_path):
     with pytest.raises(CheckpointError, match="the last checkpoint holds the same weights"):
         export_weights(ready().prepared, tmp_path / "missing" / "model.safetensors")
+
+
+def test_a_task_writes_its_own_files_after_the_weights(ready, tmp_path):
+    def write(folder, prepared):
+        assert (folder / "model.safetensors").exists()
+        (folder / "own.txt").write_text("mine")
+
+    made = ready(steps=2).but(write_results=write)
+    list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+    assert (tmp_path / "own.txt").read_text() == "mine"
+    assert not (tmp_path / PENDING).exists()
+
+
+def test_a_task_that_fails_at_its_files_keeps_the_weights_and_is_named(ready, tmp_path):
+    def fail(folder, prepared):
+        raise ZeroDivisionError
+
+    made = ready(steps=2).but(write_results=fail)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+    assert load_file(tmp_path / "model.safetensors")
+    (note,) = caught.value.__notes__
+    assert note.startswith("This was write_results of the task; the weights are safe in")
+    assert (tmp_path / PENDING).exists()  # so that a resumed run does it again

@@ -7,11 +7,11 @@ import torch
 from narrowcast.config.sections import CheckpointSection
 from narrowcast.errors import CheckpointError
 from narrowcast.hardware import probe
+from narrowcast.hardware.randomness import capture_randomness
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord, same_trajectory
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
 from narrowcast.training.checkpoints.identity import first_difference
-from narrowcast.training.checkpoints.randomness import capture_randomness
 from narrowcast.training.checkpoints.resume import (
     latest_state,
     require_same_model,
@@ -106,7 +106,7 @@ def language_model(policy="bf16", *, device="cpu", **settings):
     task = build_task(recipe, device=torch.device(device))
     planned = make_plan(task.model, policy, hardware=probe(device))
     return SimpleNamespace(
-        task=task, recipe=recipe, prepared=prepare_recipe(recipe, task.model, plan=planned)
+        task=task, recipe=recipe, prepared=prepare_recipe(recipe, task, plan=planned)
     )
 
 

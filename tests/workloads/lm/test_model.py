@@ -9,7 +9,8 @@ from hypothesis.strategies import integers, sampled_from
 from torch import nn
 
 from narrowcast.errors import RecipeError
-from narrowcast.workloads.lm.model import GPT, build_gpt, evaluating
+from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.workloads.lm.model import GPT, build_gpt
 from narrowcast.workloads.lm.settings import LmModel
 
 CPU = torch.device("cpu")
@@ -187,14 +188,14 @@ def test_a_text_longer_than_the_positions_is_refused():
         model(tokens(1, LENGTH + 1))
 
 
-def test_evaluating_gives_every_module_its_own_mode_back():
+def test_eval_mode_gives_every_module_its_own_mode_back():
     model = gpt()
     model.blocks[0].eval()
     before = [module.training for module in model.modules()]
-    with evaluating(model):
+    with in_eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == before
-    with contextlib.suppress(ZeroDivisionError), evaluating(model):
+    with contextlib.suppress(ZeroDivisionError), in_eval_mode(model):
         _ = 1 / 0
     assert [module.training for module in model.modules()] == before
 

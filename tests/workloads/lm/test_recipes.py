@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from narrowcast.config import shipped_recipes
-from narrowcast.workloads import build_task, load_recipe
+from narrowcast.workloads import build_task, load_recipe, shipped_recipes
 
 # Measured by others with these models (the 124M is GPT-2 small's own name).
 PARAMETERS = {

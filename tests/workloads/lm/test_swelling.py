@@ -22,7 +22,7 @@ def run(*words):
     task = build_task(recipe, device=torch.device("cpu"))
     hardware = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
     planned = plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)[0]
-    return list(train(prepare_recipe(recipe, task.model, plan=planned), task, recipe))
+    return list(train(prepare_recipe(recipe, task, plan=planned), task, recipe))
 
 
 def of(kind, records):
@@ -31,14 +31,14 @@ def of(kind, records):
 
 def test_in_fp32_the_losses_are_those_of_the_plain_model():
     plain, swelling = (
-        [r.loss for r in of(StepRecord, run(f"model.swell={every}", "precision.policy=fp32"))]
+        [r.loss for r in of(StepRecord, run(f"rehearse.swell={every}", "precision.policy=fp32"))]
         for every in (0, 1)
     )
     assert plain == swelling
 
 
 def test_in_fp16_the_layer_is_named_and_widened_and_the_run_goes_on():
-    records = run("model.swell=1")
+    records = run("rehearse.swell=1")
     (change,) = of(PrecisionRecord, records)
     assert (change.module, change.before, change.after) == ("blocks.1.mlp.down", "fp16", "bf16")
     named = {f.module for f in of(FindingRecord, records) if "overflow" in f.what}
@@ -50,17 +50,18 @@ def test_in_fp16_the_layer_is_named_and_widened_and_the_run_goes_on():
 
 def test_a_layer_does_not_fall_back_into_a_format_that_it_has_outgrown():
     words = ["precision.adapt.calm=5", "precision.adapt.cooldown=2"]
-    records = run("model.swell=1", *words)
+    records = run("rehearse.swell=1", *words)
     changes = [(r.module, r.after) for r in of(PrecisionRecord, records)]
     assert changes == [("blocks.1.mlp.down", "bf16")]
     assert of(PrecisionRecord, records)[0].step < 20  # of 30, so there was time
 
 
 def test_a_swelling_layer_stalls_the_run_without_adaptive_precision():
-    steps = of(StepRecord, run("model.swell=1", "precision.adapt.enabled=false"))
+    steps = of(StepRecord, run("rehearse.swell=1", "precision.adapt.enabled=false"))
     assert not any(step.applied for step in steps[-10:])
 
 
 def test_a_bias_would_not_be_doubled_with_the_rest_so_it_is_refused():
-    with pytest.raises(RecipeError, match="bias=false"):
-        load_recipe("health/saturating", ["model.bias=true"])
+    recipe = load_recipe("health/saturating", ["model.bias=true"]).recipe
+    with pytest.raises(RecipeError, match=r"rehearse\.swell=10: .*model\.bias=false"):
+        build_task(recipe, device=torch.device("meta"))

@@ -7,21 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from narrowcast.errors import RecipeError
-from narrowcast.training.task import Task
 from narrowcast.workloads import build_task, load_recipe
-from narrowcast.workloads.lm.task import LmTask
+from narrowcast.workloads.lm.task import LanguageModel, build_language_model
 
 CPU = torch.device("cpu")
 SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "data.length=16", "batch_size=3"]
 
 
-def task_of(*words: str, device: torch.device = CPU) -> LmTask:
-    task = build_task(load_recipe("quickstart", [*SMALL, *words]).recipe, device=device)
-    assert isinstance(task, LmTask)
-    return task
+def task_of(*words: str, device: torch.device = CPU) -> LanguageModel:
+    return build_language_model(load_recipe("quickstart", [*SMALL, *words]).recipe, device=device)
 
 
-def summed_nats(task: LmTask, windows: list[int]) -> tuple[float, np.ndarray]:
+def summed_nats(task: LanguageModel, windows: list[int]) -> tuple[float, np.ndarray]:
     """Compute the loss in float64, one window at a time, from the definition."""
     model, nats, seen = task.model.double(), 0.0, []
     for window in windows:
@@ -36,7 +33,7 @@ def summed_nats(task: LmTask, windows: list[int]) -> tuple[float, np.ndarray]:
 
 
 def test_a_language_model_is_a_task_of_the_engine():
-    task: Task = task_of()
+    task = build_task(load_recipe("quickstart", SMALL).recipe, device=CPU)
     batch = task.train_data.__getitems__([0, 5, 7])
     assert task.loss(task.model, batch).shape == ()
     assert task.items(batch) == 3 * 16

@@ -9,8 +9,9 @@ from hypothesis.strategies import text
 from tokenizers import pre_tokenizers
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.lm.bpe import BpeTokenizer, read_vocabulary
 from narrowcast.workloads.lm.text import read_text
-from narrowcast.workloads.lm.tokenizer import BpeTokenizer, ByteTokenizer, read_vocabulary
+from narrowcast.workloads.lm.tokenizer import ByteTokenizer
 
 DATA = Path(__file__).parents[3] / "../shared/data"
 GPT2 = DATA / "tok_gpt2"

@@ -17,7 +17,7 @@ def build(bench: Workbench, *, policy: str) -> Trial:
     recipe = in_policy(bench.recipe, policy)
     hardware = probe(str(bench.device))
     (plan,) = plan_phases(recipe, bench.model, hardware=hardware, gemm_rows=bench.task.gemm_rows)
-    prepared = prepare_recipe(recipe, bench.model, plan=plan)
+    prepared = prepare_recipe(recipe, bench.task, plan=plan)
     stepper = Stepper(prepared, bench.task, recipe)
     batches, latest = bench.stream(), list[Tensor]()
 

@@ -49,8 +49,10 @@ class Investigator:
         *,
         verdicts: bool,
         faults: Faults | None = None,
+        backward: Callable[[Tensor, int], None] | None = None,
     ) -> None:
-        self._prepared, self._loss_of = prepared, loss_of
+        """Look into steps whose loss `loss_of` a batch is, and `backward` as `replay` takes it."""
+        self._prepared, self._loss_of, self._backward = prepared, loss_of, backward
         self._verdicts, self._faults = verdicts, faults
         self._replays = self._row = 0
         self._named = ""
@@ -153,7 +155,13 @@ class Investigator:
         self._replays += 1
         try:
             around = None if injected is None else injected.during
-            verdict = replay(self._prepared, replay_inputs, self._loss_of, around=around)
+            verdict = replay(
+                self._prepared,
+                replay_inputs,
+                self._loss_of,
+                around=around,
+                backward=self._backward,
+            )
         except torch.OutOfMemoryError:
             # Eager passes hold more than those of a compiled, or captured, step.
             torch.cuda.empty_cache()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast.hardware.randomness import RandomState, drawing_from
 from narrowcast.health.diagnose.places import Formats, Place
-from narrowcast.health.diagnose.randomness import RandomState, drawing_from
 from narrowcast.health.diagnose.recording import Recorder, Seen
 from narrowcast.health.diagnose.verdict import Verdict, written
 from narrowcast.health.statistics.watched import probes_off
@@ -48,11 +48,14 @@ def replay(
     loss_of: Callable[[Any], Tensor],
     *,
     around: Around | None = None,
+    backward: Callable[[Tensor, int], None] | None = None,
 ) -> Verdict | None:
     """Take a step again without its update, and say where it went wrong; None where it does not.
 
-    Waits for the device after each micro-batch, and ends with the first that went wrong.
+    `backward` is given each loss and the number of micro-batches; left out, the loss is of one
+    piece. Waits for the device after each micro-batch, and ends with the first that went wrong.
     """
+    backward = backward or (lambda loss, count: prepared.backward(loss / count))
     recorder = Recorder(prepared.model, Formats(prepared.plan))
     count = len(replay_inputs.batches)
     aside = prepared.engine.isolated(replay_inputs.scales)
@@ -65,7 +68,7 @@ def replay(
                 with prepared.compute(), recorder.forward():
                     loss = loss_of(batch)
                 recorder.see_loss(loss)
-                prepared.backward(loss / count)
+                backward(loss, count)
             seen = recorder.read()
             first = next((i for i, each in enumerate(seen) if each.is_bad), None)
             if first is not None:

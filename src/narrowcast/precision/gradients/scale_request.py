@@ -38,7 +38,7 @@ class ScaleRequest:
         return _lossless(self._begun(self._settings), policy)
 
     def next(
-        self, policy: Policy, *, before: Policy, scales: Scales, settings: LossScale | None
+        self, policy: Policy, *, before: Policy, scales: Scales, settings: Settings | None
     ) -> Scales:
         """Return the scales after a change of policy: those in force where they can go on.
 

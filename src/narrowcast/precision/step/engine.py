@@ -16,7 +16,6 @@ from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.first_scales import FirstScales
 from narrowcast.precision.fp8.state import Fp8Model
 from narrowcast.precision.gradients.check import Checked, check_gradients, clip_factor
-from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
@@ -82,7 +81,7 @@ class Engine:
         self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
         self.begin_first_scales(step=0, applied_before=0)
 
-    def change(self, plan: Plan, *, loss_scale: LossScale | None) -> None:
+    def change(self, plan: Plan, *, loss_scale: Settings | None) -> None:
         """Put another plan in the place of the one in force. Waits for the device.
 
         What cannot be is refused before anything is changed. A loss scale that both policies need
@@ -230,7 +229,7 @@ class Engine:
         """Forget the delayed scales that skipped steps alone have decided."""
         self.first_scales.take_back(step=self.steps_begun)
 
-    def _terms_of(self, plan: Plan, *, loss_scale: LossScale | None) -> tuple[bool, str, Scales]:
+    def _terms_of(self, plan: Plan, *, loss_scale: Settings | None) -> tuple[bool, str, Scales]:
         """Return whether the update would be fused, and why, and the loss scales; or refuse."""
         refuse_foreign_plan(self.model, plan, mine=self.plan)
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)

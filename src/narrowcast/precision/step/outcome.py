@@ -62,6 +62,7 @@ class Outcome:
         """The learning rate is that of the first parameter group in this step."""
         self.sync = sync
         """Makes the host catch up with the device, this step included."""
+        self._packed = packed
         self._copy: AsyncCopy | None = AsyncCopy(packed)
         self._names, self._metered = names, metered
         self._arrived: _Numbers | None = None
@@ -69,6 +70,11 @@ class Outcome:
 
     def __repr__(self) -> str:
         return f"Outcome(step={self.step})"
+
+    @property
+    def applied_on_device(self) -> Tensor:
+        """Whether the weights moved, as a tensor; waits for nothing. Ask before the next step."""
+        return self._packed[0] != 0
 
     @property
     def applied(self) -> bool:

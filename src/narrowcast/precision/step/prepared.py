@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.gradients.loss_scale import LossScale
+from narrowcast.precision.gradients.scale_request import Settings
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.checks import refuse_unscaled_gradients
@@ -53,7 +54,7 @@ class Prepared:
         """The settings of the loss scale in force; None without one. Of several, the first."""
         return self.engine.scales.settings
 
-    def change(self, plan: Plan, *, loss_scale: LossScale | None = None) -> list[PrecisionChange]:
+    def change(self, plan: Plan, *, loss_scale: Settings | None = None) -> list[PrecisionChange]:
         """Carry out another plan from the next step on; return the modules it changes.
 
         Between two steps only. The optimizer, its learning rates and schedule, all counts, the

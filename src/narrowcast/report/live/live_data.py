@@ -10,7 +10,7 @@ from narrowcast.report.live.curve import Curve
 from narrowcast.report.live.events import Changes, Events, Skips, shortened
 from narrowcast.report.live.status import Course
 from narrowcast.report.phrases import count, measured
-from narrowcast.report.run_data import UNSAID, headline_of
+from narrowcast.report.run_data import headline_of
 from narrowcast.runs.records import (
     CheckpointRecord,
     EvalRecord,
@@ -20,7 +20,7 @@ from narrowcast.runs.records import (
     StepRecord,
 )
 from narrowcast.runs.tally import Tally
-from narrowcast.runs.task_info import Metric, TaskInfo
+from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
 
 MOST_BUCKETS = {"loss": 1000, "scale": 600}
 SMALL_BUCKETS = 300
@@ -58,7 +58,7 @@ class Growing(Protocol):
 class LiveData:
     """The records of one file from its beginning, summed up as they come."""
 
-    def __init__(self, task: TaskInfo = UNSAID) -> None:
+    def __init__(self, task: TaskInfo = BEFORE_TASK_JSON) -> None:
         """Begin before the first record of a run of `task`."""
         self.task = task
         self.tally = Tally(steps=0)

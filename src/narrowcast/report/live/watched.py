@@ -18,13 +18,12 @@ from narrowcast.report.charts.run_charts import frame_top
 from narrowcast.report.live.head import head, setting, whole
 from narrowcast.report.live.live_data import Growing, LiveData
 from narrowcast.report.live.status import status
-from narrowcast.report.run_data import TASK, UNSAID
 from narrowcast.report.summary import Ending
-from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED
+from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED, TASK
 from narrowcast.runs.follow import Follower, News
 from narrowcast.runs.lock import LOCK, is_held
 from narrowcast.runs.peek import peek_json
-from narrowcast.runs.task_info import TaskInfo
+from narrowcast.runs.task_info import BEFORE_TASK_JSON, TaskInfo
 
 LOOK_SECONDS = 0.25
 """Between two looks, however many pages ask."""
@@ -61,7 +60,7 @@ class Watched:
         self._news = News()
         self._damaged = 0
         self._settings: Mapping[str, Any] = {}
-        self._task = UNSAID
+        self._task = BEFORE_TASK_JSON
         self._sessions: tuple[Mapping[str, Any], ...] = ()
         self._looked = self._read_settings = -1e9
         self._head: dict[str, Any] = {}
@@ -100,7 +99,7 @@ class Watched:
         # A damaged file is the report's to complain of; the page goes on with what it knows.
         with contextlib.suppress(CheckpointError):
             said = peek_json(self.folder / TASK, most_bytes=MOST_BYTES)
-            self._task = UNSAID if said is None else TaskInfo.from_json(said)
+            self._task = BEFORE_TASK_JSON if said is None else TaskInfo.from_json(said)
         self._data.task = self._task
         match peek_json(self.folder / ENVIRONMENT, most_bytes=MOST_BYTES):
             case {"sessions": [*sessions]}:

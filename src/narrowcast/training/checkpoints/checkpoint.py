@@ -24,7 +24,8 @@ from torch import Tensor
 
 from narrowcast.errors import CheckpointError
 from narrowcast.runs.records import CheckpointRecord
-from narrowcast.training.checkpoints.files import remove, write_tensors, write_text, written_beside
+from narrowcast.runs.writing import remove, write_text, written_beside
+from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten, unflatten
 
 FORMAT = 1

@@ -1,10 +1,37 @@
-"""The trained weights in one safetensors file that any PyTorch program can load."""
+"""What a finished run leaves: its weights in one safetensors file, and the files of its task."""
 
 from pathlib import Path
 
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.training.checkpoints.files import write_tensors, written_beside
+from narrowcast.runs.writing import written_beside
+from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten
+from narrowcast.training.task import Task
+
+WEIGHTS = "model.safetensors"
+PENDING = "results.pending"
+"""There while a task writes its own files; where it is left, they are not whole."""
+
+
+def write_results(prepared: Prepared, task: Task, folder: Path) -> None:
+    """Write the weights to `folder`, and then whatever else the task has to leave.
+
+    Where the task fails at that, the weights are there, and `narrowcast resume` tries it again.
+    """
+    if task.write_results is not None:
+        (folder / PENDING).touch()
+    export_weights(prepared, folder / WEIGHTS)
+    if task.write_results is None:
+        return
+    try:
+        task.write_results(folder, prepared)
+    except Exception as error:
+        error.add_note(
+            f"This was write_results of the task; the weights are safe in {folder / WEIGHTS}. "
+            f"Once it is repaired, `narrowcast resume {folder}` writes the rest."
+        )
+        raise
+    (folder / PENDING).unlink()
 
 
 def export_weights(prepared: Prepared, path: Path) -> None:

@@ -7,8 +7,6 @@ Policies match module names: `embed`, `blocks.N.{attn_norm,mlp_norm}`, `blocks.N
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 import torch
@@ -36,10 +34,6 @@ class GPT(nn.Module):
         self.head_width = settings.width // settings.heads
         self.embed = nn.Embedding(vocab, settings.width)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
-        if settings.swell:
-            middle = self.blocks[settings.layers // 2]
-            assert isinstance(middle, Block)
-            middle.mlp = SwellingMLP(settings)
         self.norm = _norm(settings)
         self.head = nn.Linear(settings.width, vocab, bias=False)
         self.tied = settings.tied
@@ -105,9 +99,6 @@ class GPT(nn.Module):
     def fill_buffers(self) -> None:
         """Set what is neither a weight nor saved, after memory was only taken."""
         self.rotary.copy_(rotary_table(self.length, self.head_width, base=self.rope_base))
-        for module in self.modules():
-            if isinstance(module, SwellingMLP):
-                module.passes.zero_()
 
 
 class Block(nn.Module):
@@ -186,29 +177,6 @@ class MLP(nn.Module):
         return out
 
 
-class SwellingMLP(MLP):
-    """An mlp whose inner values outgrow narrow formats, to rehearse what a run does about it.
-
-    What goes into the last layer is doubled every so many training passes, and what comes out
-    halved as often: powers of two, so that only the range of a format can tell.
-    """
-
-    def __init__(self, settings: LmModel) -> None:
-        super().__init__(settings)
-        self.every = settings.swell
-        self.register_buffer("passes", torch.zeros(()))
-        self.passes: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform each position by itself: (batch, length, width)."""
-        if self.training and torch.is_grad_enabled():
-            self.passes += 1
-        factor = torch.exp2(torch.floor(self.passes / self.every))
-        # In fp32, so that what overflows is the format of the layer, and another one helps.
-        out: Tensor = self.down(F.gelu(self.up(x)).float() * factor) / factor
-        return out
-
-
 class SwiGLU(nn.Module):
     """Widen twice, let one side gate the other, narrow (Shazeer 2020)."""
 
@@ -241,18 +209,6 @@ def build_gpt(
     model.tie()
     model.initialise(torch.Generator().manual_seed(seed))
     return model
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and each back into its own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _norm(settings: LmModel) -> nn.Module:

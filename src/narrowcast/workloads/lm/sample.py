@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import DivergedError, RecipeError
-from narrowcast.workloads.lm.model import evaluating
+from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.lm.tokenizer import Tokenizer
 
 
@@ -38,7 +38,7 @@ def sample(
     device = next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(count):
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), in_eval_mode(model):
             logits = model(torch.tensor([tokens[-context:]], device=device))[0, -1, :vocab]
         tokens.append(_draw(logits.float().cpu(), temperature, top_k=top_k, generator=generator))
         yield tokens[-1]

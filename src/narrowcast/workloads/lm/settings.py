@@ -1,4 +1,4 @@
-"""The `data` and `model` sections of a language-model recipe."""
+"""The sections of a language-model recipe."""
 
 import math
 from typing import Literal, Self
@@ -85,12 +85,6 @@ class LmModel(Section):
         description="tokens the model knows; none: the tokenizer's (bytes 256, bpe 4096)",
     )
     rope_base: float = Field(default=10_000.0, gt=1, description="base of the rotary positions")
-    swell: int = Field(
-        default=0,
-        ge=0,
-        description="to rehearse: double what passes through the middle block's mlp.down every so "
-        "many steps, and halve it after; 0: not",
-    )
 
     @property
     def hidden_width(self) -> int:
@@ -113,9 +107,6 @@ class LmModel(Section):
                 f"write width={2 * self.width}"
             )
             refuse_conflicts([(("heads", "width"), text)])
-        if self.swell and (self.bias or self.mlp != "gelu"):
-            text = "what swells must pass a layer without a bias; write bias=false, mlp=gelu"
-            refuse_conflicts([(("swell",), text)])
         if self.kv_heads is not None and self.heads % self.kv_heads:
             nearest = max(n for n in range(1, self.kv_heads) if self.heads % n == 0)
             text = f"{self.kv_heads} do not divide {self.heads} heads; write kv_heads={nearest}"
@@ -123,4 +114,15 @@ class LmModel(Section):
         return self
 
 
-SECTIONS = Sections(data=LmData, model=LmModel)
+class LmRehearsal(Section):
+    """To rehearse what a run does about trouble; not for a run that counts."""
+
+    swell: int = Field(
+        default=0,
+        ge=0,
+        description="double what passes through the middle block's mlp.down every so many steps, "
+        "and halve it after; 0: not",
+    )
+
+
+SECTIONS = Sections(data=LmData, model=LmModel, rehearse=LmRehearsal)

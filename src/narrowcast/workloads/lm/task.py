@@ -4,32 +4,38 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
+from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError
-from narrowcast.training.task import Batch, MapDataset
-from narrowcast.workloads.lm.model import GPT, build_gpt, evaluating
-from narrowcast.workloads.lm.settings import LmData, LmModel
+from narrowcast.runs import Metric, TaskInfo
+from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.training.task import MapDataset, Task
+from narrowcast.workloads.lm import WORKLOAD
+from narrowcast.workloads.lm.model import GPT, build_gpt
+from narrowcast.workloads.lm.settings import LmData, LmModel, LmRehearsal
+from narrowcast.workloads.lm.swelling import let_swell
 from narrowcast.workloads.lm.text import read_text, split_text
-from narrowcast.workloads.lm.tokenizer import (
-    BpeTokenizer,
-    ByteTokenizer,
-    Tokenizer,
-    Tokens,
-    read_vocabulary,
-)
+from narrowcast.workloads.lm.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from narrowcast.workloads.lm.windows import Windows, synthetic_tokens
 
 BPE_TOKENS = 4096
 """What `tokenizer=bpe` learns where `model.vocab` does not say."""
 
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""Tokens, and those that come after each of them."""
+
+LOSS, PERPLEXITY = Metric(name="loss"), Metric(name="perplexity")
+BITS_PER_BYTE = Metric(name="bits_per_byte")
+
 
 @dataclass(frozen=True, kw_only=True)
-class LmTask:
+class LanguageModel:
     """A GPT and the text it is trained and judged on."""
 
     model: GPT
@@ -41,17 +47,25 @@ class LmTask:
     batch_size: int
     device: torch.device
 
-    @property
-    def gemm_rows(self) -> int:
-        """Tokens per micro-batch."""
-        return self.batch_size * self.model.length
+    def task(self) -> Task:
+        """Return what the engine trains."""
+        text = () if self.tokenizer is None else (BITS_PER_BYTE,)
+        return Task(
+            model=self.model,
+            train_data=self.train_data,
+            loss=self.loss,
+            evaluate=self.evaluate,
+            items=self.items,
+            info=TaskInfo(unit="token", metrics=(LOSS, PERPLEXITY, *text)),
+            gemm_rows=self.batch_size * self.model.length,
+        )
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Pair) -> Tensor:
         """Return the mean cross-entropy of the next tokens in nats, taken in fp32."""
         loss: Tensor = model(*batch)
         return loss
 
-    def items(self, batch: Batch) -> int:
+    def items(self, batch: Pair) -> int:
         """Count the tokens `batch` asks to predict."""
         return batch[1].numel()
 
@@ -63,7 +77,7 @@ class LmTask:
         """
         nats, tokens, text_bytes = 0.0, 0, 0
         lengths = None if self.tokenizer is None else self.tokenizer.byte_lengths()
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), in_eval_mode(model):
             for batch in self._validation_batches():
                 on_device = tuple(tensor.to(self.device) for tensor in batch)
                 losses = model(*on_device, reduction="none")
@@ -78,7 +92,7 @@ class LmTask:
             metrics["bits_per_byte"] = nats / text_bytes / math.log(2)
         return metrics
 
-    def _validation_batches(self) -> Iterator[Batch]:
+    def _validation_batches(self) -> Iterator[Pair]:
         available = len(self.validation_data)
         count = min(self.eval_windows, available)
         chosen = [number * available // count for number in range(count)]
@@ -86,11 +100,14 @@ class LmTask:
             yield self.validation_data.__getitems__(chosen[first : first + self.batch_size])
 
 
-def build_task(recipe: Recipe, *, device: torch.device) -> LmTask:
+def build_task(recipe: Recipe, *, device: torch.device) -> Task:
+    """Return the task of predicting the next token."""
+    return build_language_model(recipe, device=device).task()
+
+
+def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageModel:
     """Read and cut the text, and build the model on `device`; on the meta device read no text."""
-    data, settings = recipe.data, recipe.model
-    assert isinstance(data, LmData)
-    assert isinstance(settings, LmModel)
+    data, settings = recipe.section(LmData), recipe.section(LmModel)
     vocab = _vocab(data, settings)
     if device.type == "meta":
         nothing: Tokens = np.empty(0, dtype=np.uint16)
@@ -103,8 +120,16 @@ def build_task(recipe: Recipe, *, device: torch.device) -> LmTask:
         train, validation, tokenizer = _tokenised(data, vocab=vocab)
     if device.type != "meta":
         _require_windows(len(train), len(validation), length=data.length)
-    return LmTask(
-        model=build_gpt(settings, vocab=vocab, length=data.length, seed=recipe.seed, device=device),
+    model = build_gpt(settings, vocab=vocab, length=data.length, seed=recipe.seed, device=device)
+    if every := recipe.section(LmRehearsal).swell:
+        if settings.bias or settings.mlp != "gelu":
+            raise RecipeError(
+                f"rehearse.swell={every}: what swells must pass a layer without a bias; write "
+                "model.bias=false, model.mlp=gelu"
+            )
+        let_swell(model, every=every)
+    return LanguageModel(
+        model=model,
         train_data=Windows(train, data.length),
         validation_data=Windows(validation, data.length),
         tokenizer=tokenizer,
@@ -118,8 +143,12 @@ def _vocab(data: LmData, settings: LmModel) -> int:
     """Return how many tokens the model knows, and refuse fewer than its tokenizer has."""
     if data.synthetic:
         return settings.vocab or ByteTokenizer.size
-    known = data.tokenizer in ("bytes", "bpe")
-    fewest = ByteTokenizer.size if known else len(read_vocabulary(Path(data.tokenizer)))
+    fewest = ByteTokenizer.size
+    if data.tokenizer not in ("bytes", "bpe"):
+        _require_bpe(data)
+        from narrowcast.workloads.lm.bpe import read_vocabulary
+
+        fewest = len(read_vocabulary(Path(data.tokenizer)))
     if settings.vocab is None:
         return BPE_TOKENS if data.tokenizer == "bpe" else fewest
     if settings.vocab < fewest:
@@ -133,16 +162,22 @@ def _vocab(data: LmData, settings: LmModel) -> int:
 def _tokenised(data: LmData, *, vocab: int) -> tuple[Tokens, Tokens, Tokenizer]:
     """Return the tokens to train on, those to validate on, and what made them."""
     text = split_text(read_text(data.sources), validation_share=data.validation_share)
-    tokenizer: Tokenizer
-    match data.tokenizer:
-        case "bytes":
-            tokenizer = ByteTokenizer()
-        case "bpe":
-            # From the training text alone: merges learnt on the rest would tell about it.
-            tokenizer = BpeTokenizer.trained(text.train, size=vocab)
-        case folder:
-            tokenizer = BpeTokenizer.loaded(Path(folder))
+    tokenizer: Tokenizer = ByteTokenizer()
+    if data.tokenizer != "bytes":
+        _require_bpe(data)
+        from narrowcast.workloads.lm.bpe import BpeTokenizer
+
+        # From the training text alone: merges learnt on the rest would tell about it.
+        tokenizer = (
+            BpeTokenizer.trained(text.train, size=vocab)
+            if data.tokenizer == "bpe"
+            else BpeTokenizer.loaded(Path(data.tokenizer))
+        )
     return tokenizer.encode(text.train), tokenizer.encode(text.validation), tokenizer
+
+
+def _require_bpe(data: LmData) -> None:
+    require_modules(["tokenizers"], of=f"data.tokenizer={data.tokenizer}", install=WORKLOAD.install)
 
 
 def _require_windows(train: int, validation: int, *, length: int) -> None:

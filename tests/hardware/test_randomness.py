@@ -6,8 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from narrowcast.training.checkpoints.randomness import (
+from narrowcast.hardware.randomness import (
+    RandomState,
     capture_randomness,
+    drawing_from,
     randomness_kept,
     restore_randomness,
     seed_everything,
@@ -83,3 +85,32 @@ def test_a_restored_state_gives_the_same_draws_on_the_gpu():
     torch.rand(3, device=device)
     assert restore_randomness(state, device)
     assert torch.equal(torch.rand(5, device=device), expected)
+
+
+def test_a_block_draws_what_was_drawn_from_that_state():
+    states, drawn = [], []
+    for _ in range(2):
+        states.append(RandomState.now(CPU))
+        drawn.append(torch.rand(()).item())
+    for state, number in zip(states, drawn, strict=True):
+        with drawing_from(state):
+            assert torch.rand(()).item() == number
+
+
+def test_nobody_knows_afterwards_that_it_has_drawn():
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def seed():
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        return RandomState.now(CPU)
+
+    seed()
+    expected = [draw(), draw()]
+    state = seed()
+    found = [draw()]
+    with drawing_from(state):
+        draw()
+    assert [*found, draw()] == expected

@@ -1,10 +1,9 @@
 import errno
 
 import pytest
-import torch
 
 from narrowcast.errors import CheckpointError
-from narrowcast.training.checkpoints.files import remove, write_tensors, write_text, written_beside
+from narrowcast.runs.writing import remove, write_text, written_beside
 
 
 def names(folder):
@@ -58,12 +57,6 @@ def test_leftovers_of_the_same_file_are_removed_and_no_others(tmp_path):
     with written_beside(tmp_path / "file", hint="") as beside:
         write_text(beside, "")
     assert names(tmp_path) == ["file", "file.txt", "other.tmp-1"]
-
-
-def test_tensors_that_cannot_be_written_are_an_error_of_the_system(tmp_path):
-    with pytest.raises(OSError, match="os error 2") as raised:
-        write_tensors(tmp_path / "missing" / "x", {"x": torch.zeros(1)}, metadata={})
-    assert raised.value.errno == errno.ENOENT
 
 
 def test_removing_takes_files_folders_and_nothing(tmp_path):

@@ -1,0 +1,238 @@
+"""The sections every recipe has, as strict frozen models: name, type, default and one line each."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from narrowcast.config.phases import Schedule
+from narrowcast.config.section import Section, refuse_conflicts
+
+LARGEST_SCALE = 2.0**126
+"""The largest power of two whose inverse fp32 holds too, the format the scale is kept in."""
+SMALLEST_SCALE = 2.0**-24
+"""The smallest positive value of fp16: a scale below it would flush a gradient of 1."""
+
+
+OptimizerName = Literal["adamw", "adam", "sgd", "rmsprop", "adafactor"]
+
+OBEYED_BY: dict[str, frozenset[str]] = {
+    "adamw": frozenset({"betas", "eps", "fused"}),
+    "adam": frozenset({"betas", "eps", "fused"}),
+    "sgd": frozenset({"momentum", "fused"}),
+    "rmsprop": frozenset({"momentum", "eps"}),
+    "adafactor": frozenset(),
+}
+"""Settings beyond `lr` and `weight_decay` that each torch optimizer reads."""
+
+
+def _power_of_two(value: float) -> float:
+    """Refuse a factor that would not scale exactly."""
+    mantissa, exponent = math.frexp(value)
+    if mantissa != 0.5:
+        raise ValueError(f"only powers of two scale exactly; write {math.ldexp(0.5, exponent):g}")
+    return value
+
+
+PowerOfTwo = Annotated[float, AfterValidator(_power_of_two)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSection(Section):
+    """The torch optimizer; the defaults are torch's for AdamW."""
+
+    name: OptimizerName = Field(default="adamw", description="torch optimizer")
+    lr: float = Field(default=1e-3, ge=0, description="learning rate at its highest")
+    weight_decay: float = Field(
+        default=0.01, ge=0, description="weight decay on parameters of two or more dimensions"
+    )
+    betas: tuple[Share, Share] = Field(
+        default=(0.9, 0.999), description="decay of the two moments (adam, adamw)"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="added to the denominator")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum (sgd, rmsprop)")
+    fused: bool | None = Field(
+        default=None, description="one kernel for all parameters; none: where the device has it"
+    )
+
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse a setting the chosen optimizer would ignore."""
+        defaults = type(self).model_fields
+        refuse_conflicts(
+            [
+                ((key, "name"), f"{self.name} has no {key}; leave {key} out, or choose {takers}")
+                for key in ("betas", "eps", "momentum", "fused")
+                if key not in OBEYED_BY[self.name]
+                and getattr(self, key) not in (defaults[key].default, False)
+                and (takers := " or ".join(name for name in OBEYED_BY if key in OBEYED_BY[name]))
+            ]
+        )
+        return self
+
+
+class LrScheduleSection(Section):
+    """How the learning rate moves over the run."""
+
+    name: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="course of the learning rate after the warmup"
+    )
+    warmup: int = Field(default=0, ge=0, description="steps over which lr rises to its highest")
+    final: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of lr left when the run is over (cosine, linear)",
+    )
+
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse an end value for a schedule that does not fall."""
+        if self.name == "constant" and self.final not in (0.0, 1.0):
+            text = "a constant schedule does not fall; leave final out, or choose cosine or linear"
+            refuse_conflicts([(("final", "name"), text)])
+        return self
+
+
+class EmaSection(Section):
+    """The moving average of the weights."""
+
+    decay: float | None = Field(
+        default=None, ge=0, lt=1, description="share of the average kept a step; none: no average"
+    )
+
+
+class LossScaleSection(Section):
+    """The factor on the loss that lifts small gradients into the range of a narrow format."""
+
+    initial: float = Field(default=65536.0, description="scale of the first step")
+    growth: PowerOfTwo = Field(
+        default=2.0, ge=2, description="factor after growth_interval calm steps"
+    )
+    backoff: PowerOfTwo = Field(default=0.5, gt=0, lt=1, description="factor after an overflow")
+    growth_interval: int = Field(default=2000, ge=1, description="calm steps before it grows")
+    min: float = Field(
+        default=1.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the floor, 2**-24 or more"
+    )
+    max: float = Field(
+        default=262144.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the ceiling"
+    )
+    hysteresis: int = Field(default=1, ge=1, description="overflows in a row before it backs off")
+    dynamic: bool = Field(default=True, description="false: the scale stays at initial")
+    patience: int = Field(
+        default=50, ge=1, description="overflows in a row at the floor before giving up"
+    )
+    scale_groups: tuple[str, ...] = Field(
+        default=(), description="globs of modules that get a scale of their own"
+    )
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> Self:
+        """Refuse bounds that exclude each other or the first scale."""
+        if self.min > self.max:
+            text = f"min {self.min:g} is above max {self.max:g}; lower min, or raise max"
+            refuse_conflicts([(("min", "max"), text)])
+        if self.initial > self.max:
+            text = (
+                f"initial {self.initial:g} is above max {self.max:g}; "
+                f"write initial={self.max:g}, or raise max"
+            )
+            refuse_conflicts([(("initial", "max"), text)])
+        if self.initial < self.min:
+            text = (
+                f"initial {self.initial:g} is below min {self.min:g}; "
+                f"write initial={self.min:g}, or lower min"
+            )
+            refuse_conflicts([(("initial", "min"), text)])
+        return self
+
+
+class AdaptSection(Section):
+    """When modules get a wider format than the policy's, and when they return."""
+
+    enabled: bool = Field(
+        default=False, description="widen modules that overflow, saturate or lose their gradients"
+    )
+    most: float = Field(default=0.25, ge=0, le=1, description="share of modules widened at once")
+    cooldown: int = Field(default=100, ge=1, description="steps between two changes of a module")
+    calm: int = Field(default=1000, ge=1, description="steps without trouble before it returns")
+
+
+class PrecisionSection(Section):
+    """Which formats the run computes and keeps its numbers in."""
+
+    policy: str = Field(
+        default="default", min_length=1, description="name of a preset, or the text of a policy"
+    )
+    overrides: dict[str, str] = Field(
+        default_factory=dict, description="module glob: policy for the modules it matches"
+    )
+    emulate: bool | None = Field(
+        default=None,
+        description="none: where the machine lacks the format; true: always; false: refuse instead",
+    )
+    only_faster: bool = Field(
+        default=True,
+        description="keep a layer in bf16 where fp8 gains nothing, as measured on this GPU",
+    )
+    loss_scale: LossScaleSection = Field(
+        default_factory=LossScaleSection, description="the factor on the loss"
+    )
+    adapt: AdaptSection = Field(
+        default_factory=AdaptSection, description="formats that follow what tensors show"
+    )
+    schedule: Schedule = Field(
+        default=(), description="phases of the run, each {policy, overrides, until}; none: one"
+    )
+
+
+class CheckpointSection(Section):
+    """When the state of the run is saved."""
+
+    every: int = Field(default=0, ge=0, description="steps between; 0: at the end and on signals")
+    keep: int = Field(default=2, ge=1, description="checkpoints kept; older ones are deleted")
+
+
+class EvalSection(Section):
+    """When the model is evaluated."""
+
+    every: int = Field(default=0, ge=0, description="steps between; 0: at the end")
+
+
+class HealthSection(Section):
+    """What is looked at beside the training."""
+
+    every: int = Field(
+        default=50,
+        ge=0,
+        description="steps between two readings of what tensors lose to their formats; 0: none",
+    )
+    verdicts: bool = Field(
+        default=True,
+        description="replay a step that is not finite, to name where that came from",
+    )
+
+
+class FaultSection(Section):
+    """A number put in place of another, on purpose, for the passes of one micro-batch."""
+
+    step: int = Field(ge=1, description="the step it is put into", examples=[40])
+    module: str = Field(
+        description="name of a module, or a glob that matches exactly one",
+        examples=["blocks.1.mlp.up"],
+    )
+    role: Literal["input", "weight", "output", "grad_output", "grad_weight"] = Field(
+        description="the tensor it is put into"
+    )
+    value: Literal["inf", "nan", "large", "bit-flip"] = Field(description="what is put there")
+    micro_batch: int = Field(
+        default=1, ge=1, description="the micro-batch of the step", examples=[1]
+    )
+    index: int | None = Field(
+        default=None,
+        ge=0,
+        description="which number of the tensor; none: chosen by the seed",
+        examples=[17],
+    )

@@ -1,0 +1,153 @@
+"""The workloads there are: those that come with the package, and those that pip has added.
+
+A package adds one with an entry point in the group `narrowcast.workloads`, whose name is that of
+the workload and whose value leads to a `Workload`. One that is broken is so for whoever asks for
+it, and for nobody else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, final
+
+from narrowcast.config.shipped import recipes_in
+from narrowcast.config.workload import Workload
+from narrowcast.errors import RecipeError
+
+GROUP = "narrowcast.workloads"
+
+
+class Entry(Protocol):
+    """What is asked of an entry point."""
+
+    @property
+    def name(self) -> str:
+        """What it is registered as."""
+
+    @property
+    def value(self) -> str:
+        """Where it leads."""
+
+    @property
+    def dist(self) -> importlib.metadata.Distribution | None:
+        """The package it comes with."""
+
+
+def installed_entries() -> Iterable[Entry]:
+    """Return the entry points of every installed package."""
+    return importlib.metadata.entry_points(group=GROUP)
+
+
+@final
+class Registry:
+    """Finds workloads by name; each is imported when it is first asked for."""
+
+    def __init__(
+        self,
+        built_in: Mapping[str, str],
+        *,
+        installed: Callable[[], Iterable[Entry]] = installed_entries,
+    ) -> None:
+        self._built_in, self._installed = built_in, installed
+        self._loaded: dict[str, Workload | str] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that a recipe may give, those of the package first."""
+        return [*self._built_in, *(name for name in self._entries if name not in self._built_in)]
+
+    def workload(self, name: str) -> Workload:
+        """Return a workload, or say what is wrong with it or its name."""
+        found = self._loaded.get(name)
+        if found is None:
+            found = self._loaded[name] = self._load(name)
+        if isinstance(found, str):
+            raise RecipeError(found)
+        return found
+
+    def workloads(self) -> list[Workload]:
+        """Return every workload that works."""
+        return [found for name in self.names if isinstance(found := self._tried(name), Workload)]
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the others."""
+        clashes = [
+            f"{_origin(entry)} registers a workload {name!r}, which narrowcast itself has; it is "
+            "left out: its authors must choose another name"
+            for name, entries in self._entries.items()
+            if name in self._built_in
+            for entry in entries
+        ]
+        return clashes + [text for name in self.names if isinstance(text := self._tried(name), str)]
+
+    def recipe_files(self) -> dict[str, Path]:
+        """Return the file of every recipe by name, those without a folder first.
+
+        One of an installed workload is called after that: `NAME`, or `NAME/…`.
+        """
+        files: dict[str, Path] = {}
+        for workload in self.workloads():
+            for name, path in recipes_in(workload.recipes).items():
+                own = workload.name in self._built_in or name.split("/")[0] == workload.name
+                files.setdefault(name if own else f"{workload.name}/{name}", path)
+        return dict(sorted(files.items(), key=lambda item: (item[0].count("/"), item[0])))
+
+    @cached_property
+    def _entries(self) -> dict[str, list[Entry]]:
+        found: dict[str, list[Entry]] = {}
+        for entry in self._installed():
+            found.setdefault(entry.name, []).append(entry)
+        return found
+
+    def _tried(self, name: str) -> Workload | str:
+        try:
+            return self.workload(name)
+        except RecipeError as error:
+            return str(error)
+
+    def _load(self, name: str) -> Workload | str:
+        """Return the workload, or what is wrong with it."""
+        if name in self._built_in:
+            return _imported(self._built_in[name])
+        entries = self._entries.get(name, [])
+        if not entries:
+            return f"no such workload as {name!r}; {self._hint(name)}"
+        if len(entries) > 1:
+            origins = " and ".join(map(_origin, entries))
+            return f"two workloads are called {name!r}, of {origins}; pip uninstall one of them"
+        (entry,) = entries
+        try:
+            found: object = _imported(entry.value)
+        except Exception as error:  # noqa: BLE001  # other people's programs fail in any way
+            return (
+                f"the workload {name!r} of {_origin(entry)} cannot be imported from {entry.value}: "
+                f"{type(error).__name__}: {error}; repair that package, or pip uninstall it"
+            )
+        if not isinstance(found, Workload) or found.name != name:
+            what = f"a workload called {found.name!r}" if isinstance(found, Workload) else "none"
+            return (
+                f"{_origin(entry)} registers {entry.value} as the workload {name!r}, and it is "
+                f"{what}; the name of an entry point is that of its narrowcast.Workload"
+            )
+        return replace(found, distribution=_origin(entry))
+
+    def _hint(self, name: str) -> str:
+        from narrowcast.config.wording import closest
+
+        guess = closest(name, self.names)
+        return f"did you mean {guess}?" if guess else f"there are: {', '.join(self.names)}"
+
+
+def _imported(place: str) -> Workload:
+    module, _, attribute = place.partition(":")
+    found: Workload = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _origin(entry: Entry) -> str:
+    return "an unknown package" if entry.dist is None else entry.dist.name

@@ -1,0 +1,78 @@
+"""A task's loss as the engine takes it: its parts checked, its gradients under their own scales."""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.training.task import Batch, LossParts, Task
+
+CLOSE = 2.0**-6
+"""How far, of itself, a total may be from the sum of its parts: a few roundings of bf16."""
+
+
+@final
+class Losses:
+    """Computes the loss of batches, and backpropagates it."""
+
+    def __init__(self, prepared: Prepared, task: Task) -> None:
+        self._prepared, self._task = prepared, task
+        self._checked = not task.scaled_losses
+
+    def of(self, model: nn.Module, batch: Batch) -> LossParts:
+        """Return the loss of a batch; refuse other parts than the task has declared."""
+        loss = self._task.loss(model, batch)
+        if isinstance(loss, Tensor):
+            loss = LossParts(total=loss)
+        declared = self._task.info.loss_parts
+        if set(loss.parts) != set(declared):
+            raise RecipeError(
+                f"the task's loss has the parts {', '.join(loss.parts) or 'none'}, and "
+                f"info.loss_parts declares {', '.join(declared) or 'none'}; give both the same "
+                "names"
+            )
+        return loss
+
+    def backward(self, loss: LossParts, *, micro_batches: int) -> None:
+        """Add the gradients of one of so many micro-batches to those already there.
+
+        Waits for the device once, where several losses are scaled, in the first step.
+        """
+        named = self._task.scaled_losses
+        if not named:
+            self._prepared.backward(loss.total / micro_batches)
+            return
+        self._check_sum(loss)
+        for name in named:
+            share = loss.parts[name] / micro_batches
+            self._prepared.backward(share, name=name, retain_graph=name != named[-1])
+
+    def mean(self, losses: Sequence[LossParts]) -> Tensor:
+        """Return the means over micro-batches, of the loss and then of each part, on the device."""
+        total = torch.stack([loss.total.detach() for loss in losses]).float().mean().reshape(1)
+        names = self._task.info.loss_parts
+        if not names:
+            return total
+        rows = [
+            torch.stack([loss.parts[n].detach().float().reshape(()) for n in names])
+            for loss in losses
+        ]
+        return torch.cat([total, torch.stack(rows).mean(0)])
+
+    def _check_sum(self, loss: LossParts) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        named = self._task.scaled_losses
+        total = loss.total.detach().float()
+        parts = torch.stack([loss.parts[name].detach().float() for name in named]).sum()
+        # One that is not finite is the guard's to deal with.
+        if bool(((total - parts).abs() > CLOSE * total.abs()) & total.isfinite()):
+            raise RecipeError(
+                f"the parts {', '.join(named)}, which are scaled and trained by themselves, add up "
+                f"to {parts.item():g}, and the total is {total.item():g}; name all parts of the "
+                "total in scaled_losses, each with its weight in it"
+            )

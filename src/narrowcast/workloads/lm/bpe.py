@@ -1,0 +1,123 @@
+"""Byte-level BPE, trained here or read from files; the package `tokenizers` does the work."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.lm.tokenizer import Tokens
+
+PIECE_CHARACTERS = 1_000_000
+"""Handed to the BPE engine at once: it keeps some hundred bytes a token until it is done."""
+
+
+class BpeTokenizer:
+    """Byte-level BPE as in GPT-2: frequent sequences of bytes are tokens, and any byte is one."""
+
+    def __init__(self, model: models.BPE) -> None:
+        self._engine = tokenizers.Tokenizer(model)
+        self._engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._engine.decoder = decoders.ByteLevel()
+
+    @classmethod
+    def trained(cls, text: str, *, size: int) -> "BpeTokenizer":
+        """Learn at most `size` tokens from `text`; the same text gives the same tokens."""
+        tokenizer = cls(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer._engine.train_from_iterator(_pieces(text), trainer)
+        return tokenizer
+
+    @classmethod
+    def loaded(cls, folder: Path) -> "BpeTokenizer":
+        """Read vocab.json and merges.txt, as GPT-2's are published."""
+        vocab = read_vocabulary(folder)
+        path = folder / "merges.txt"
+        lines = [line for line in _read(path).split("\n") if line]
+        merges = [tuple(line.split(" ")) for line in lines if not line.startswith("#version")]
+        for merge in merges:
+            if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
+                raise RecipeError(
+                    f"{path} merges {' '.join(merge)!r}, which {folder / 'vocab.json'} does not "
+                    f"know; put two files of one tokenizer there, or write data.tokenizer=bpe"
+                )
+        return cls(models.BPE(vocab=vocab, merges=[(left, right) for left, right in merges]))
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are, counted from 0."""
+        return self._engine.get_vocab_size()
+
+    def encode(self, text: str) -> Tokens:
+        """Return the tokens of `text`."""
+        dtype = np.uint16 if self.size <= 2**16 else np.int32
+        parts = [np.array(self._engine.encode(piece).ids, dtype=dtype) for piece in _pieces(text)]
+        joined: Tokens = np.concatenate([np.empty(0, dtype=dtype), *parts])
+        return joined
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
+        return self._engine.decode(list(tokens), skip_special_tokens=False)
+
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        """Return how many bytes of UTF-8 each token stands for."""
+        lengths = np.zeros(self.size, dtype=np.int64)
+        for token, index in self._engine.get_vocab().items():
+            # The byte-level alphabet writes every byte as one character.
+            lengths[index] = len(token)
+        return lengths
+
+
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """Read the tokens of `folder`/vocab.json, and refuse a set that cannot spell every byte."""
+    path = folder / "vocab.json"
+    try:
+        vocab: Any = json.loads(_read(path))
+    except ValueError as error:
+        raise RecipeError(
+            f"{path} is not JSON ({error}); put the tokenizer's own vocab.json there, "
+            f"or write data.tokenizer=bpe to train one"
+        ) from error
+    ids = vocab.values() if isinstance(vocab, dict) else []
+    if not ids or not all(type(index) is int for index in ids) or {*ids} != {*range(len(ids))}:
+        raise RecipeError(
+            f"{path} is not a map from each token to its number, counted from 0; "
+            f"put the tokenizer's own vocab.json there, or write data.tokenizer=bpe to train one"
+        )
+    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
+    if missing:
+        raise RecipeError(
+            f"{path} lacks {len(missing)} of the 256 bytes (first: {missing[0]!r}), so text would "
+            f"be dropped; give a byte-level vocabulary such as GPT-2's, or write data.tokenizer=bpe"
+        )
+    return dict(vocab)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"{path} cannot be read ({error}); data.tokenizer is bytes, bpe, "
+            f"or a folder that holds vocab.json and merges.txt"
+        ) from error
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut `text` at line ends between two visible characters, where GPT-2's pattern cuts anyway."""
+    start = 0
+    while start < len(text):
+        cut = re.compile(r"(?<=\S\n)(?=\S)").search(text, start + PIECE_CHARACTERS)
+        end = cut.start() if cut else len(text)
+        yield text[start:end]
+        start = end

@@ -1,0 +1,15 @@
+"""The workload that teaches how to write one: the last digit of Roman numerals."""
+
+from pathlib import Path
+
+from narrowcast.config.workload import Workload
+
+WORKLOAD = Workload(
+    name="tutorial",
+    about="reads Roman numerals; the workload of docs/workloads/your-own.md",
+    sections="narrowcast.workloads.tutorial.settings:SECTIONS",
+    task="narrowcast.workloads.tutorial.task:build_task",
+    recipes=Path(__file__).parent / "recipes",
+    command="narrowcast.workloads.tutorial.command:tutorial",
+    report="narrowcast.workloads.tutorial.report:sections",
+)

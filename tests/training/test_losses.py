@@ -1,0 +1,121 @@
+import math
+
+import pytest
+import torch
+
+from narrowcast.errors import RecipeError
+from narrowcast.runs import Metric, StepRecord, TaskInfo
+from narrowcast.training.checkpoints.identity import first_difference
+from narrowcast.training.task import LossParts
+from narrowcast.training.trainer import train
+
+PARTS = TaskInfo(metrics=(Metric(name="error"),), loss_parts=("near", "far"))
+
+
+def in_parts(model, batch):
+    error = (model(batch[0]) - batch[1]).square().squeeze(1)
+    near = torch.where(batch[0].squeeze(1).abs() < 0.5, error, 0.0).mean()
+    return LossParts(total=error.mean(), parts={"near": near, "far": error.mean() - near})
+
+
+def steps(made):
+    records = train(made.prepared, made.task, made.recipe)
+    return [record for record in records if isinstance(record, StepRecord)]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_a_loss_in_parts_trains_as_the_same_loss_in_one(ready, policy):
+    whole = ready(policy, steps=6, accumulate=2)
+    parted = ready(policy, steps=6, accumulate=2).but(loss=in_parts, info=PARTS)
+    assert [r.loss for r in steps(whole)] == [r.loss for r in steps(parted)]
+    assert first_difference(whole.prepared.state_dict(), parted.prepared.state_dict()) is None
+
+
+def test_parts_are_averaged_over_the_micro_batches(ready):
+    seen = []
+
+    def loss(model, batch):
+        found = in_parts(model, batch)
+        seen.append({name: value.item() for name, value in found.parts.items()})
+        return found
+
+    records = steps(ready(steps=4, accumulate=3).but(loss=loss, info=PARTS))
+    for number, record in enumerate(records):
+        mine = seen[3 * number : 3 * number + 3]
+        for name in ("near", "far"):
+            exact = math.fsum(each[name] for each in mine) / 3
+            # Two additions and a division in fp32.
+            assert record.parts[name] == pytest.approx(exact, rel=3 * 2.0**-24)
+
+
+def test_a_step_of_one_piece_has_no_parts(ready):
+    assert all(record.parts == {} for record in steps(ready(steps=2)))
+
+
+@pytest.mark.parametrize("names", [(), ("near",), ("near", "far", "other")])
+def test_parts_that_were_not_declared_are_refused_with_the_names(ready, names):
+    info = TaskInfo(metrics=(Metric(name="error"),), loss_parts=names)
+    made = ready(steps=2).but(loss=in_parts, info=info)
+    with pytest.raises(RecipeError, match=r"has the parts near, far, and info"):
+        steps(made)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_losses_with_scales_of_their_own_have_the_gradient_of_their_sum(ready, policy):
+    def first(scaled):
+        parts = {"loss": in_parts, "info": PARTS, "scaled_losses": scaled}
+        precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
+        (record,) = steps(ready(steps=1, accumulate=2, parts=parts, precision=precision))
+        return record
+
+    one, two = first(()), first(("near", "far"))
+    assert two.applied
+    assert two.loss == one.loss
+    # The same products, rounded once more for each of two losses: fp16 has 11 digits.
+    digits = {"fp32": 24, "fp16": 11}[policy]
+    assert two.grad_norm == pytest.approx(one.grad_norm, rel=8 * 2.0**-digits)
+
+
+def test_a_scale_gives_way_where_its_own_loss_overflows(ready):
+    calls = iter(range(100))
+
+    def loss(model, batch):
+        found = in_parts(model, batch)
+        bad = found.parts["far"] * (math.inf if next(calls) == 1 else 1.0)
+        return LossParts(
+            total=found.parts["near"] + bad, parts={"near": found.parts["near"], "far": bad}
+        )
+
+    made = ready(
+        "fp16",
+        steps=3,
+        parts={"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")},
+        health={"verdicts": False},
+        precision={"policy": "fp16", "loss_scale": {"initial": 1024.0}},
+    )
+    assert [record.applied for record in steps(made)] == [True, False, True]
+    scales = made.prepared.state_dict()["scales"]["losses"]
+    assert (scales["near"]["value"].item(), scales["far"]["value"].item()) == (1024.0, 512.0)
+
+
+def test_a_bad_step_of_several_scaled_losses_is_looked_into(ready):
+    def loss(model, batch):
+        found = in_parts(model, batch)
+        return LossParts(
+            total=found.total * math.inf,
+            parts={"near": found.parts["near"] * math.inf, "far": found.parts["far"] * math.inf},
+        )
+
+    parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
+    (record,) = steps(ready("fp16", steps=1, parts=parts))
+    assert record.why.startswith("not finite: ")
+
+
+def test_scaled_losses_that_are_not_the_total_are_refused(ready):
+    def loss(model, batch):
+        found = in_parts(model, batch)
+        return LossParts(total=2 * found.total, parts=found.parts)
+
+    made = ready("fp32", steps=2).but(loss=loss, info=PARTS, scaled_losses=("near", "far"))
+    with pytest.raises(RecipeError, match=r"add up to .*, and the total is"):
+        steps(made)
