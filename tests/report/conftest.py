@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from narrowcast.numerics import cast_loss, plain_format, round_to, snr_db
-from narrowcast.report.run_data import UNSAID, RunData, by_kind
+from narrowcast.report.run_data import RunData, by_kind
 from narrowcast.runs import (
     CheckpointRecord,
     EvalRecord,
@@ -27,6 +27,7 @@ from narrowcast.runs import (
     StepRecord,
     TaskInfo,
 )
+from narrowcast.runs.task_info import BEFORE_TASK_JSON
 
 WHY = "blocks.3.mlp.down: 2 of 65,536 gradients overflowed fp16"
 
@@ -416,7 +417,7 @@ def run_data_fixture() -> Callable[..., RunData]:
     """Make the data of a run from its records."""
 
     def make(
-        records: Iterable[Record], *, steps: int, task: TaskInfo = UNSAID, **changes: Any
+        records: Iterable[Record], *, steps: int, task: TaskInfo = BEFORE_TASK_JSON, **changes: Any
     ) -> RunData:
         return RunData(
             **by_kind(records),

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from narrowcast.errors import CheckpointError
-from narrowcast.report.run_data import read_run, task_info_of
+from narrowcast.report.run_data import read_run
 
 
 def test_every_record_of_a_run_is_in_its_data(run_folder):
@@ -43,9 +43,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 def test_a_folder_that_does_not_say_what_it_counts_counts_tokens(run_folder):
-    assert task_info_of(run_folder).units == "tokens"
+    assert read_run(run_folder).task.units == "tokens"
 
 
 def test_what_a_run_counts_is_read_from_its_folder(make_run, step, classifier):
     folder = make_run([step(1)], steps=1, task=classifier)
-    assert read_run(folder).task == task_info_of(folder) == classifier
+    assert read_run(folder).task == classifier
