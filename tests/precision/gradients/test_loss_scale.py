@@ -76,13 +76,13 @@ def test_a_scale_is_rounded_down_to_a_power_of_two(value, expected):
         ({"backoff": 1.0}, "backoff between 0 and 1"),
         ({"initial": 0.0}, "write a positive number"),
         ({"initial": math.nan}, "write a positive number"),
-        ({"largest": math.inf}, "write a positive number"),
+        ({"max": math.inf}, "write a positive number"),
         ({"initial": 2.0**20}, "lies outside"),
-        ({"smallest": 2.0**17}, "lies outside"),
+        ({"min": 2.0**17}, "lies outside"),
         ({"growth_interval": 0}, "write 1 or more"),
         ({"hysteresis": 0}, "write 1 or more"),
-        ({"smallest": 1e-50}, "fp32 must hold it and its inverse"),
-        ({"largest": 1e300}, "fp32 must hold it and its inverse"),
+        ({"min": 1e-50}, "fp32 must hold it and its inverse"),
+        ({"max": 1e300}, "fp32 must hold it and its inverse"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, says):
@@ -90,11 +90,11 @@ def test_settings_that_cannot_work_are_refused(settings, says):
         LossScale(**settings)
 
 
-@pytest.mark.parametrize("bound", ["smallest", "largest"])
+@pytest.mark.parametrize("bound", ["min", "max"])
 def test_the_widest_bounds_allowed_can_be_multiplied_in_and_out_exactly(bound):
-    extreme = {"smallest": 2.0**-126, "largest": 2.0**126}
+    extreme = {"min": 2.0**-126, "max": 2.0**126}
     scale = running(initial=extreme[bound], **extreme)
-    x = torch.tensor([1.5, -3.0]) * (2.0**-20 if bound == "largest" else 2.0**20)
+    x = torch.tensor([1.5, -3.0]) * (2.0**-20 if bound == "max" else 2.0**20)
     assert torch.equal(x * scale.value * scale.value.reciprocal(), x)
 
 
