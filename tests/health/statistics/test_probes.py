@@ -269,7 +269,8 @@ class Reused(nn.Module):
 
 
 @ignore_instances
-@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["", pytest.param("inductor", marks=needs_compiler)])
 def test_what_is_called_twice_and_changed_in_place_trains_as_without_probes(backend):
     gradients, samples = [], []
     for watched in (False, True):
