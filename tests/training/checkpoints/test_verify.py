@@ -8,7 +8,7 @@ from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.errors import UnsupportedError
 from narrowcast.training.checkpoints.verify import difference_between, verify_resume
 
-PROGRAM = (sys.executable, str(Path(__file__).with_name("sine_program.py")))
+PROGRAM = (sys.executable, str(Path(__file__).parents[1] / "sine_program.py"))
 RECIPE = Recipe(workload="sine", steps=100, batch_size=8, data=DataSection(), model=Section())
 
 

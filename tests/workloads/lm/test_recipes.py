@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from narrowcast.workloads import build_task, load_recipe, shipped_recipes
+from narrowcast.workloads.lm.task import build_language_model
 
 # Measured by others with these models (the 124M is GPT-2 small's own name).
 PARAMETERS = {
@@ -40,6 +41,6 @@ def test_a_shipped_model_suits_the_shapes_8_bit_products_need(name):
 def test_a_shipped_recipe_has_data_for_its_evaluation(name):
     recipe = load_recipe(name).recipe
     small = ["model.layers=1", "model.width=16", "model.heads=1"]
-    task = build_task(load_recipe(name, small).recipe, device=torch.device("cpu"))
+    task = build_language_model(load_recipe(name, small).recipe, device=torch.device("cpu"))
     assert len(task.validation_data) >= recipe.data.eval_windows
     assert len(task.train_data) >= recipe.batch_size

@@ -100,12 +100,12 @@ def test_a_diverged_model_is_said_to_be_one():
 
 
 @pytest.mark.parametrize(
-    ("choices", "why"),
+    ("asked", "why"),
     [({"temperature": -1.0}, "write 0 for the likeliest"), ({"top_k": 0}, "write 1 or more")],
 )
-def test_a_choice_without_meaning_is_refused(choices, why):
+def test_a_choice_without_meaning_is_refused(asked, why):
     with pytest.raises(RecipeError, match=why):
-        draw(MODEL, count=1, **choices)
+        draw(MODEL, count=1, **asked)
 
 
 def test_an_empty_prompt_is_refused():
