@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from narrowcast.bench import model as bench_model
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.runs import Metric, TaskInfo
+from narrowcast.training.task import Task
 
 TINY = """\
 workload: lm
@@ -55,30 +55,28 @@ SERIES = TaskInfo(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WavesTask:
+def _loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+def _evaluate(model: nn.Module) -> dict[str, float]:
+    x, y = Waves().__getitems__(list(range(64)))
+    return {"accuracy": (model(x).argmax(1) == y).float().mean().item()}
+
+
+def _waves_task(recipe: Recipe, *, device: torch.device) -> Task:
     """Tell slow waves from fast ones."""
-
-    model: nn.Module
-    train_data: Waves = field(default_factory=Waves)
-    gemm_rows: int = 4
-    info: TaskInfo = SERIES
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
-
-    def items(self, batch: tuple[Tensor, ...]) -> int:
-        return len(batch[0])
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        x, y = self.train_data.__getitems__(list(range(64)))
-        return {"accuracy": (model(x).argmax(1) == y).float().mean().item()}
-
-
-def _waves_task(recipe: Recipe, *, device: torch.device) -> WavesTask:
     torch.manual_seed(recipe.seed)
     made = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 2))
-    return WavesTask(model=made.to(device))
+    return Task(
+        model=made.to(device),
+        train_data=Waves(),
+        loss=_loss,
+        evaluate=_evaluate,
+        items=lambda batch: len(batch[0]),
+        gemm_rows=4,
+        info=SERIES,
+    )
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class Observer:
                     )
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def probes_removed(self) -> Iterator[None]:
         """Leave the model as it was inside the block, in which its formats may change."""
         self.close()
         try:

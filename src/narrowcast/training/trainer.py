@@ -140,17 +140,7 @@ class _Course:
         seed_everything(recipe.seed)
         if state is not None:
             yield from self._restore(state)
-        data = BatchStream(
-            task.train_data,
-            recipe.batch_size,
-            seed=recipe.seed,
-            start=self._progress.batches,
-            workers=recipe.data.workers,
-            prefetch=recipe.data.prefetch,
-            device=self._device,
-            collate=task.collate,
-            count=task.items,
-        )
+        data = _batches(task, recipe, start=self._progress.batches, device=self._device)
         with stop_on_signals() as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
                 self._begin_hooks()
@@ -217,7 +207,7 @@ class _Course:
     ) -> Iterator[Record]:
         """Let the model have other formats, between two steps and unobserved."""
         yield from self._read(leaving=0)
-        with self._observer.aside():
+        with self._observer.probes_removed():
             records = change()
             follow()
         self._investigator.begin_row()
@@ -331,13 +321,27 @@ class _Course:
 
     def _restore(self, state: dict[str, Any]) -> Iterator[Record]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
-        with self._observer.aside():
+        with self._observer.probes_removed():
             self._schedule.restore(state["schedule"])
             self._adapter.restore(state["adapter"])
         self._progress, findings = self._state.restore(state)
         self._stepper.drop_graphs()
         self._saved = self._progress.step
         yield from findings
+
+
+def _batches(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
+    return BatchStream(
+        task.train_data,
+        recipe.batch_size,
+        seed=recipe.seed,
+        start=start,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        device=device,
+        collate=task.collate,
+        count=task.items,
+    )
 
 
 def _faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
