@@ -11,7 +11,7 @@ from narrowcast.runs import EvalRecord, StepRecord
 out, *words = sys.argv[1:] or ["runs/recipe_in_python"]
 recipe = nc.load_recipe("quickstart", ["precision.policy=fp16", "steps=200", *words])
 plan = nc.plan_recipe(recipe)  # from shapes alone: print it, compare it, nothing is allocated
-print(f"{len(plan.modules)} modules, {sum(plan.bytes.values()) / 2**20:.1f} MiB, {plan.policy}")
+print(plan)
 
 run = nc.train(recipe, out=out)  # what cannot be is refused here; training begins in the loop
 for record in run:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for those who read types rather than run
+    from narrowcast.config.workload import Workload as Workload
     from narrowcast.hardware import Hardware as Hardware
     from narrowcast.hardware import probe as probe
     from narrowcast.health.diagnose.explain import explain as explain
@@ -29,6 +30,13 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.runner.run import plan_recipe as plan_recipe
     from narrowcast.runner.run import resume as resume
     from narrowcast.runner.run import train as train
+    from narrowcast.runs import Metric as Metric
+    from narrowcast.runs import ReportSection as ReportSection
+    from narrowcast.runs import TaskInfo as TaskInfo
+    from narrowcast.training.task import Hook as Hook
+    from narrowcast.training.task import LossParts as LossParts
+    from narrowcast.training.task import ParameterGroup as ParameterGroup
+    from narrowcast.training.task import Task as Task
     from narrowcast.workloads import load_recipe as load_recipe
 
 __version__ = "0.1.0"
@@ -36,13 +44,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "PRESETS": "precision.plan.presets",
     "Hardware": "hardware",
+    "Hook": "training.task",
+    "LossParts": "training.task",
     "LossScale": "precision.gradients.loss_scale",
+    "Metric": "runs",
     "Outcome": "precision.step.outcome",
+    "ParameterGroup": "training.task",
     "Plan": "precision.plan.plan",
     "Policy": "precision.plan.policy",
     "Prepared": "precision.step.prepared",
+    "ReportSection": "runs",
     "Run": "runner.run",
+    "Task": "training.task",
+    "TaskInfo": "runs",
     "Verdict": "health.diagnose.verdict",
+    "Workload": "config.workload",
     "explain": "health.diagnose.explain",
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
     "load_recipe": "workloads",

@@ -36,6 +36,9 @@ class Scales:
         self._losses = {
             name: RunningScale(value, device) for name, value in named.items() if value is not None
         }
+        # The tensor itself: a scale moves in place.
+        self.value = next((scale.value for scale in self._losses.values()), None)
+        """The scale of the first loss; none where losses are not scaled."""
         self.per_loss = isinstance(settings, Mapping) and len(self._losses) > 1
         if parts and (self.per_loss or not self._losses):
             raise RecipeError(
@@ -56,11 +59,6 @@ class Scales:
                 f"no loss scale is named {name!r}; prepare was given {', '.join(self._losses)}"
             )
         return self._losses[name]
-
-    @property
-    def value(self) -> Tensor | None:
-        """The scale of the first loss."""
-        return next(iter(self._losses.values())).value if self._losses else None
 
     def growth_since(self, value: Tensor) -> Tensor | None:
         """Return how many times larger all gradients are than under that scale of the loss.

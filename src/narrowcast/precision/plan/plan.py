@@ -43,6 +43,21 @@ class Plan:
         """True where functional products are emulated, or their 16-bit weights widened first."""
         return self.functional.how == "emulated" or widens(self.policy)
 
+    def __str__(self) -> str:
+        """Write the plan as a table: a line for each module, then what they come to."""
+        rows = [
+            (m.name or "(the model)", m.kind, m.policy.forward, m.policy.params, m.how, m.reason)
+            for m in self.modules
+        ]
+        head = ("module", "kind", "forward", "params", "how", "reason")
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head) - 1)]
+        lines = [
+            "  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip()
+            for row in [head, *rows]
+        ]
+        total = ", ".join(f"{role} {size / 2**20:.1f} MiB" for role, size in self.bytes.items())
+        return "\n".join([*lines, f"{self.policy} on {self.hardware.name}: {total}"])
+
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
         return next(m for m in self.modules if m.name == name)
