@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from narrowcast.config.common_sections import OptimizerSection
@@ -145,3 +146,16 @@ class Task:
         names = [hook.name for hook in self.hooks]
         if len(set(names)) != len(names):
             raise RecipeError(f"two hooks of one name: {', '.join(names)}; each needs its own")
+
+    def before_first_step(self, prepared: Prepared) -> None:
+        """Call the hooks of a run that begins."""
+        for hook in self.hooks:
+            if hook.before_first_step is not None:
+                hook.before_first_step(prepared)
+
+    @torch.no_grad()
+    def after_step(self, prepared: Prepared, applied: Tensor) -> None:
+        """Call the hooks of a step that has been queued."""
+        for hook in self.hooks:
+            if hook.after_step is not None:
+                hook.after_step(prepared, applied)

@@ -15,8 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import DivergedError, Interrupted, NarrowcastError
 from narrowcast.hardware.async_copy import AsyncCopy
@@ -143,7 +141,7 @@ class _Course:
         data = _batches(task, recipe, start=self._progress.batches, device=self._device)
         with stop_on_signals() as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
-                self._begin_hooks()
+                task.before_first_step(self._prepared)
             self._since = time.perf_counter()
             while True:
                 yield from self._between_steps(stop)
@@ -189,11 +187,6 @@ class _Course:
         yield from not_finite(metrics, step=step)
         self._since = time.perf_counter()
 
-    def _begin_hooks(self) -> None:
-        for hook in self._task.hooks:
-            if hook.before_first_step is not None:
-                hook.before_first_step(self._prepared)
-
     def _change_formats(self) -> Iterator[Record]:
         """Go over to the next policy when it is time to; then to what tensors ask for."""
         step = self._progress.step
@@ -230,10 +223,7 @@ class _Course:
         faults = self._investigator.faults_at(step)
         between = self._observer.before_step(step)
         outcome, losses = self._stepper(batches, faults=faults, between=between)
-        with torch.no_grad():
-            for hook in self._task.hooks:
-                if hook.after_step is not None:
-                    hook.after_step(self._prepared, outcome.applied_on_device)
+        self._task.after_step(self._prepared, outcome.applied_on_device)
         self._progress = self._progress.after(len(batches))
         self._observer.after_step(step)
         return _Attempt(
