@@ -15,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
+import torch
+
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import DivergedError, Interrupted, NarrowcastError
 from narrowcast.hardware.async_copy import AsyncCopy
