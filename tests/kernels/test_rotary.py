@@ -90,7 +90,6 @@ def test_only_the_table_is_kept_for_the_backward_pass():
 
 
 # Of torch's compiler itself, when it traces an autograd function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiler_sees_one_operator_each_way(dynamic):
     heads = heads_of(2, 4, 6, 16, dtype=torch.bfloat16).requires_grad_()

@@ -154,7 +154,6 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(graphs):
     model, hardware = Blocks(), Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
     planned = make_plan(model, "fp32", hardware=hardware)

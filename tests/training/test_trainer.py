@@ -250,7 +250,6 @@ def test_a_run_with_verdicts_on_the_gpu_is_the_run_without_bit_for_bit(ready, po
 
 # Emulated products take the tracer half a minute, and test_compile.py looks at them.
 @pytest.mark.parametrize(("policy", "compile"), [("bf16", False), ("fp32", True)])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_faults_of_a_recipe_are_announced_skipped_and_named(ready, policy, compile, monkeypatch):  # noqa: A002
     # What the compiler makes of a graph is its own affair; that there is one is ours.

@@ -264,7 +264,6 @@ def test_an_error_in_the_loss_leaves_no_hook_and_no_gradient_behind(net, batch):
     assert not any(p._backward_hooks for p in run.model.parameters())
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 def test_a_compiled_model_is_replayed_in_eager_mode_and_not_compiled_again(net, batch, step):

@@ -296,7 +296,6 @@ def test_a_checkpointed_loss_gives_the_same_gradients():
 
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_traced_as_one_graph_is_the_same(dtype, reduction):
@@ -333,7 +332,6 @@ def in_a_native_region(head):
 
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("where", [autocast, emulated, in_a_native_region])
 def test_a_traced_loss_sees_the_region_around_it(where):
     torch._dynamo.reset()

@@ -22,8 +22,8 @@ def build(bench: Workbench, *, policy: str) -> Trial:
     batches, latest = bench.stream(), list[Tensor]()
 
     def step() -> None:
-        _, loss = stepper(list(islice(batches, bench.recipe.accumulate)))
-        latest[:] = [loss]
+        _, losses = stepper(list(islice(batches, bench.recipe.accumulate)))
+        latest[:] = [losses]  # of the whole, and of its parts
 
     return Trial(
         cases={"step": Case(open=lambda: step, work=bench.work)},
@@ -33,6 +33,6 @@ def build(bench: Workbench, *, policy: str) -> Trial:
             "policy": str(plan.policy),
             "update_path": prepared.update_path,
         },
-        loss=lambda: float(latest[0]) if latest else None,
+        loss=lambda: float(latest[0][0]) if latest else None,
         is_captured=lambda: stepper.captured,
     )
