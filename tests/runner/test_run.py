@@ -1,4 +1,5 @@
 import logging
+import signal
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_a_loop_that_is_left_early_is_continued_bit_for_bit(tiny, tmp_path):
         assert [record.step for record in steps_of(again)] == [5, 6]
     a, b = (load_file(tmp_path / n / "model.safetensors") for n in ("straight", "left"))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_leaving_the_loop_leaves_the_process_and_the_model_as_they_were(tiny, tmp_path):
+    handler = signal.getsignal(signal.SIGINT)
+    run = nc.train(tiny, [*SIX, "health.every=1"], out=tmp_path / "run")
+    for record in run:
+        if isinstance(record, StepRecord):
+            break
+    run.close()
+    assert signal.getsignal(signal.SIGINT) is handler
+    run.prepared.release()  # which is refused while somebody watches the model
 
 
 def test_a_finished_run_has_no_step_left_and_has_its_model(tiny, tmp_path):

@@ -196,3 +196,8 @@ def test_a_line_that_is_no_record_is_refused(line, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         from_line(line)
     assert len(str(caught.value)) < 300
+
+
+def test_a_step_from_before_there_were_other_units_is_read():
+    line = to_line(STEP).replace('"items"', '"tokens"')
+    assert from_line(line) == STEP

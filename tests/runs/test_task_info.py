@@ -55,3 +55,14 @@ def test_a_text_that_is_no_short_format_of_a_number_is_refused(text):
 def test_a_direction_is_one_of_two():
     with pytest.raises(RecipeError, match="better is lower or higher, not up"):
         Metric(name="x", better="up")
+
+
+def test_how_a_metric_is_printed_is_no_part_of_what_a_run_is_judged_by():
+    other = TaskInfo(
+        unit="series",
+        plural="serieses",
+        metrics=(Metric(name="accuracy", better="higher", text=".3f"), Metric(name="loss")),
+        loss_parts=("fit", "penalty"),
+    )
+    assert other.judged_by == INFO.judged_by
+    assert TaskInfo(unit="series").judged_by != INFO.judged_by

@@ -156,3 +156,12 @@ def test_batches_on_the_gpu_are_those_on_the_cpu(workers, prefetch):
         for batch in itertools.islice(order.starting_at(0), 60)
     ]
     assert torch.stack(sums).tolist() == expected
+
+
+def test_torchs_own_subsets_are_stacked_as_its_loader_does():
+    samples = [{"x": torch.tensor([float(n)]), "y": n} for n in range(8)]
+    subset = torch.utils.data.Subset(samples, [7, 5, 3, 1])
+    with BatchStream(subset, 4, seed=0, device=torch.device("cpu")) as stream:
+        batch = next(stream)
+    assert sorted(batch["y"].tolist()) == [1, 3, 5, 7]
+    assert torch.equal(batch["x"].squeeze(1), batch["y"].float())

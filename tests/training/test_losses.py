@@ -1,4 +1,5 @@
 import math
+import weakref
 
 import pytest
 import torch
@@ -119,3 +120,25 @@ def test_scaled_losses_that_are_not_the_total_are_refused(ready):
     made = ready("fp32", steps=2).but(loss=loss, info=PARTS, scaled_losses=("near", "far"))
     with pytest.raises(RecipeError, match=r"add up to .*, and the total is"):
         steps(made)
+
+
+class Marker:
+    """A hook that does nothing, and is alive for as long as the graph it is in."""
+
+    def __call__(self, grad):
+        return None
+
+
+def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
+    alive = []
+
+    def loss(model, batch):
+        assert all(marker() is None for marker in alive)
+        found, marker = in_parts(model, batch), Marker()
+        found.parts["near"].register_hook(marker)
+        alive.append(weakref.ref(marker))
+        return found
+
+    made = ready("fp16", steps=2, accumulate=3)
+    steps(made.but(loss=loss, info=PARTS, scaled_losses=("near", "far")))
+    assert len(alive) == 6

@@ -95,3 +95,10 @@ def test_what_cannot_be_is_refused_with_the_names(groups, said):
     task = task_with(groups)
     with pytest.raises(RecipeError, match=said):
         optimizer_of(task)
+
+
+def test_parameters_that_can_be_gone_through_once_are_kept():
+    task = task_with(lambda model: [ParameterGroup(parameters=model.parameters())])
+    assert groups_of(task) is not None
+    (first, *_) = groups_of(task)
+    assert len(list(first.parameters)) == len(list(first.parameters)) == 6

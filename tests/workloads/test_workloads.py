@@ -4,7 +4,14 @@ import sys
 import pytest
 
 from narrowcast.errors import RecipeError
-from narrowcast.workloads import BUILT_IN, load_recipe, recipe_files, sections_of, shipped_recipes
+from narrowcast.workloads import (
+    BUILT_IN,
+    load_recipe,
+    recipe_files,
+    report_sections,
+    sections_of,
+    shipped_recipes,
+)
 
 
 @pytest.mark.parametrize("workload", BUILT_IN)
@@ -43,3 +50,11 @@ def test_recipes_without_a_folder_come_first_and_all_have_a_description():
     depths = [name.count("/") for name, _ in listed]
     assert depths == sorted(depths)
     assert all(description for _, description in listed)
+
+
+def test_a_section_of_a_report_that_fails_is_told_and_the_page_is_made(tmp_path):
+    (tmp_path / "misread.json").write_text("{<b>")
+    resolved = {"workload": {"value": "tutorial", "origin": "tutorial.yaml"}}
+    (section,) = report_sections(resolved, tmp_path, [])
+    assert section.title == "tutorial: its section failed"
+    assert "JSONDecodeError" in section.html

@@ -28,7 +28,7 @@ from narrowcast.config.workload import Workload
 from narrowcast.errors import NarrowcastError
 
 INTERRUPTED = 130
-"""128 + SIGINT, as fp32_params count."""
+"""128 + SIGINT, as shells count."""
 
 VERBS = (
     doctor,

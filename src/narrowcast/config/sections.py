@@ -71,8 +71,8 @@ class CommonSettings(Section):
     description: str = Field(default="", description="one line shown by `narrowcast recipes`")
     seed: int = Field(default=0, ge=0, lt=2**63, description="fixes weights, data order, noise")
     steps: int = Field(ge=1, description="optimizer steps to run")
-    batch_size: int = Field(ge=1, description="samples a micro-batch")
-    accumulate: int = Field(default=1, ge=1, description="micro-batches a step")
+    batch_size: int = Field(ge=1, description="samples per micro-batch")
+    accumulate: int = Field(default=1, ge=1, description="micro-batches per step")
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest norm of all gradients together; none: no clipping"
     )

@@ -9,7 +9,7 @@ The command line does the same and shows it.
 import contextlib
 import logging
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -44,15 +44,15 @@ class Run:
     """A run that is ready to go: iterate over it once, and it trains.
 
     Each record is in the folder before it is handed on. The report is written when the run ends,
-    however it ends. Who leaves the loop early leaves a run that `resume` continues from its last
-    checkpoint.
+    is interrupted or diverges. Who leaves the loop early leaves a run that `resume` continues from
+    its last checkpoint.
     """
 
     def __init__(
         self,
         loaded: LoadedRecipe,
         assembled: Assembled,
-        records: Iterator[Record],
+        records: Generator[Record],
         *,
         folder: RunFolder | None,
         resumed_from: int | None = None,
@@ -99,12 +99,13 @@ class Run:
     def records(self, tell: Tell = _log.warning) -> Iterator[Record]:
         """Train, and yield what happens; `tell` gets a sentence for each tracker that fails."""
         if self.folder is None:
-            yield from self._records
+            with contextlib.closing(self._records) as records:
+                yield from records
             return
-        step = 0
+        step = self.resumed_from or 0
         try:
-            with self._trackers(tell) as trackers:
-                for record in self._records:
+            with contextlib.closing(self._records) as records, self._trackers(tell) as trackers:
+                for record in records:
                     self.folder.write(record)
                     trackers.take(record)
                     step = record.step
@@ -121,7 +122,8 @@ class Run:
         write_run_report(self.folder.path)
 
     def close(self) -> None:
-        """Let go of the folder; another process may then continue the run."""
+        """End what is going on, and let go of the folder: another process may continue the run."""
+        self._records.close()
         if self.folder is not None:
             self.folder.close()
 
@@ -199,8 +201,8 @@ def resume(folder: str | Path, overrides: Iterable[str] = ()) -> Run:
         records = train_records(
             assembled.prepared, assembled.task, loaded.recipe, folder=run.path, resume=state
         )
-        run.set_task_info(assembled.task.info)
         # From here on the folder changes; another process that writes to it is refused first.
+        run.set_task_info(assembled.task.info)
         rewind_to(run, state)
         told = notices(run, before.recipe, loaded.recipe, plan=assembled.prepared.plan)
         run.write_json("resolved.json", loaded.resolved())

@@ -140,7 +140,7 @@ class RunFolder:
         """Write it when the run begins; refuse another one when it is continued."""
         if not (self.path / TASK).exists():
             self.write_json(TASK, info.to_json())
-        elif (before := self.task_info()) != info:
+        elif (before := self.task_info()).judged_by != info.judged_by:
             raise CheckpointError(
                 f"{self.path} is a run of another task: it counts {before.units}, with "
                 f"{_told(before)}; the task here counts {info.units}, with {_told(info)}. Resume "

@@ -183,6 +183,8 @@ def _from_json(cls: type[Record], found: dict[str, Any]) -> Record:
         return EvalRecord(step=step, metrics={k: _number(k, v) for k, v in found.items()})
     if cls is HealthRecord:
         return health_from_json(found)
+    if cls is StepRecord and "tokens" in found:  # of a run from before there were other units
+        found["items"] = found.pop("tokens")
     values: dict[str, Any] = {}
     for f in fields(cls):
         name = _ON_THE_LINE.get(f.name, f.name)

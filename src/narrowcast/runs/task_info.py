@@ -82,6 +82,12 @@ class TaskInfo:
         found = next((m for m in self.metrics if m.name in (name, bare)), None)
         return Metric(name=name) if found is None else found
 
+    @property
+    def judged_by(self) -> tuple[object, ...]:
+        """What two parts of one run must agree in; how it is printed may change."""
+        metrics = tuple((metric.name, metric.better) for metric in self.metrics)
+        return self.unit, metrics, self.loss_parts
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)

@@ -98,7 +98,7 @@ def _put_in_place(path: Path) -> Iterator[Path]:
         if beside.is_dir():
             sync_folder(beside)
             remove(path)  # a rename replaces a file, but no folder that has something in it
-        beside.rename(path)
+        beside.replace(path)
         sync_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):

@@ -88,7 +88,7 @@ class BatchStream:
     ) -> None:
         order = Order(samples=len(dataset), batch_size=batch_size, seed=seed)
         if collate is None:
-            collate = _as_it_is if isinstance(dataset, MapDataset) else default_collate
+            collate = _stacked
         self._count, self._counts = count, deque[int]()
         self._fetched: Batches = (
             _fetched_by_workers(
@@ -178,8 +178,9 @@ class _From:
         return self.order.starting_at(self.start)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _stacked(fetched: Any) -> Any:
+    """Return what the data has stacked itself; torch's own data gives lists of samples."""
+    return default_collate(fetched) if isinstance(fetched, list) else fetched
 
 
 def _outlive_signals(worker: int) -> None:

@@ -46,20 +46,20 @@ class Losses:
             self._prepared.backward(loss.total / micro_batches)
             return
         self._check_sum(loss)
+        if self._prepared.loss_scale is None:  # one pass does for all of them
+            self._prepared.backward(loss.total / micro_batches)
+            return
         for name in named:
             share = loss.parts[name] / micro_batches
             self._prepared.backward(share, name=name, retain_graph=name != named[-1])
 
     def mean(self, losses: Sequence[LossParts]) -> Tensor:
-        """Return the means over micro-batches, of the loss and then of each part, on the device."""
-        total = torch.stack([loss.total.detach() for loss in losses]).float().mean().reshape(1)
+        """Return the means of detached losses: of the whole, then of each part; on the device."""
+        total = torch.stack([loss.total for loss in losses]).float().mean().reshape(1)
         names = self._task.info.loss_parts
         if not names:
             return total
-        rows = [
-            torch.stack([loss.parts[n].detach().float().reshape(()) for n in names])
-            for loss in losses
-        ]
+        rows = [torch.stack([loss.parts[n].float().reshape(()) for n in names]) for loss in losses]
         return torch.cat([total, torch.stack(rows).mean(0)])
 
     def _check_sum(self, loss: LossParts) -> None:

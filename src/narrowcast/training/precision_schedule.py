@@ -8,6 +8,7 @@ without waiting for it, and a run that was resumed must decide as one that was n
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from narrowcast.config.phases import LOSSES, ConditionSection, PhaseSection, Until, last_step
@@ -73,7 +74,8 @@ class PrecisionSchedule:
             self._plans = plan_phases(
                 recipe, prepared.model, hardware=hardware, gemm_rows=task.gemm_rows
             )
-            each_phase(self._plans, prepared.engine.refuse_impossible)  # before the run, not in it
+            refuse = partial(prepared.engine.refuse_impossible, loss_scale=self._scale)
+            each_phase(self._plans, refuse)  # before the run, not in it
 
     def note(self, record: StepRecord) -> None:
         """Take in what became of a step, each once and in their order."""

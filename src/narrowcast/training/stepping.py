@@ -88,11 +88,15 @@ class Stepper:
         losses = []
         for number, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if faults is None else faults.during(number):
-                with self._prepared.compute():
-                    loss = self.losses.of(self._model, batch)
-                self.losses.backward(loss, micro_batches=len(batches))
-            losses.append(loss)
+                losses.append(self._pass(batch, micro_batches=len(batches)))
         return self.losses.mean(losses)
+
+    def _pass(self, batch: Batch, *, micro_batches: int) -> LossParts:
+        """Go forward and backward once; nothing of the graph is kept for the next."""
+        with self._prepared.compute():
+            loss = self.losses.of(self._model, batch)
+        self.losses.backward(loss, micro_batches=micro_batches)
+        return loss.detached()
 
     def _launch(
         self,

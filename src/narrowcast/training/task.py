@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.common_sections import OptimizerSection
 from narrowcast.errors import RecipeError
+from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import TaskInfo
 
@@ -33,7 +34,8 @@ class MapDataset(Protocol):
     def __getitems__(self, indices: list[int], /) -> Any:
         """Return the samples of `indices`, in that order, on the CPU.
 
-        Stacked to a batch; or one after the other, where the task has a `collate`.
+        Stacked to a batch; or a list of samples, of which the task's `collate` makes one, or
+        torch's own.
         """
         ...
 
@@ -60,6 +62,11 @@ class LossParts:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """Numbers on the device, by the names that `TaskInfo.loss_parts` gives."""
 
+    def detached(self) -> LossParts:
+        """Return the numbers without what they were computed from."""
+        parts = {name: part.detach() for name, part in self.parts.items()}
+        return LossParts(total=self.total.detach(), parts=parts)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,10 @@ class ParameterGroup:
     optimizer: OptimizerSection | None = None
     """An optimizer beside the recipe's; none: the recipe's."""
 
+    def __post_init__(self) -> None:
+        # Who gives `model.parameters()` gives something that can be gone through once.
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +101,7 @@ class Hook:
     name: str
     """What its state is called in a checkpoint."""
     before_first_step: Callable[[Prepared], None] | None = None
-    """Called once, when a run begins; not when it is resumed."""
+    """Called once, without gradients, when a run begins; not when it is resumed."""
     after_step: Callable[[Prepared, Tensor], None] | None = None
     """Called, without gradients, when a step has been queued. The tensor is true where the step was
     applied; it is on the device, and reading it on the host would wait."""
@@ -147,6 +158,7 @@ class Task:
         if len(set(names)) != len(names):
             raise RecipeError(f"two hooks of one name: {', '.join(names)}; each needs its own")
 
+    @torch.no_grad()
     def before_first_step(self, prepared: Prepared) -> None:
         """Call the hooks of a run that begins."""
         for hook in self.hooks:
@@ -154,8 +166,8 @@ class Task:
                 hook.before_first_step(prepared)
 
     @torch.no_grad()
-    def after_step(self, prepared: Prepared, applied: Tensor) -> None:
+    def after_step(self, prepared: Prepared, outcome: Outcome) -> None:
         """Call the hooks of a step that has been queued."""
         for hook in self.hooks:
             if hook.after_step is not None:
-                hook.after_step(prepared, applied)
+                hook.after_step(prepared, outcome.applied_on_device)

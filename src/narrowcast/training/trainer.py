@@ -8,7 +8,7 @@ next step is being queued, and the device never waits for the host.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -49,7 +49,7 @@ def train(
     *,
     folder: Path | None = None,
     resume: dict[str, Any] | None = None,
-) -> Iterator[Record]:
+) -> Generator[Record]:
     """Train for `recipe.steps` attempts and yield what happens, as it happens.
 
     An attempt that overflows counts as a step and is recorded as skipped. Checkpoints go to
@@ -128,7 +128,7 @@ class _Course:
         """Leave the model prepared, and nothing else."""
         self._observer.close()
 
-    def run(self, state: dict[str, Any] | None) -> Iterator[Record]:
+    def run(self, state: dict[str, Any] | None) -> Generator[Record]:
         """Yield the records from `state`, or from the beginning, to the end."""
         try:
             yield from self._run(state)
@@ -180,8 +180,9 @@ class _Course:
     def _evaluate(self) -> Iterator[Record]:
         try:
             metrics = evaluate(self._prepared, self._task)
-        except NarrowcastError:
-            yield from self._save()  # the steps so far are worth keeping
+        except Exception:
+            if self._saved != self._progress.step:
+                yield from self._save()  # the steps so far are worth keeping
             raise
         step = self._progress.step
         self._progress = replace(self._progress, evaluated=step)
@@ -225,7 +226,7 @@ class _Course:
         faults = self._investigator.faults_at(step)
         between = self._observer.before_step(step)
         outcome, losses = self._stepper(batches, faults=faults, between=between)
-        self._task.after_step(self._prepared, outcome.applied_on_device)
+        self._task.after_step(self._prepared, outcome)
         self._progress = self._progress.after(len(batches))
         self._observer.after_step(step)
         return _Attempt(

@@ -1,4 +1,4 @@
-"""What can be trained: a folder a workload and a line in `BUILT_IN`; delete both and it is gone.
+"""What can be trained: a folder per workload and a line in `BUILT_IN`; delete both and it is gone.
 
 Other packages add theirs by an entry point (see `config/registry.py`). A workload's folder holds a
 `Workload` value, which imports nothing heavy, and what that names; see docs/workloads/your-own.md.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from narrowcast.config.registry import Registry
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -84,4 +84,14 @@ def report_sections(
     known = {workload.name: workload for workload in REGISTRY.workloads()}
     if name not in known or not known[name].report:
         return ()
-    return cast("Sequence[ReportSection]", known[name].load("report")(folder, records))
+    try:
+        return cast("Sequence[ReportSection]", known[name].load("report")(folder, records))
+    except UnsupportedError:  # what it needs is not installed here
+        return ()
+    except Exception as error:  # noqa: BLE001  # a page of a run of days, and somebody else's code
+        from html import escape
+
+        from narrowcast.runs.report_section import ReportSection
+
+        text = escape(f"{type(error).__name__}: {error}")
+        return [ReportSection(title=f"{name}: its section failed", html=f"<p>{text}</p>")]

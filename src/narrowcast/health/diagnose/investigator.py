@@ -79,7 +79,7 @@ class Investigator:
     ) -> StepDiagnosis:
         """Tell of a step whose outcome is known; `moved`: whether the weights have, since then.
 
-        `known` is what the ledger has found in it; with a verdict that is one finding.
+        `known` is what the step log has found in it; with a verdict that is one finding.
         """
         injected = self.faults_at(step)
         told = [] if injected is None else _announced(step, injected)

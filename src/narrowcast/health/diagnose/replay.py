@@ -36,7 +36,7 @@ class ReplayInputs:
 
     @classmethod
     def before(cls, prepared: Prepared, batches: Sequence[Any]) -> "ReplayInputs":
-        """Return the replay_inputs of a step that is about to be taken. Waits for nothing."""
+        """Return what a step that is about to be taken is given. Waits for nothing."""
         device = next(prepared.model.parameters()).device
         scales = prepared.engine.scale_values()
         return cls(batches=batches, scales=scales, random=RandomState.now(device))

@@ -67,7 +67,7 @@ class Findings:
         """Take in a step; return the issues that begin with it."""
         at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling)]
         fresh = self._told(at_floor, step=record.step, asked={floor.__name__})
-        # Of an overflow at the floor the ledger tells, and of the floor with it.
+        # Of an overflow at the floor the step log tells, and of the floor with it.
         return (fresh if record.applied else []) + self._of_losses(record)
 
     def _of_losses(self, record: StepRecord) -> list[FindingRecord]:

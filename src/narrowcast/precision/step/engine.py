@@ -98,9 +98,9 @@ class Engine:
         self.log.scaled = self.scales.value is not None
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
-    def refuse_impossible(self, plan: Plan) -> None:
+    def refuse_impossible(self, plan: Plan, *, loss_scale: Settings | None = None) -> None:
         """Raise what `change` to this plan would raise; change nothing."""
-        self._terms_of(plan, loss_scale=None)
+        self._terms_of(plan, loss_scale=loss_scale)
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Return what holds over the forward pass and the loss; make fp8 weights ready for it."""
@@ -250,7 +250,7 @@ class Engine:
     def _decides_on_device(self) -> bool:
         """Whether the update skips by itself.
 
-        Any other must be told by the host, which costs nothing on a CPU and one wait a step on a
+        Any other must be told by the host, which costs nothing on a CPU and one wait per step on a
         GPU.
         """
         torch_fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))

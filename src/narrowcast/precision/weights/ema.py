@@ -1,8 +1,8 @@
 """An exponential moving average of the weights, in fp32, that stands still on a skipped step.
 
-It moves towards what is kept of each weight once the weight was updated. Where the one-pass
-optimizer updates a weight, it moves the average in the same pass, at 8 bytes a weight; `update` is
-for all other weights. One of them is a weight without a gradient in this step: it stays, and its
+It moves towards what is kept of each weight once the weight was updated. Where the fused
+optimizer updates a weight, it moves the average in the same pass, at 8 bytes per weight; `update`
+is for all other weights. One of them is a weight without a gradient in this step: it stays, and its
 average comes nearer to it.
 """
 
