@@ -139,6 +139,6 @@ def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
         alive.append(weakref.ref(marker))
         return found
 
-    made = ready("fp16", steps=2, accumulate=3)
-    steps(made.but(loss=loss, info=PARTS, scaled_losses=("near", "far")))
+    parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
+    steps(ready("fp16", steps=2, accumulate=3, parts=parts))
     assert len(alive) == 6
