@@ -37,6 +37,15 @@ def spacing(count: int) -> tuple[int, int, int]:
 
 def take(x: Tensor, into: Tensor) -> None:
     """Copy a sample of `x`; of a tensor without values there is none."""
+    if torch.compiler.is_compiling():
+        _copy_sample(x, into)
+        return
+    # Else the function mode of an emulated region would look at each of these calls.
+    with torch._C.DisableTorchFunction():
+        _copy_sample(x, into)
+
+
+def _copy_sample(x: Tensor, into: Tensor) -> None:
     if x.numel():
         # As `.data`: a module that is called twice has promised this memory to two backward passes.
         values = sample(x)

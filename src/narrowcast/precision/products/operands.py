@@ -1,6 +1,6 @@
 """The formats of a module's products, and how an operand is brought into one of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -36,6 +36,8 @@ class ProductFormats:
     scaling: str
     fast: bool = False
     """Whether 8-bit outputs are summed as the tensor cores sum by themselves."""
+    one_rounding: bool = field(init=False, repr=False, compare=False)
+    """Whether each tensor is rounded once for all products it takes part in."""
 
     @classmethod
     def of(cls, policy: Policy) -> "ProductFormats":
@@ -55,9 +57,11 @@ class ProductFormats:
             f"grad_weight={self.grad_weight.name}, scaling={self.scaling}"
         )
 
-    @property
-    def one_rounding(self) -> bool:
-        """True where each tensor is rounded once for all products it takes part in."""
+    def __post_init__(self) -> None:
+        # Asked in every backward pass.
+        object.__setattr__(self, "one_rounding", self._rounds_once())
+
+    def _rounds_once(self) -> bool:
         backward = {self.grad_input.name, self.grad_weight.name}
         scaled = {name for name in backward if needs_scale(name)}
         # Beside an 8-bit gradient the other operand keeps its rounding only if that has 8 bits too.
