@@ -1,5 +1,7 @@
 """What can go wrong that a user can put right; each error knows the exit code it ends with."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -38,3 +40,15 @@ class DivergedError(NarrowcastError):
 
 class CheckpointError(NarrowcastError):
     """A checkpoint or run folder is missing, damaged, or of something else."""
+
+
+@contextmanager
+def blamed_on(what: str) -> Iterator[None]:
+    """Let an exception of somebody else's code say whose it was; what we raise says so itself."""
+    try:
+        yield
+    except NarrowcastError:
+        raise
+    except Exception as error:
+        error.add_note(f"This was {what}.")
+        raise

@@ -56,6 +56,29 @@ def test_a_loop_that_is_left_early_is_continued_bit_for_bit(tiny, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_what_is_drawn_in_the_loop_changes_nothing_in_the_run_and_the_run_nothing_outside(tmp_path):
+    words = ["steps=4", "device=cpu", "batch_size=8", "health.every=0"]
+
+    def losses(*, drawing):
+        torch.manual_seed(7)
+        run = nc.train("tutorial", words)
+        run.model.register_forward_pre_hook(lambda *_: seen.append(torch.rand(())))
+        drawn = []
+        for _ in run:
+            if drawing:
+                drawn.append(torch.rand(()))
+        return torch.stack(drawn) if drawing else None
+
+    seen: list[torch.Tensor] = []
+    losses(drawing=False)
+    alone, seen = seen, []
+    mine = losses(drawing=True)
+    assert torch.equal(torch.stack(alone), torch.stack(seen))
+    torch.manual_seed(7)
+    nc.train("tutorial", words)  # to build a run draws what it draws
+    assert torch.equal(mine, torch.rand(len(mine)))
+
+
 def test_leaving_the_loop_leaves_the_process_and_the_model_as_they_were(tiny, tmp_path):
     handler = signal.getsignal(signal.SIGINT)
     run = nc.train(tiny, [*SIX, "health.every=1"], out=tmp_path / "run")

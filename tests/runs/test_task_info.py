@@ -65,4 +65,19 @@ def test_how_a_metric_is_printed_is_no_part_of_what_a_run_is_judged_by():
         loss_parts=("fit", "penalty"),
     )
     assert other.judged_by == INFO.judged_by
-    assert TaskInfo(unit="series").judged_by != INFO.judged_by
+    assert TaskInfo(unit="series", plural="series").judged_by != INFO.judged_by
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"unit": "images"}, "write one of what is counted"),
+        ({"loss_parts": "digit"}, r"write loss_parts=\(…,\)"),
+        ({"metrics": ACCURACY}, r"write metrics=\(…,\)"),
+        ({"metrics": ("accuracy",)}, "not 'accuracy'"),
+        ({"metrics": (Metric(name="ema_loss"),)}, "choose another name"),
+    ],
+)
+def test_what_a_task_says_of_itself_is_refused_where_it_means_something_else(settings, why):
+    with pytest.raises(RecipeError, match=why):
+        TaskInfo(**settings)

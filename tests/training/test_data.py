@@ -165,3 +165,13 @@ def test_torchs_own_subsets_are_stacked_as_its_loader_does():
         batch = next(stream)
     assert sorted(batch["y"].tolist()) == [1, 3, 5, 7]
     assert torch.equal(batch["x"].squeeze(1), batch["y"].float())
+
+
+@pytest.mark.parametrize("items", [2.5, True, -1, "8"])
+def test_a_count_of_items_that_is_no_whole_number_is_refused(items):
+    device = torch.device("cpu")
+    with (
+        BatchStream(Squares(8), 4, seed=0, device=device, count=lambda batch: items) as stream,
+        pytest.raises(RecipeError, match="items of the task returned"),
+    ):
+        next(stream)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -76,3 +77,24 @@ def test_a_metric_beside_the_headline_may_be_left_out(ready):
     info = TaskInfo(metrics=(Metric(name="error"), Metric(name="recall", better="higher")))
     made = ready().but(info=info, evaluate=lambda model: {"error": 0.25})
     assert evaluate(made.prepared, made.task) == {"error": 0.25}
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.25), np.float32(0.25), 0.25])
+def test_a_metric_may_be_a_tensor_or_numpys_number_and_becomes_a_plain_one(ready, value):
+    made = ready().but(evaluate=lambda model: {"error": value})
+    (found,) = evaluate(made.prepared, made.task).values()
+    assert type(found) is float
+    assert found == 0.25
+
+
+@pytest.mark.parametrize("value", [True, "0.25", None, torch.ones(2)])
+def test_a_metric_that_is_no_number_is_refused_by_name(ready, value):
+    made = ready().but(evaluate=lambda model: {"error": value})
+    with pytest.raises(RecipeError, match=r"returned error=.* not a number"):
+        evaluate(made.prepared, made.task)
+
+
+def test_an_evaluation_that_returns_no_mapping_is_refused(ready):
+    made = ready().but(evaluate=lambda model: 0.25)
+    with pytest.raises(RecipeError, match="returned a float; return a dict"):
+        evaluate(made.prepared, made.task)

@@ -142,3 +142,25 @@ def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
     parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
     steps(ready("fp16", steps=2, accumulate=3, parts=parts, health={"verdicts": False}))
     assert len(alive) == 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda model, batch: {"loss": 1.0}, "returned a dict"),
+        (lambda model, batch: model(batch[0]), r"loss of the task has the shape \(8, 1\)"),
+        (lambda model, batch: LossParts(total=0.5), r"loss of the task is 0\.5"),
+    ],
+)
+def test_a_loss_that_is_no_number_on_the_device_is_refused(ready, loss, why):
+    with pytest.raises(RecipeError, match=why):
+        steps(ready(steps=1).but(loss=loss))
+
+
+def test_an_exception_in_a_loss_says_that_it_was_the_tasks(ready):
+    def loss(model, batch):
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError) as caught:
+        steps(ready(steps=1).but(loss=loss))
+    assert caught.value.__notes__ == ["This was the task's loss."]

@@ -24,7 +24,7 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     loaded = load_recipe(recipe, overrides)
     place = out_dir_for(loaded.recipe.name, out)
     console = screen(quiet=quiet)
-    with working(console, "building the model"):
+    with place.claimed(), working(console, "building the model"):
         from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import introduce
         from narrowcast.runner.run import train as begin

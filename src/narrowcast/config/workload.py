@@ -71,8 +71,15 @@ class Workload:
         """Import one of its parts, by the name of its field; refuse where a package is missing."""
         if part != "sections":
             require_modules(self.requires, of=f"workload {self.name}", install=self.install)
-        module, _, attribute = str(getattr(self, part)).partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        place = str(getattr(self, part))
+        module, _, attribute = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedError(
+                f"workload {self.name}: its {part} cannot be loaded from {place}: {error}; repair "
+                f"{self.distribution}, or pip uninstall it"
+            ) from error
 
     @property
     def install(self) -> str:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -98,6 +98,36 @@ def restore_randomness(state: dict[str, Any], device: torch.device) -> bool:
         case "mps":
             torch.mps.set_rng_state(on_device["state"])
     return True
+
+
+@final
+class OwnRandomness:
+    """Lets a run and whoever looks at it between two records each draw as if alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._theirs: tuple[RandomState, Any, Any] | None = None
+
+    def enter(self) -> None:
+        """Go over to the run's generators; the first time, they are what everybody's are."""
+        mine, self._theirs = self._theirs, self._now()
+        if mine is not None:
+            self._set(mine)
+
+    def leave(self) -> None:
+        """Go back to everybody else's."""
+        theirs, self._theirs = self._theirs, self._now()
+        assert theirs is not None
+        self._set(theirs)
+
+    def _now(self) -> tuple[RandomState, Any, Any]:
+        return RandomState.now(self._device), random.getstate(), np.random.get_state()
+
+    def _set(self, state: tuple[RandomState, Any, Any]) -> None:
+        torchs, python, numpy = state
+        torchs.restore()
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

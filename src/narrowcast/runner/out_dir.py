@@ -1,6 +1,8 @@
 """Where a new run goes."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,8 +18,26 @@ class OutDir:
     """A folder that can be made."""
 
     path: Path
+    unnamed: bool = False
+    """Whether it was found here rather than asked for."""
     taken: Path | None = None
     """The folder that would have been used, had it not been there already."""
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold a folder that nobody named while its run is built; let go of it if that fails."""
+        if not self.unnamed:
+            yield
+            return
+        made = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if made:
+                    self.path.rmdir()
+            raise
 
     def __str__(self) -> str:
         return f"{self.path} ({self.taken} is taken)" if self.taken else str(self.path)
@@ -33,9 +53,10 @@ def out_dir_for(name: str, out: str | None) -> OutDir:
         return OutDir(path=Path(out))
     first = RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run")
     if not first.exists():
-        return OutDir(path=first)
+        return OutDir(path=first, unnamed=True)
     numbered = (first.with_name(f"{first.name}-{n}") for n in count(2))
-    return OutDir(path=next(path for path in numbered if not path.exists()), taken=first)
+    free = next(path for path in numbered if not path.exists())
+    return OutDir(path=free, unnamed=True, taken=first)
 
 
 def require_no_run(path: Path) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from narrowcast.config import LoadedRecipe, Recipe
 from narrowcast.errors import DivergedError, Interrupted, RecipeError
 from narrowcast.hardware import probe
+from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
@@ -93,11 +94,27 @@ class Run:
         return self.prepared.plan
 
     def __iter__(self) -> Iterator[Record]:
-        """Train, and yield what happens as it happens."""
-        return self.records()
+        """Train, and yield what happens as it happens.
 
-    def records(self, tell: Tell = _log.warning) -> Iterator[Record]:
-        """Train, and yield what happens; `tell` gets a sentence for each tracker that fails."""
+        The run has random generators of its own: what is drawn in the loop changes nothing in it.
+        """
+        randomness = OwnRandomness(next(self.model.parameters()).device)
+        with contextlib.closing(self.records()) as records:
+            while True:
+                randomness.enter()
+                try:
+                    record = next(records)
+                except StopIteration:
+                    return
+                finally:
+                    randomness.leave()
+                yield record
+
+    def records(self, tell: Tell = _log.warning) -> Generator[Record]:
+        """Train, and yield what happens; `tell` gets a sentence for each tracker that fails.
+
+        As `narrowcast train` does it: with torch's own generators, which nobody else draws from.
+        """
         if self.folder is None:
             with contextlib.closing(self._records) as records:
                 yield from records

@@ -13,9 +13,12 @@ from narrowcast.errors import RecipeError
 from narrowcast.runs.records import Record
 
 FORBIDDEN = frozenset(
-    {"script", "iframe", "object", "embed", "link", "meta", "base", "form", "style", "frame"}
-)
+    {"script", "iframe", "object", "embed", "link", "meta", "base", "form", "style", "frame",
+     "plaintext", "textarea", "title", "template", "noscript", "xmp", "html", "head", "body"}
+)  # fmt: skip
 """Elements that load or run something, or that reach beyond their section."""
+EMPTY = frozenset({"area", "br", "col", "hr", "img", "input", "source", "track", "wbr"})
+"""Elements without an end."""
 ADDRESSES = frozenset(
     {"href", "src", "srcset", "action", "formaction", "data", "poster", "background", "xlink:href",
      "ping", "cite"}
@@ -41,6 +44,8 @@ class ReportSection:
         reader.feed(self.html)
         if "<" in reader.rawdata:  # what follows the section would become part of it
             reader.note("a tag that does not end")
+        if reader.open:
+            reader.note(f"<{reader.open[-1]}> without its end")
         if reader.found:
             raise RecipeError(
                 f"report section {self.title!r} holds {reader.found}: a report loads and runs "
@@ -54,6 +59,7 @@ class _Reader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.found = ""
+        self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in FORBIDDEN:
@@ -67,7 +73,18 @@ class _Reader(HTMLParser):
             elif _OUTSIDE_STYLE.search(text):  # style, fill, filter and many more take url()
                 self.note(f"an address in {name}")
 
-    handle_startendtag = handle_starttag
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in EMPTY:
+            return
+        if not self.open or self.open.pop() != tag:
+            self.note(f"</{tag}> without its beginning")
 
     def note(self, what: str) -> None:
         """Keep the first."""

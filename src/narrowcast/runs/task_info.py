@@ -59,7 +59,21 @@ class TaskInfo:
     def __post_init__(self) -> None:
         if not all(isinstance(word, str) for word in (self.unit, self.plural, *self.loss_parts)):
             raise RecipeError("unit, plural and loss_parts of a task are texts")
+        for field in ("metrics", "loss_parts"):
+            if isinstance(getattr(self, field), str | Metric):
+                raise RecipeError(f"{field} of a task is a tuple: write {field}=(…,)")
+        if strange := [metric for metric in self.metrics if not isinstance(metric, Metric)]:
+            raise RecipeError(f"metrics of a task are Metric(name=…), not {strange[0]!r}")
+        if self.unit.endswith("s") and not self.plural:
+            raise RecipeError(
+                f"unit={self.unit!r}: write one of what is counted, e.g. token; or plural= too"
+            )
         names = [metric.name for metric in self.metrics]
+        if averaged := [name for name in names if name.startswith(AVERAGED)]:
+            raise RecipeError(
+                f"metric {averaged[0]!r}: {AVERAGED}… is what the average of the weights gives; "
+                "choose another name"
+            )
         if not names or len(set(names)) != len(names):
             raise RecipeError(f"a task has metrics of different names, the headline first: {names}")
 

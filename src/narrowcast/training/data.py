@@ -1,6 +1,7 @@
 """Batches in an order that is a pure function of the seed, brought to the device ahead of time."""
 
 import hashlib
+import operator
 import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -124,7 +125,7 @@ class BatchStream:
     def _counted(self, batches: Batches) -> Batches:
         for batch in batches:
             if self._count is not None:
-                self._counts.append(self._count(batch))
+                self._counts.append(_whole_number(self._count(batch)))
             yield batch
 
     def __enter__(self) -> Self:
@@ -176,6 +177,20 @@ class _From:
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.order.starting_at(self.start)
+
+
+def _whole_number(items: object) -> int:
+    """Return a count of items; a tensor or NumPy's integer is one too."""
+    try:
+        count = operator.index(items)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        count = -1
+    if count < 0 or isinstance(items, bool):
+        raise RecipeError(
+            f"items of the task returned {items!r} for a batch; return how many it holds, a whole "
+            "number"
+        )
+    return count
 
 
 def _stacked(fetched: Any) -> Any:

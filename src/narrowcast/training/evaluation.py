@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, blamed_on
 from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, TaskInfo
@@ -25,11 +25,11 @@ def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
     device = next(model.parameters()).device
     with randomness_kept(device), in_eval_mode(model), torch.no_grad():
         with prepared.compute():
-            metrics = dict(task.evaluate(model))
+            metrics = _measured(task, model)
         _require_declared(metrics, task.info)
         if prepared.has_average:
             with prepared.averaged(), prepared.compute():
-                averaged = task.evaluate(model)
+                averaged = _measured(task, model)
             metrics |= {f"{AVERAGED}{key}": value for key, value in averaged.items()}
     return metrics
 
@@ -64,6 +64,33 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _measured(task: Task, model: nn.Module) -> dict[str, float]:
+    with blamed_on("the task's evaluation"):
+        metrics = task.evaluate(model)
+    return _numbers(metrics)
+
+
+def _numbers(metrics: object) -> dict[str, float]:
+    """Return metrics as plain numbers; tensors and NumPy's scalars are, if of one element."""
+    if not isinstance(metrics, Mapping):
+        raise RecipeError(
+            f"the task's evaluation returned a {type(metrics).__name__}; return a dict of numbers "
+            'by name, e.g. {"accuracy": 0.9}'
+        )
+    found = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, bool | str):
+                raise TypeError
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise RecipeError(
+                f"the task's evaluation returned {name}={value!r}, which is not a number; return "
+                "one, e.g. tensor.mean().item()"
+            ) from None
+    return found
 
 
 def _require_declared(metrics: Mapping[str, float], info: TaskInfo) -> None:

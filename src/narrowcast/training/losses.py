@@ -6,7 +6,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.task import Batch, LossParts, Task
 
@@ -24,9 +24,23 @@ class Losses:
 
     def of(self, model: nn.Module, batch: Batch) -> LossParts:
         """Return the loss of a batch; refuse other parts than the task has declared."""
-        loss = self._task.loss(model, batch)
+        with blamed_on("the task's loss"):
+            loss: object = self._task.loss(model, batch)
         if isinstance(loss, Tensor):
             loss = LossParts(total=loss)
+        if not isinstance(loss, LossParts):
+            raise RecipeError(
+                f"the task's loss returned a {type(loss).__name__}; return a tensor without "
+                "dimensions, or LossParts(total=…, parts={…})"
+            )
+        for name, value in {"loss": loss.total, **loss.parts}.items():
+            is_tensor = isinstance(value, Tensor)
+            if not is_tensor or value.dim():
+                what = f"has the shape {tuple(value.shape)}" if is_tensor else f"is {value!r}"
+                raise RecipeError(
+                    f"{name} of the task {what}; return a tensor without dimensions, e.g. its "
+                    ".mean()"
+                )
         declared = self._task.info.loss_parts
         if set(loss.parts) != set(declared):
             raise RecipeError(

@@ -22,7 +22,12 @@ def groups_of(task: Task) -> Sequence[ParameterGroup] | None:
     """
     if task.parameter_groups is None:
         return None
-    groups = task.parameter_groups(task.model)
+    groups = list(task.parameter_groups(task.model))
+    if strange := [group for group in groups if not isinstance(group, ParameterGroup)]:
+        raise RecipeError(
+            f"the task's parameter_groups returned a {type(strange[0]).__name__} among its groups; "
+            "return a list of narrowcast.ParameterGroup(parameters=…)"
+        )
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     grouped = [parameter for group in groups for parameter in group.parameters]
     if strangers := [p for p in grouped if p not in names]:

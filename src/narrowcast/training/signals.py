@@ -17,7 +17,7 @@ class Stop:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Note SIGINT and SIGTERM instead of ending; a second one ends the process at once.
+    """Note SIGINT and SIGTERM instead of ending; a second one has the meaning it had before.
 
     Only the main thread can: in any other, signals keep their meaning, and so does a signal that
     the process was started to ignore, as under nohup.
@@ -26,7 +26,7 @@ def stop_on_signals() -> Iterator[Stop]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if stop.asked_by is not None:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
         stop.asked_by = signal.Signals(number)
 

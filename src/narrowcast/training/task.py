@@ -5,6 +5,7 @@ A batch is a tensor, or tuples, lists and dicts of tensors, nested as the worklo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.common_sections import OptimizerSection
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, blamed_on
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import TaskInfo
@@ -88,6 +89,10 @@ class ParameterGroup:
     def __post_init__(self) -> None:
         # Who gives `model.parameters()` gives something that can be gone through once.
         object.__setattr__(self, "parameters", tuple(self.parameters))
+        for name in ("lr", "lr_factor", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise RecipeError(f"{name}={value!r} of a parameter group: write 0 or more")
 
 
 @final
@@ -95,7 +100,8 @@ class ParameterGroup:
 class Hook:
     """What is done to the model around its steps: projections, constraints, warm-ups.
 
-    Weights are changed in place, those of the model: digits kept beside them follow.
+    Weights are changed in place, those of the model, in the format they are kept in: under
+    `params=bf16` a change below half a spacing of bf16 is lost. Digits kept beside them follow.
     """
 
     name: str
@@ -149,6 +155,16 @@ class Task:
     saved; again, if that was interrupted."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module) or next(self.model.parameters(), None) is None:
+            raise RecipeError(
+                f"the task's model is a {type(self.model).__name__} without parameters; give the "
+                "torch.nn.Module that is to be trained"
+            )
+        if not isinstance(self.gemm_rows, int) or self.gemm_rows < 1:
+            raise RecipeError(
+                f"gemm_rows={self.gemm_rows!r}: write how many rows a linear layer multiplies at "
+                "once, 1 or more; for samples that are vectors, the batch size"
+            )
         if unknown := [name for name in self.scaled_losses if name not in self.info.loss_parts]:
             raise RecipeError(
                 f"scaled_losses names {', '.join(unknown)}, and info.loss_parts has "
@@ -163,11 +179,13 @@ class Task:
         """Call the hooks of a run that begins."""
         for hook in self.hooks:
             if hook.before_first_step is not None:
-                hook.before_first_step(prepared)
+                with blamed_on(f"before_first_step of the task's hook {hook.name!r}"):
+                    hook.before_first_step(prepared)
 
     @torch.no_grad()
     def after_step(self, prepared: Prepared, outcome: Outcome) -> None:
         """Call the hooks of a step that has been queued."""
         for hook in self.hooks:
             if hook.after_step is not None:
-                hook.after_step(prepared, outcome.applied_on_device)
+                with blamed_on(f"after_step of the task's hook {hook.name!r}"):
+                    hook.after_step(prepared, outcome.applied_on_device)

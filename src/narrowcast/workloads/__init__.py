@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from narrowcast.config.registry import Registry
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import RecipeError, UnsupportedError, blamed_on
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,9 @@ def load_recipe(source: str | Path, overrides: Iterable[str] = ()) -> config.Loa
     """Load a shipped recipe or a YAML file, with `key=value` words that win over it."""
     from narrowcast import config
 
+    if isinstance(overrides, str):
+        raise RecipeError(f"overrides are a list of KEY=VALUE words; write [{overrides!r}]")
+
     return config.load_recipe(source, overrides, sections=sections_of, shipped=recipe_files())
 
 
@@ -62,7 +65,9 @@ def build_task(recipe: config.Recipe, *, device: torch.device) -> Task:
     from narrowcast.training.parameter_groups import groups_of
     from narrowcast.training.task import Task
 
-    task = REGISTRY.workload(recipe.workload).load("task")(recipe, device=device)
+    build = REGISTRY.workload(recipe.workload).load("task")
+    with blamed_on(f"the function that builds the task of workload {recipe.workload}"):
+        task = build(recipe, device=device)
     if not isinstance(task, Task):
         raise RecipeError(
             f"workload {recipe.workload} returns a {type(task).__name__} for its task; it must be "
@@ -84,14 +89,17 @@ def report_sections(
     known = {workload.name: workload for workload in REGISTRY.workloads()}
     if name not in known or not known[name].report:
         return ()
+    from narrowcast.runs.report_section import ReportSection
+
     try:
-        return cast("Sequence[ReportSection]", known[name].load("report")(folder, records))
+        sections = list(known[name].load("report")(folder, records))
+        if strange := [each for each in sections if not isinstance(each, ReportSection)]:
+            raise TypeError(f"a {type(strange[0]).__name__} is no ReportSection")
+        return sections
     except UnsupportedError:  # what it needs is not installed here
         return ()
     except Exception as error:  # noqa: BLE001  # a page of a run of days, and somebody else's code
         from html import escape
-
-        from narrowcast.runs.report_section import ReportSection
 
         text = escape(f"{type(error).__name__}: {error}")
         return [ReportSection(title=f"{name}: its section failed", html=f"<p>{text}</p>")]

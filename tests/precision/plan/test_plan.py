@@ -338,3 +338,15 @@ def test_a_plan_is_printed_as_a_table_with_a_reason_for_each_module(cpu, mlp):
     assert [line.split()[0] for line in lines] == [module.name for module in planned.modules]
     assert all(m.reason in line for m, line in zip(planned.modules, lines, strict=True))
     assert last.startswith("compute=bf16; 3: fp32 on a plain CPU: params 0.0 MiB")
+
+
+def test_weights_that_are_frozen_have_no_gradients_masters_or_moments(cpu, mlp):
+    model = mlp()
+    model[0].requires_grad_(False)
+    planned = make_plan(model, "bf16, params=bf16, master=split", hardware=cpu)
+    assert planned.module("0").bytes == {
+        "params": 2 * (32 * 32 + 32),
+        "grads": 0,
+        "master": 0,
+        "moments": 0,
+    }

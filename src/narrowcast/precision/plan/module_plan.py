@@ -4,7 +4,7 @@ A decision is made of four: what the policy says of the module, what its kind an
 the GPU gains by it as measured, and how the hardware runs what is left.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -83,12 +83,12 @@ class Choice:
         name: str,
         module: nn.Module,
         kind: Kind,
-        parameters: int,
+        fresh: Sequence[nn.Parameter],
         *,
         tied: bool,
         moments: int,
     ) -> ModulePlan:
-        """Return the plan of one module that is the first to hold so many parameters."""
+        """Return the plan of one module, which is the first to hold the `fresh` parameters."""
         policy = self._policy.for_module(name)
         excepted = policy != replace(self._policy, exceptions=(), head="")
         reason = ""
@@ -123,9 +123,8 @@ class Choice:
             policy=policy,
             how=how,
             reason=reason,
-            parameters=parameters,
-            bytes=_bytes(policy, self._policy, parameters, moments)
-            | _fp8_bytes(policy, module, how),
+            parameters=sum(p.numel() for p in fresh),
+            bytes=_bytes(policy, self._policy, fresh, moments) | _fp8_bytes(policy, module, how),
         )
 
     def support(self, format_name: str) -> Support:
@@ -255,16 +254,20 @@ def _eight_bits_or_less(name: str) -> bool:
     return name in FP8_FORMATS or isinstance(FORMATS[name], BlockFormat)
 
 
-def _bytes(policy: Policy, whole: Policy, parameters: int, moments: int) -> dict[str, int]:
+def _bytes(
+    policy: Policy, whole: Policy, fresh: Sequence[nn.Parameter], moments: int
+) -> dict[str, int]:
+    """Return what weights take, and beside those that are trained their gradients and the rest."""
+    trained = sum(p.numel() for p in fresh if p.requires_grad)
     lowered = policy.params != "fp32"
     beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if lowered else 0
     kept = whole.moments_format if lowered or whole.needs_fused_optimizer else "fp32"
     grads = whole.grads_format if lowered else "fp32"
     return {
-        "params": parameters * _size(policy.params),
-        "grads": parameters * _size(grads),
-        "master": parameters * beside,
-        "moments": round(parameters * moments * _moment_size(kept)),
+        "params": sum(p.numel() for p in fresh) * _size(policy.params),
+        "grads": trained * _size(grads),
+        "master": trained * beside,
+        "moments": round(trained * moments * _moment_size(kept)),
     }
 
 

@@ -119,11 +119,7 @@ def make_plan(
         fresh = [p for p in own if id(p) not in seen]
         tied = len(own) > len(fresh)
         seen |= {id(p) for p in own}
-        modules.append(
-            choice.plan_module(
-                name, module, kind, sum(p.numel() for p in fresh), tied=tied, moments=moments
-            )
-        )
+        modules.append(choice.plan_module(name, module, kind, fresh, tied=tied, moments=moments))
     totals: dict[str, int] = {}
     for module_plan in modules:
         for role, size in module_plan.bytes.items():
