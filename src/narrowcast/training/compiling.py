@@ -12,6 +12,9 @@ import torch._dynamo
 from torch import nn
 
 from narrowcast.config.sections import Recipe
+from narrowcast.errors import UnsupportedError
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.products.emulated import TRACED_RIGHTLY
 
 VERSIONS = 64
 """Versions of a block that the compiler keeps before it runs the rest uncompiled, without a word.
@@ -30,6 +33,17 @@ def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
         for block in repeated_blocks(model) or [model]:
             block.compile()
     return model
+
+
+def refuse_untraceable(plan: Plan, recipe: Recipe) -> None:
+    """Refuse to compile products whose gradients this version of torch would lose."""
+    emulated = plan.emulated or any(module.how == "emulated" for module in plan.modules)
+    if recipe.compile and emulated and not TRACED_RIGHTLY:
+        raise UnsupportedError(
+            f"compile=true: the compiler of torch {torch.__version__} loses the gradients of "
+            "emulated products; write compile=false, use torch 2.13, or a policy that this machine "
+            "multiplies natively"
+        )
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from narrowcast.health.faults.faults import StepFaults
 from narrowcast.precision.step.cuda_graph import Between, GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.training.compiling import compiled
+from narrowcast.training.compiling import compiled, refuse_untraceable
 from narrowcast.training.losses import Losses
 from narrowcast.training.task import Batch, LossParts, Task
 
@@ -33,6 +33,7 @@ class Stepper:
         self._prepared, self._recipe = prepared, recipe
         self.losses = Losses(prepared, task)
         self._again: LossParts | None = None
+        refuse_untraceable(prepared.plan, recipe)
         self._model = compiled(prepared.model, recipe)
         self._graphed: GraphedStep | None = None
         self.drop_graphs()

@@ -27,6 +27,11 @@ from narrowcast.precision.products.operands import (
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
+TRACED_RIGHTLY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch's compiler keeps the gradients of these autograd functions. That of 2.11 makes them
+all zero, without a word; that of 2.13 does not, and those between are not known."""
+
+
 class PastScales(Protocol):
     """Scales of a module's fp8 operands that come from past steps."""
 
