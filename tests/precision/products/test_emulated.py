@@ -12,6 +12,7 @@ from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.emulated import linear_product, rounded_call
 from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.products.regions import EmulatedProducts
 
 ROWS, IN, OUT = 32, 64, 32
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -465,3 +466,18 @@ def test_a_block_of_128_has_a_scale_of_its_own_and_a_weight_one_a_square():
     result = linear_product(x, weight, None, formats=formats)
     exact = expected_x.double() @ expected_weight.double().t()
     assert (result.double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("function", [F.linear, lambda x, w: torch.mm(x, w.t())])
+def test_a_compiled_product_has_the_gradients_of_the_eager_one_in_any_version(function):
+    """Torch 2.11 traces autograd functions like ours and makes every gradient zero."""
+    torch.manual_seed(0)
+    x, w = (torch.randn(n, 8, requires_grad=True) for n in (4, 5))
+    found = []
+    for run in (function, torch.compile(function, backend="eager")):
+        with EmulatedProducts(BF16):
+            loss = run(x, w).square().sum()
+        found.append(torch.autograd.grad(loss, [x, w]))
+    for eager, compiled in zip(*found, strict=True):
+        assert eager.abs().max() > 0
+        assert torch.equal(eager, compiled)

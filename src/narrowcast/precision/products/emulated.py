@@ -32,6 +32,11 @@ TRACED_RIGHTLY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 all zero, without a word; that of 2.13 does not, and those between are not known."""
 
 
+def _traced_if_right(function: _Method) -> _Method:
+    """Keep a function out of compiled graphs where its gradients would be lost in them."""
+    return function if TRACED_RIGHTLY else cast(_Method, torch.compiler.disable(function))
+
+
 class PastScales(Protocol):
     """Scales of a module's fp8 operands that come from past steps."""
 
@@ -39,6 +44,7 @@ class PastScales(Protocol):
         """Return the scale of a role that is in force, and take note of this matrix."""
 
 
+@_traced_if_right
 def linear_product(
     x: Tensor,
     weight: Tensor,
@@ -162,6 +168,7 @@ class _LinearProduct(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
+@_traced_if_right
 def rounded_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Format
 ) -> Any:

@@ -22,11 +22,7 @@ from narrowcast.precision.nested import cast_floats
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.attention import multi_head_attention
-from narrowcast.precision.products.emulated import (
-    TRACED_RIGHTLY,
-    linear_product,
-    rounded_call,
-)
+from narrowcast.precision.products.emulated import linear_product, rounded_call
 from narrowcast.precision.products.operands import ProductFormats
 
 # The functions torch's autocast runs in 16 bits, as a function mode sees them: each is a product
@@ -77,9 +73,6 @@ _REDUCTIONS: frozenset[Any] = frozenset(
     }
 )  # fmt: skip
 
-
-_WITH_GRADIENTS: frozenset[Any] = _PRODUCTS | _REDUCTIONS | {F.linear, *_IN_PLACE}
-"""What goes through autograd functions of ours."""
 
 # By name, for modes to look up: a number that `torch.compile` reads from an object of a run, and
 # that is another one when the policy is, it takes for a variable, and then cannot decide by it.
@@ -196,8 +189,6 @@ class EmulatedProducts(TorchFunctionMode):
     ) -> Any:
         """Emulate products, widen the arguments of reductions, pass on everything else."""
         kwargs = kwargs or {}
-        if not TRACED_RIGHTLY and torch.compiler.is_dynamo_compiling() and func in _WITH_GRADIENTS:
-            torch._dynamo.graph_break()  # and run as it is, which is right
         if _is_compiled(args, kwargs):
             return func(*args, **kwargs)
         if func is F.linear:
