@@ -57,7 +57,7 @@ class Investigator:
         self._replays = self._row = 0
         self._named = ""
         self._explained = False
-        self._outgrown: tuple[str, str] | None = None
+        self._overflowed_at: tuple[str, str] | None = None
 
     def before(self, batches: Sequence[Any]) -> ReplayInputs | None:
         """Return what has to be kept of a step until its outcome is known."""
@@ -109,15 +109,15 @@ class Investigator:
             # What is wrong with the model is so in the next step too; another batch may be fine.
             self._explained = verdict.origin == "model"
             overflowed_at = verdict.outgrew_format
-            self._outgrown = (verdict.module, verdict.role) if overflowed_at else None
+            self._overflowed_at = (verdict.module, verdict.role) if overflowed_at else None
         explained = verdict is not None or self._explained
         return StepDiagnosis(
-            why=why, findings=told, explained=explained, overflowed_at=self._outgrown
+            why=why, findings=told, explained=explained, overflowed_at=self._overflowed_at
         )
 
     def begin_row(self) -> None:
         """Take the next bad step for the first of a row: formats have changed, or one was good."""
-        self._row, self._explained, self._outgrown = 0, False, None
+        self._row, self._explained, self._overflowed_at = 0, False, None
 
     def named(self, error: DivergedError) -> DivergedError:
         """Return the error with what was found in the steps that led to it, if anything was.
@@ -133,7 +133,7 @@ class Investigator:
             "row": self._row,
             "named": self._named,
             "explained": self._explained,
-            "overflowed_at": self._outgrown and list(self._outgrown),
+            "overflowed_at": self._overflowed_at and list(self._overflowed_at),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,7 +141,9 @@ class Investigator:
         self._replays, self._row = state["replays"], state["row"]
         self._named, self._explained = state.get("named", ""), state.get("explained", False)
         overflowed_at = state.get("overflowed_at")
-        self._outgrown = None if overflowed_at is None else (overflowed_at[0], overflowed_at[1])
+        self._overflowed_at = (
+            None if overflowed_at is None else (overflowed_at[0], overflowed_at[1])
+        )
 
     def _look_into(
         self,

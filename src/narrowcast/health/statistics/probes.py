@@ -71,7 +71,7 @@ class Probes:
         self.grouping = Grouping(self.sites)
         self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
         """What casts to fp8 have lost, where that is counted."""
-        self.supposition = WhatIf(self.sites, supposed or {})
+        self.what_if = WhatIf(self.sites, supposed or {})
         """What the modules in `supposed` would lose with these policies."""
 
     def seen(self) -> list[bool]:

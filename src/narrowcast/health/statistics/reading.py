@@ -37,8 +37,8 @@ class Reading:
             table = self._grouping.rows(self._stacks, statistics)
             probes.counts.take_into(table)
             counts = self._grouping.rows(self._stacks, exponent_counts) if exponents else None
-            self._supposed_sites = probes.supposition.sites
-            self._supposed = AsyncCopy(probes.supposition.rows())
+            self._supposed_sites = probes.what_if.sites
+            self._supposed = AsyncCopy(probes.what_if.rows())
         self._table = AsyncCopy(table)
         self._counts = None if counts is None else AsyncCopy(counts)
 

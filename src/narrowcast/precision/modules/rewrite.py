@@ -30,7 +30,7 @@ from narrowcast.precision.swap import swap
 def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value."""
     rewrite_modules(model, plan)
-    return _narrow_weights(model, plan)
+    return _cast_weights(model, plan)
 
 
 def rewrite_modules(model: nn.Module, plan: Plan) -> None:
@@ -160,7 +160,7 @@ def _rewrite_norm(module: nn.Module, module_plan: ModulePlan, policy: Policy) ->
         swap(module, Fp32Norm)
 
 
-def _narrow_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
+def _cast_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
     """Cast weights to their storage format."""
     lowered = []
     for parameter, name in weight_formats(model, plan).items():

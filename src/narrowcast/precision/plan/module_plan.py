@@ -63,7 +63,7 @@ class ModulePlan:
         }
 
 
-class Choice:
+class ModulePlanner:
     """Decides one module at a time."""
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import nn
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.plan.module_kinds import kind_of
-from narrowcast.precision.plan.module_plan import Choice, ModulePlan, widens
+from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import Policy, suggestion
 from narrowcast.precision.plan.presets import policy_from
 from narrowcast.precision.swap import plain_class
@@ -97,7 +97,7 @@ def make_plan(
     """
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
-    choice = Choice(whole, hardware, emulate, gemm_rows=gemm_rows, only_faster=only_faster)
+    planner = ModulePlanner(whole, hardware, emulate, gemm_rows=gemm_rows, only_faster=only_faster)
     seen: set[int] = set()
     inside_attention: set[int] = set()
     uncalled: set[str] = set()
@@ -119,7 +119,7 @@ def make_plan(
         fresh = [p for p in own if id(p) not in seen]
         tied = len(own) > len(fresh)
         seen |= {id(p) for p in own}
-        modules.append(choice.plan_module(name, module, kind, fresh, tied=tied, moments=moments))
+        modules.append(planner.plan_module(name, module, kind, fresh, tied=tied, moments=moments))
     totals: dict[str, int] = {}
     for module_plan in modules:
         for role, size in module_plan.bytes.items():
@@ -128,7 +128,7 @@ def make_plan(
         policy=whole,
         hardware=hardware,
         modules=tuple(modules),
-        functional=choice.support(whole.functional),
+        functional=planner.support(whole.functional),
         bytes=totals,
     )
 

@@ -95,23 +95,23 @@ class _LinearProduct(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1]).float()  # (rows, in)
         wide_weight = weight.float()  # (out, in)
         x_scale, weight_scale = scales if scales is not None else (None, None)
-        x_narrow = operand(rows, formats.forward, "row", formats.scaling, x_scale)
-        weight_narrow = operand(
+        rounded_x = operand(rows, formats.forward, "row", formats.scaling, x_scale)
+        rounded_weight = operand(
             wide_weight, formats.forward, "row", formats.scaling, weight_scale, weight=True
         )
         # The aten overloads are below the function mode that would round these operands again.
-        transposed = weight_narrow.t()
+        transposed = rounded_weight.t()
         rounded_bias = None if bias is None else rounded(bias.float(), formats.output)
         if rounded_bias is None:
-            output = torch.ops.aten.mm.default(x_narrow, transposed)
+            output = torch.ops.aten.mm.default(rounded_x, transposed)
         elif needs_scale(formats.forward.name):
             # An 8-bit product returns 16 bits, and the bias is added to those.
-            output = torch.ops.aten.mm.default(x_narrow, transposed)
+            output = torch.ops.aten.mm.default(rounded_x, transposed)
             output = _rounded_fresh(output, formats.output).add_(rounded_bias)
         else:
-            output = torch.ops.aten.addmm.default(rounded_bias, x_narrow, transposed)
+            output = torch.ops.aten.addmm.default(rounded_bias, rounded_x, transposed)
         if formats.one_rounding:
-            ctx.save_for_backward(x_narrow, weight_narrow)
+            ctx.save_for_backward(rounded_x, rounded_weight)
         else:
             ctx.save_for_backward(rows, wide_weight)
         ctx.formats, ctx.history, ctx.scales = formats, history, (x_scale, weight_scale)

@@ -29,7 +29,7 @@ def update_path(
             )
         return False, f"{theirs}: fused_optimizer=False was given"
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    why = _why_not(optimizer)
+    why = _unsupported_reason(optimizer)
     if device.type == "cuda":
         why = why or launch.unsupported_reason(device)
     if why:
@@ -74,7 +74,7 @@ def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _why_not(optimizer: torch.optim.Optimizer) -> str:
+def _unsupported_reason(optimizer: torch.optim.Optimizer) -> str:
     """Say what about an optimizer the fused step cannot do; nothing where it can stand in."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return f"{type(optimizer).__name__} is not in the fused kernel"
