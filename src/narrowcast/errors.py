@@ -44,11 +44,9 @@ class CheckpointError(NarrowcastError):
 
 @contextmanager
 def blamed_on(what: str) -> Iterator[None]:
-    """Let an exception of somebody else's code say whose it was; what we raise says so itself."""
+    """Let an exception of somebody else's code say whose it was; whatever it is, it goes on."""
     try:
         yield
-    except NarrowcastError:
-        raise
     except Exception as error:
         error.add_note(f"This was {what}.")
         raise

@@ -3,24 +3,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from narrowcast.cli.entry import exit_code_of
-
-TINY = """\
-workload: lm
-description: as small as it gets
-steps: 4
-batch_size: 2
-device: cpu
-data: {length: 16, eval_windows: 2}
-model: {layers: 3, width: 16, heads: 2}
-optimizer: {lr: 0.01}
-precision: {policy: fp16}
-"""
 
 
 @dataclass(frozen=True)
@@ -38,14 +25,6 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    """A recipe that a step takes milliseconds of."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY)
-    return str(path)
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def test_nothing_installed_is_looked_for_where_a_built_in_one_is_asked_for():
     def refuse():
         raise AssertionError
 
-    Registry({"lm": "narrowcast.workloads.lm:WORKLOAD"}, installed=refuse).workload("lm")
+    found = Registry({"lm": "narrowcast.workloads.lm:WORKLOAD"}, installed=refuse)
+    assert found.workload("lm").name == "lm"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from narrowcast.cli.entry import exit_code_of
 from narrowcast.errors import RecipeError
 from narrowcast.runner.out_dir import out_dir_for
 from narrowcast.runs import RunFolder
@@ -38,3 +39,19 @@ def test_a_chosen_folder_that_holds_a_run_is_refused():
 
 def test_a_chosen_folder_that_is_not_there_is_taken():
     assert out_dir_for("quickstart", "mine").path == Path("mine")
+
+
+def test_a_folder_that_is_claimed_stays_with_its_run_and_goes_without_one():
+    place = out_dir_for("a", None)
+    with place.claimed():
+        assert out_dir_for("a", None).path == Path("runs/a-2")
+    assert not place.path.exists()
+    with place.claimed():
+        (place.path / "resolved.json").touch()
+    assert place.path.exists()
+
+
+def test_what_is_in_the_way_of_a_run_that_nobody_named_is_said(tiny, capsys):
+    Path("runs").write_text("no folder")
+    assert exit_code_of(["train", tiny]) == 2
+    assert "cannot make a run folder at runs/tiny" in capsys.readouterr().err

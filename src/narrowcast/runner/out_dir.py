@@ -29,15 +29,13 @@ class OutDir:
         if not self.unnamed:
             yield
             return
-        made = not self.path.exists()
-        self.path.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # what is in the way, whoever makes the run says
+            self.path.mkdir(parents=True, exist_ok=True)
         try:
             yield
-        except BaseException:
-            with suppress(OSError):
-                if made:
-                    self.path.rmdir()
-            raise
+        finally:
+            with suppress(OSError):  # one that a run is in is not empty, and stays
+                self.path.rmdir()
 
     def __str__(self) -> str:
         return f"{self.path} ({self.taken} is taken)" if self.taken else str(self.path)

@@ -11,7 +11,6 @@ import logging
 import shlex
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from torch import nn
@@ -148,12 +147,7 @@ class Run:
         """Return the run itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close it."""
         self.close()
 

@@ -180,7 +180,7 @@ class _Course:
     def _evaluate(self) -> Iterator[Record]:
         try:
             metrics = evaluate(self._prepared, self._task)
-        except Exception:
+        except Exception:  # the task's: whatever it is, it goes on
             if self._saved != self._progress.step:
                 yield from self._save()  # the steps so far are worth keeping
             raise

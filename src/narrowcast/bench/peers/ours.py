@@ -7,7 +7,7 @@ from torch import Tensor
 from narrowcast.bench.measure.timing import Case, Trial
 from narrowcast.bench.model import Workbench, in_policy
 from narrowcast.hardware import probe
-from narrowcast.training.phase_plans import plan_phases
+from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import Stepper
 
@@ -15,8 +15,8 @@ from narrowcast.training.stepping import Stepper
 def build(bench: Workbench, *, policy: str) -> Trial:
     """Return a step in a policy; compiled and captured if the recipe says so."""
     recipe = in_policy(bench.recipe, policy)
-    hardware = probe(str(bench.device))
-    (plan,) = plan_phases(recipe, bench.model, hardware=hardware, gemm_rows=bench.task.gemm_rows)
+    hardware, gemm_rows = probe(str(bench.device)), bench.task.gemm_rows
+    plan = plan_recipe_model(recipe, bench.model, hardware=hardware, gemm_rows=gemm_rows)
     prepared = prepare_recipe(recipe, bench.task, plan=plan)
     stepper = Stepper(prepared, bench.task, recipe)
     batches, latest = bench.stream(), list[Tensor]()

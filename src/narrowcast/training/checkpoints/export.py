@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from narrowcast.errors import blamed_on
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs.writing import written_beside
 from narrowcast.training.checkpoints.tensor_file import write_tensors
@@ -23,14 +24,11 @@ def write_results(prepared: Prepared, task: Task, folder: Path) -> None:
     export_weights(prepared, folder / WEIGHTS)
     if task.write_results is None:
         return
-    try:
+    with blamed_on(
+        f"write_results of the task; the weights are safe in {folder / WEIGHTS}. Once it is "
+        f"repaired, `narrowcast resume {folder}` writes the rest"
+    ):
         task.write_results(folder, prepared)
-    except Exception as error:
-        error.add_note(
-            f"This was write_results of the task; the weights are safe in {folder / WEIGHTS}. "
-            f"Once it is repaired, `narrowcast resume {folder}` writes the rest."
-        )
-        raise
     (folder / PENDING).unlink()
 
 
