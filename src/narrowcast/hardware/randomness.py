@@ -40,20 +40,64 @@ class RandomState:
             torch.mps.set_rng_state(self.on_device)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AllRandomState:
+    """Where torch's generators stood, and those of Python and NumPy."""
+
+    of_torch: RandomState
+    of_python: Any
+    of_numpy: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> "AllRandomState":
+        """Return the state as it is. Waits for nothing."""
+        return cls(
+            of_torch=RandomState.now(device),
+            of_python=random.getstate(),
+            of_numpy=np.random.get_state(),
+        )
+
+    def restore(self) -> None:
+        """Let all generators go on from here."""
+        self.of_torch.restore()
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
+
+
+@contextmanager
+def randomness_kept(device: torch.device) -> Iterator[None]:
+    """Leave the generators, after the context, as they were before it."""
+    before = AllRandomState.now(device)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
 @contextmanager
 def drawing_from(state: RandomState) -> Iterator[None]:
     """Let the block draw from `state` on, and nobody after it know that it has drawn.
 
     Of Python and NumPy it draws what comes next, and that will come again.
     """
-    before, python, numpy = RandomState.now(state.device), random.getstate(), np.random.get_state()
-    state.restore()
-    try:
+    with randomness_kept(state.device):
+        state.restore()
         yield
-    finally:
-        before.restore()
-        random.setstate(python)
-        np.random.set_state(numpy)
+
+
+@final
+class OwnRandomness:
+    """Lets a run and whoever looks at it between two records each draw as if alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._others: AllRandomState | None = None
+
+    def swap(self) -> None:
+        """Go over to the other's generators; the first time, they are what everybody's are."""
+        others, self._others = self._others, AllRandomState.now(self._device)
+        if others is not None:
+            others.restore()
 
 
 def seed_everything(seed: int) -> None:
@@ -98,46 +142,6 @@ def restore_randomness(state: dict[str, Any], device: torch.device) -> bool:
         case "mps":
             torch.mps.set_rng_state(on_device["state"])
     return True
-
-
-@final
-class OwnRandomness:
-    """Lets a run and whoever looks at it between two records each draw as if alone."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._theirs: tuple[RandomState, Any, Any] | None = None
-
-    def enter(self) -> None:
-        """Go over to the run's generators; the first time, they are what everybody's are."""
-        mine, self._theirs = self._theirs, self._now()
-        if mine is not None:
-            self._set(mine)
-
-    def leave(self) -> None:
-        """Go back to everybody else's."""
-        theirs, self._theirs = self._theirs, self._now()
-        assert theirs is not None
-        self._set(theirs)
-
-    def _now(self) -> tuple[RandomState, Any, Any]:
-        return RandomState.now(self._device), random.getstate(), np.random.get_state()
-
-    def _set(self, state: tuple[RandomState, Any, Any]) -> None:
-        torchs, python, numpy = state
-        torchs.restore()
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextmanager
-def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Leave the generators, after the context, as they were before it."""
-    state = capture_randomness(device)
-    try:
-        yield
-    finally:
-        restore_randomness(state, device)
 
 
 def device_state(device: torch.device) -> Tensor | None:

@@ -100,13 +100,13 @@ class Run:
         randomness = OwnRandomness(next(self.model.parameters()).device)
         with contextlib.closing(self.records()) as records:
             while True:
-                randomness.enter()
+                randomness.swap()
                 try:
                     record = next(records)
                 except StopIteration:
                     return
                 finally:
-                    randomness.leave()
+                    randomness.swap()
                 yield record
 
     def records(self, tell: Tell = _log.warning) -> Generator[Record]:
