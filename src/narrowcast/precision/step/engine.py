@@ -20,7 +20,8 @@ from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.products.regions import Region, tf32_products
+from narrowcast.precision.products.entry import Pass, entry_of
+from narrowcast.precision.products.regions import tf32_products
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
     refuse_foreign_plan,
@@ -107,7 +108,7 @@ class Engine:
         if not torch.compiler.is_compiling():
             self.take_back_first_scales()
         self.fp8.refresh()
-        return self.region()
+        return self.entry.region() if torch.compiler.is_compiling() else Pass(self.entry)
 
     def backward(self, loss: Tensor, *, name: str, retain_graph: bool) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs."""
@@ -241,7 +242,7 @@ class Engine:
 
     def _take(self, plan: Plan, scales: Scales, path: str) -> None:
         """Let a plan be in force that the weights are kept by already."""
-        self.plan, self.region = plan, Region.of(plan)
+        self.plan, self.entry = plan, entry_of(self.model)
         self.scales, self.update_path = scales, path
         self.fp8 = Fp8Model(self.model)
         scale_parts(self._request.parts, scales.parts)
@@ -261,7 +262,7 @@ class Engine:
         if self.plan.emulated:
             # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
             # tensor and steps aside for all that happens in it; that of an edge passes it by.
-            with self.region():
+            with Pass(self.entry):
                 edge = torch.autograd.graph.get_gradient_edge(scaled)
                 one = torch.ones_like(scaled)
                 torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)

@@ -21,6 +21,7 @@ from narrowcast.precision.modules.rewrite import (
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.regions import EmulatedProducts
 from narrowcast.precision.swap import restore as restore_modules
+from narrowcast.precision.weights.copies import copy_as_it_is, copy_in_full
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.lost_updates import LostUpdates
@@ -58,6 +59,8 @@ class TrainedWeights:
             if as_sharded(p) is not None:
                 replace_values(p, full.to(p.dtype))
         self._lowered = [p for p, _ in lowered]
+        for p in self._lowered:
+            copy_in_full(p, self.full)
         trained = set(self.all)
         self.masters = MasterWeights(
             [p for p, _ in lowered if p in trained],
@@ -116,6 +119,7 @@ class TrainedWeights:
         originals = dict(zip(self.masters.fp32_params, self.masters.parameters, strict=True))
         for parameter, value in zip(self._lowered, full, strict=True):
             parameter.grad = None
+            copy_as_it_is(parameter)
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
         for group in self._optimizer.param_groups:
