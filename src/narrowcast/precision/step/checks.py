@@ -87,9 +87,10 @@ def refuse_unscaled_gradients(*, ours: bool) -> None:
 def refuse_senseless_rates(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step whose optimizer has no finite learning rate."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
+        rate = group.get("lr")  # an optimizer may find its own, and have none
+        if isinstance(rate, float) and not math.isfinite(rate):
             raise RecipeError(
-                f"the learning rate is {group['lr']}, which would make every weight so; "
+                f"the learning rate is {rate}, which would make every weight so; "
                 "look at the learning-rate schedule"
             )
 

@@ -6,6 +6,7 @@ numbers go on their way to the host). `Prepared.step` is these three in a row.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -29,7 +30,8 @@ from narrowcast.precision.step.checks import (
 )
 from narrowcast.precision.step.isolation import grads_and_buffers_kept
 from narrowcast.precision.step.outcome import Outcome, pack
-from narrowcast.precision.step.step_log import Scheduler, StepLog
+from narrowcast.precision.step.schedules import Schedules
+from narrowcast.precision.step.step_log import StepLog
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
 
@@ -45,7 +47,7 @@ class Engine:
         plan: Plan,
         *,
         clip_norm: float | None,
-        scheduler: Scheduler | None,
+        schedules: Schedules,
         loss_scale: Settings | None,
         scale_groups: Sequence[str],
         ema_decay: float | None,
@@ -53,7 +55,7 @@ class Engine:
         meter_every: int,
         fused_optimizer: bool | None,
     ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.model, self.optimizer, self.schedules = model, optimizer, schedules
         self._clip_norm, self._meter_every = clip_norm, meter_every
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
@@ -72,7 +74,7 @@ class Engine:
         if ema_decay is not None:
             self.weights.keep_average(decay=ema_decay)
         self.log = StepLog(
-            scheduler,
+            schedules,
             patience=patience,
             weights=len(self.weights.all),
             scaled=self.scales.value is not None,
@@ -184,7 +186,7 @@ class Engine:
             packed,
             step=self.steps_begun,
             names=[self.weights.names[i] for i in present],
-            lr=float(self.optimizer.param_groups[0]["lr"]),
+            lr=_rate(self.optimizer),
             metered=metered,
             sync=self.log.sync,
         )
@@ -277,3 +279,9 @@ class Engine:
         if inv_scale is not None:
             factor = inv_scale if factor is None else factor * inv_scale
         return factor
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of the first group; NaN where an optimizer finds its own."""
+    rate = optimizer.param_groups[0].get("lr")
+    return math.nan if rate is None else float(rate)

@@ -21,7 +21,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "weights": engine.model.state_dict(),
         "master": engine.weights.masters.state_dict(),
         "optimizer": engine.optimizer.state_dict(),
-        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+        "scheduler": engine.schedules.state_dict(),
         "scales": engine.scales.state_dict(),
         "average": None if average is None else average.averages,
         "amax": engine.fp8.state_dict(),
@@ -36,8 +36,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.model.load_state_dict(state["weights"])
     engine.weights.masters.load_state_dict(state["master"])
     engine.weights.load_optimizer(state["optimizer"])
-    if engine.scheduler is not None:
-        engine.scheduler.load_state_dict(state["scheduler"])
+    engine.schedules.load_state_dict(state["scheduler"])
     engine.scales.load_state_dict(state["scales"])
     if engine.weights.average is not None:
         for mine, saved in zip(engine.weights.average.averages, state["average"], strict=True):

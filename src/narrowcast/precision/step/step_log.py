@@ -3,11 +3,10 @@
 Only here does the learning-rate schedule move, and only for a step that was applied.
 """
 
-from typing import Any, Protocol
-
 from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.first_scales import StepCounts
 from narrowcast.precision.step.outcome import NO_MODULE, Outcome
+from narrowcast.precision.step.schedules import Schedules
 from narrowcast.precision.step.stats import Stats
 from narrowcast.runs import FindingRecord
 
@@ -15,28 +14,13 @@ AT_FLOOR = "overflow at the smallest loss scale"
 """What is told of an overflow to which the scale cannot give way."""
 
 
-class Scheduler(Protocol):
-    """What is asked of a learning-rate schedule: torch's have it."""
-
-    def step(self) -> None:
-        """Move on by one applied step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
-
-
 class StepLog:
     """Steps in flight, steps counted, and what was found."""
 
-    def __init__(
-        self, scheduler: Scheduler | None, *, patience: int, weights: int, scaled: bool
-    ) -> None:
+    def __init__(self, schedules: Schedules, *, patience: int, weights: int, scaled: bool) -> None:
         self.stats = Stats()
         self.scaled = scaled
-        self._scheduler, self._patience, self._weights = scheduler, patience, weights
+        self._schedules, self._patience, self._weights = schedules, patience, weights
         self._in_flight: list[Outcome] = []
         self._findings: list[FindingRecord] = []
 
@@ -80,8 +64,7 @@ class StepLog:
         """Return why the step was skipped; nothing where it was not."""
         self.stats.count(outcome)
         if outcome.applied:
-            if self._scheduler is not None:
-                self._scheduler.step()
+            self._schedules.step()
             return ""
         count = f"{len(outcome.bad_parameters)} of {self._weights} weights"
         why = f"gradients of {count} are not finite, nearest the loss {outcome.bad_module}"

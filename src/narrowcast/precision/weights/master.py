@@ -29,6 +29,7 @@ from narrowcast.numerics.parts import (
 )
 from narrowcast.precision.dtensor import local_part, placed_like
 from narrowcast.precision.plan.policy import Master
+from narrowcast.precision.weights.side_by_side import parts_of
 
 SCALE = "_scale"
 """What the key of a moment is followed by in that of its scales, where it has 8 bits."""
@@ -158,7 +159,7 @@ class MasterWeights:
             optimizer.step()
             return
         with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        if not type(optimizer).__module__.startswith("torch.optim"):
+        if not all(type(o).__module__.startswith("torch.optim") for o in parts_of(optimizer)):
             self._step_some(optimizer, with_gradient, factors)
             return
         groups = [group["params"] for group in optimizer.param_groups]

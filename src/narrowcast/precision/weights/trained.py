@@ -26,6 +26,7 @@ from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.lost_updates import LostUpdates
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
 from narrowcast.precision.weights.ownership import Ownership
+from narrowcast.precision.weights.side_by_side import parts_of
 
 
 class TrainedWeights:
@@ -39,6 +40,8 @@ class TrainedWeights:
         self.names = [names.get(p, f"weight {i}") for i, p in enumerate(self.all)]
         self.device = self.all[0].device
         self._model, self._optimizer = model, optimizer
+        parts = dict.fromkeys((optimizer, *parts_of(optimizer)))
+        self._held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
         self._lowered: list[nn.Parameter] = []
         self.masters = MasterWeights([], [], "none")
         self._emulated = False
@@ -71,7 +74,7 @@ class TrainedWeights:
         self.fused = None
         if fused:
             self.fused = FusedAdamW(self._optimizer, self.all, self.masters, policy=plan.policy)
-        self._ownership = Ownership(self._model, self._optimizer, self.all)
+        self._ownership = Ownership(self._model, self._optimizer, self.all, held=self._held)
 
     @property
     def ownership(self) -> Ownership:
