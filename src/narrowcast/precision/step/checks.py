@@ -1,13 +1,11 @@
-"""What `prepare`, a step and a resume refuse, each with what to do instead."""
+"""What `prepare` and a step refuse, each with what to do instead."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import Onlooker, is_swapped
 
@@ -109,38 +107,3 @@ def refuse_foreign_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
             f"the plan was made for {plan.hardware.device}, and the model is prepared on "
             f"{mine.hardware.device}; make it with hardware=prepared.plan.hardware"
         )
-
-
-def refuse_foreign_state(state: dict[str, Any], *, mine: dict[str, Any]) -> None:
-    """Refuse a saved state that is not of a run prepared as this one is."""
-    if not mine.keys() <= state.keys():
-        raise CheckpointError(
-            f"the state lacks {', '.join(sorted(mine.keys() - state.keys()))}: it is not "
-            "that of a prepared model; give what its state_dict() returned"
-        )
-    if state["policy"] != mine["policy"]:
-        raise CheckpointError(
-            f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
-            f"has {mine['policy']!r}; write the policy of the checkpoint"
-        )
-    for part in ("weights", "average", "scheduler", "scales", "amax"):
-        if _outline(state[part]) != _outline(mine[part]):
-            raise CheckpointError(
-                f"the checkpoint's {part} are of another run: another model, or other settings "
-                "of prepare(); prepare this one as that was"
-            )
-
-
-def _outline(state: Any) -> Any:
-    """Return what must agree between a saved state and the one that takes it: keys and shapes."""
-    match state:
-        case Mapping():
-            return {key: _outline(value) for key, value in state.items()}
-        case list() if state and isinstance(state[0], Tensor):
-            return [_outline(value) for value in state]
-        case Tensor():
-            return state.shape
-        case None:
-            return None
-        case _:
-            return "plain data"

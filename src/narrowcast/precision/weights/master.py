@@ -217,19 +217,19 @@ class MasterWeights:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what was kept. The working weights are loaded before."""
+        """Take back what was kept of weights with the same shapes."""
         if state["kind"] != self.kind:
             raise CheckpointError(
                 f"the checkpoint keeps {state['kind']} master weights, the policy asks for "
                 f"{self.kind}; write master={state['kind']}"
             )
+        if self._generator is not None:  # first: one of another device is refused here
+            self._generator.set_state(state["generator"].cpu())
         targets = self._residual
         if self.kind == "fp32":
             targets = [fp32_param.detach() for fp32_param in self.fp32_params]
         for mine, saved in zip(targets, state["beside"], strict=True):
             mine.copy_(saved)
-        if self._generator is not None:
-            self._generator.set_state(state["generator"].cpu())
 
     def _begin(self, i: int, full: Tensor) -> None:
         match self.kind:

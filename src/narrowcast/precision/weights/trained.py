@@ -220,12 +220,36 @@ class TrainedWeights:
                 delattr(self._optimizer, name)
         return None if meter is None else meter.share()
 
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Give the optimizer a saved state, bit for bit."""
-        # torch keeps the tensors it is given, and another run may be using them.
-        self._optimizer.load_state_dict(copy.deepcopy(state))
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that update the weights: one, or several side by side."""
+        return parts_of(self._optimizer)
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        """Return what each optimizer needs to go on, its class, and the names of its weights."""
+        names = dict(zip(self.all, self.names, strict=True))
+        return [
+            {
+                **each.state_dict(),
+                "class": type(each).__name__,
+                "weights": [f"{names[p]} of {tuple(p.shape)}" for p in self._held[each]],
+            }
+            for each in self.optimizers
+        ]
+
+    def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Give the optimizers saved states, bit for bit."""
+        for each, state in zip(self.optimizers, states, strict=True):
+            theirs = {key: state[key] for key in state if key not in ("class", "weights")}
+            # torch keeps the tensors it is given, and another run may be using them.
+            each.load_state_dict(copy.deepcopy(theirs))
+            if self.fused is not None:
+                self.fused.restore(theirs)
+
+    def forget_bindings(self) -> None:
+        """Let the fused optimizer look for its tensors again: the state was put back."""
         if self.fused is not None:
-            self.fused.restore(state)
+            self.fused.forget_bindings()
 
     def bytes(self) -> dict[str, int]:
         """Return what is held now, by role; gradients as if they were there."""
