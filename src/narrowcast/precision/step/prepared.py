@@ -142,7 +142,7 @@ class Prepared:
         Call it where torch's own would be stepped: after an evaluation. `step` does not move it.
         """
         self.sync()
-        self.engine.schedules.plateau(float(value))
+        self.engine.schedules.plateau(value.item() if isinstance(value, Tensor) else float(value))
 
     def sync(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""

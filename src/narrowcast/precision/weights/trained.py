@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ class TrainedWeights:
         self._model, self._optimizer = model, optimizer
         parts = dict.fromkeys((optimizer, *parts_of(optimizer)))
         self._held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
-        self._lowered: list[nn.Parameter] = []
+        self._lowered: set[nn.Parameter] = set()
+        self._narrow: dict[str, nn.Parameter] = {}
+        self._storage: tuple[object, ...] = ()
         self.masters = MasterWeights([], [], "none")
         self._emulated = False
         self.fused: FusedAdamW | None = None
@@ -56,15 +58,19 @@ class TrainedWeights:
         `seed` is that of rounding by chance, where the master weights are `stochastic`.
         """
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
-        lowered = rewrite(self._model, plan)
+        trained = self._trained()
+        lowered = rewrite(self._model, plan, trained)
         for p, full in lowered:
             if as_sharded(p) is not None:
                 replace_values(p, full.to(p.dtype))
-        self._lowered = [p for p, _ in lowered]
-        trained = set(self.all)
+        self._lowered = {p for p, _ in lowered}
+        self._storage = _storage(self._model, plan, trained)
+        narrow = (torch.bfloat16, torch.float16)
+        named = zip(self.names, self.all, strict=True)
+        self._narrow = {n: p for n, p in named if p not in self._lowered and p.dtype in narrow}
         self.masters = MasterWeights(
-            [p for p, _ in lowered if p in trained],
-            [full for p, full in lowered if p in trained],
+            [p for p, _ in lowered],
+            [full for _, full in lowered],
             plan.policy.master or "none",
             seed=seed,
         )
@@ -93,7 +99,7 @@ class TrainedWeights:
         stay so keep their codes. Where nothing is kept in another way, no tensor is touched; else
         two fp32 copies of the weights that are changed exist for a moment.
         """
-        if _storage(self._model, before) == _storage(self._model, plan):
+        if self._storage == _storage(self._model, plan, self._trained()):
             restore_modules(self._model)
             rewrite_modules(self._model, plan)
             self._emulated = plan.emulated and plan.policy.master == "none"
@@ -114,10 +120,10 @@ class TrainedWeights:
             self._ownership = None
         if self.fused is not None and not keep_codes:
             self.fused.release()
-        full = [self.full(p) for p in self._lowered]
+        full = [(p, self.full(p)) for p in self._lowered]
         restore_modules(self._model)
         originals = dict(zip(self.masters.fp32_params, self.masters.parameters, strict=True))
-        for parameter, value in zip(self._lowered, full, strict=True):
+        for parameter, value in full:
             parameter.grad = None
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
@@ -132,6 +138,10 @@ class TrainedWeights:
         """Keep an average of the weights from now on, whatever plan is carried out later."""
         self.average = WeightAverage(self.all, self.full, decay=decay)
 
+    def _trained(self) -> Set[nn.Parameter]:
+        """Return the weights that are kept as a policy says: the rest stay as they came."""
+        return {p for p in self.all if p.requires_grad}
+
     def with_gradients(self) -> list[int]:
         """Return the places of the weights that have a gradient now."""
         return [i for i, p in enumerate(self.all) if p.grad is not None]
@@ -142,12 +152,9 @@ class TrainedWeights:
             p.grad = None
 
     def full(self, weight: nn.Parameter) -> Tensor:
-        """Return a weight with every digit that is kept of it, in fp32 at least."""
+        """Return a weight with every digit that is kept of it, in the dtype it came in."""
         index = self._master_index.get(weight)
-        if index is not None:
-            return self.masters.full(index)
-        kept = weight.detach()
-        return kept.float() if kept.dtype in (torch.bfloat16, torch.float16) else kept
+        return weight.detach() if index is None else self.masters.full(index)
 
     def full_by_name(self) -> dict[str, Tensor]:
         """Return the model's state, its weights with every digit that is kept of them."""
@@ -176,6 +183,7 @@ class TrainedWeights:
         Returns the share of lost updates if it is to be measured: of a sample, or of all weights
         where that costs nothing.
         """
+        self._refuse_narrow()
         if self.fused is not None:
             assert finite is not None
             lost = self.fused.update(
@@ -189,6 +197,16 @@ class TrainedWeights:
             left = [i for i in range(len(self.all)) if i not in moved]
             self.average.update(left, self.full, finite=finite)
         return lost
+
+    def _refuse_narrow(self) -> None:
+        """Refuse to train a weight that came frozen, in 16 bits, and was thawed since."""
+        for name, p in self._narrow.items():
+            if p.grad is not None:
+                raise RecipeError(
+                    f"{name} was frozen at prepare(), in {p.dtype}, and has a gradient now, whose "
+                    "updates those digits would lose; release(), call float() on it, and prepare() "
+                    "again"
+                )
 
     def _factors(self, present: Sequence[int], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
         if factor is None:
@@ -261,7 +279,9 @@ class TrainedWeights:
         ]
         return {
             "params": sum(map(_size, self.all)),
-            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self.all),
+            "grads": sum(
+                p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self.all if p.requires_grad
+            ),
             "master": self.masters.bytes(),
             "moments": sum(map(_size, moments)),
         }
@@ -277,11 +297,11 @@ class TrainedWeights:
         return (weight.detach(),) if index is None else self.masters.stored(index)
 
 
-def _storage(model: nn.Module, plan: Plan) -> tuple[object, ...]:
+def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[object, ...]:
     """Return all that decides how weights, gradients and moments are kept."""
     policy = plan.policy
     kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_fused_optimizer)
-    return (weight_formats(model, plan), *kept)
+    return (weight_formats(model, plan, trained), *kept)
 
 
 def _size(tensor: Tensor) -> int:
