@@ -1,6 +1,9 @@
 """What `prepare` and a step refuse, each with what to do instead."""
 
+import inspect
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +28,12 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             f"{type(optimizer).__name__} wraps another optimizer and has none of torch's own "
             "workings; give prepare() the one inside, often its `optimizer`"
         )
+    needed = needed_arguments(type(optimizer).step)[1:]
+    if needed:
+        raise UnsupportedError(
+            f"step() of {type(optimizer).__name__} needs `{needed[0]}`, and evaluates the loss "
+            "where no gradient can be guarded; use one whose step takes no closure"
+        )
     for name, weight in model.named_parameters():
         if weight.requires_grad and weight.dtype != torch.float32:
             raise UnsupportedError(
@@ -45,6 +54,15 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
     if next(model.parameters(), None) is None:
         raise RecipeError("the model has no parameters; there is nothing to prepare")
+
+
+def needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called."""
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def refuse_watched(model: nn.Module, *, doing: str) -> None:

@@ -21,6 +21,7 @@ from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.regions import Region, tf32_products
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
@@ -31,7 +32,7 @@ from narrowcast.precision.step.checks import (
 from narrowcast.precision.step.isolation import grads_and_buffers_kept
 from narrowcast.precision.step.outcome import Outcome, pack
 from narrowcast.precision.step.schedules import Schedules
-from narrowcast.precision.step.step_log import StepLog
+from narrowcast.precision.step.step_log import Losing, StepLog
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
 
@@ -68,6 +69,7 @@ class Engine:
         )
         scales, self._fused_asked = self._request.first(plan.policy), fused_optimizer
         fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
+        self.weights.refuse_impossible(plan)
         self.weights.apply(plan, fused=fused)
         self._take(plan, scales, path)
         self.buffers = BufferGuard(model)
@@ -79,6 +81,7 @@ class Engine:
             weights=len(self.weights.all),
             scaled=self.scales.value is not None,
         )
+        self.log.params_lose = _lose(plan.policy)
         self.steps_begun = 0
         self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
         self.begin_first_scales(step=0, applied_before=0)
@@ -98,6 +101,7 @@ class Engine:
         self._take(plan, scales, path)
         self.fp8.take_over(before)
         self.log.scaled = self.scales.value is not None
+        self.log.params_lose = _lose(plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
     def refuse_impossible(self, plan: Plan, *, loss_scale: Settings | None = None) -> None:
@@ -234,6 +238,7 @@ class Engine:
     def _terms_of(self, plan: Plan, *, loss_scale: Settings | None) -> tuple[bool, str, Scales]:
         """Return whether the update would be fused, and why, and the loss scales; or refuse."""
         refuse_foreign_plan(self.model, plan, mine=self.plan)
+        self.weights.refuse_impossible(plan)
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
         before = self.plan.policy
         scales = self._request.next(
@@ -279,6 +284,19 @@ class Engine:
         if inv_scale is not None:
             factor = inv_scale if factor is None else factor * inv_scale
         return factor
+
+
+def _lose(policy: Policy) -> Losing:
+    """Say how a weight of this policy may lose an update, all of it."""
+    if policy.params == "fp32":
+        return "never"
+    match policy.master:
+        case "none":
+            return "always"
+        case "stochastic":
+            return "by chance"
+        case _:
+            return "never"
 
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:

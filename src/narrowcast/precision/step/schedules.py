@@ -4,7 +4,6 @@ A `ReduceLROnPlateau` moves by a metric, which only the user knows: it is handed
 `Prepared.plateau`, and a step leaves it alone.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol, final
 
@@ -12,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.step.checks import needed_arguments
 from narrowcast.precision.weights.side_by_side import parts_of
 
 
@@ -95,11 +95,7 @@ def _refuse_arguments(scheduler: Any) -> None:
             f"scheduler={type(scheduler).__name__} has no step(); give a learning-rate schedule, "
             "or a list of them"
         )
-    needed = [
-        p.name
-        for p in inspect.signature(step).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    needed = needed_arguments(step)
     if needed:
         raise UnsupportedError(
             f"step() of {type(scheduler).__name__} needs `{needed[0]}`, which a training step does "

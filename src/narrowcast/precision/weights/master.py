@@ -12,6 +12,7 @@ The optimizer itself is torch's, whichever it is: it sees fp32 parameters, which
 before its step until just after it (for `fp32`, always).
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,8 @@ class MasterWeights:
         self.parameters = list(parameters)
         self._index = set(self.parameters)
         self._residual: list[Tensor] = []
+        self.are_at_hand = False
+        """Whether the optimizer finds its weights in fp32 now, as in its step."""
         self._generator: torch.Generator | None = None
         if kind == "stochastic" and self.parameters:
             self._generator = torch.Generator(self.parameters[0].device)
@@ -176,29 +179,44 @@ class MasterWeights:
                     group["params"] = params
             first = set()
 
+    @contextlib.contextmanager
+    def at_hand(self, indices: Sequence[int] | None = None) -> Iterator[None]:
+        """Let the optimizer find its weights, or some of them, in fp32 inside the block, and write.
+
+        What it leaves is kept, also where it raises: what it did until then is done.
+        """
+        some = range(len(self.parameters)) if indices is None else indices
+        for i in some:
+            if self.kind == "fp32":
+                self.fit(i)
+            else:
+                self.fp32_params[i].data = self.full(i)
+        self.are_at_hand = True
+        try:
+            yield
+        finally:
+            self.are_at_hand = False
+            for i in some:
+                fp32_param = self.fp32_params[i]
+                fp32_param.grad = None
+                self._store(i, fp32_param.detach())
+                if self.kind != "fp32":
+                    fp32_param.data = torch.empty(0, device=fp32_param.device)
+
     def _step_some(
         self,
         optimizer: torch.optim.Optimizer,
         indices: list[int],
         factors: Mapping[nn.Parameter, Tensor],
     ) -> None:
-        for i in indices:
-            if self.kind == "fp32":
-                self.fit(i)
-            else:
-                self.fp32_params[i].data = self.full(i)
-            gradient = self.parameters[i].grad
-            assert gradient is not None
-            self.fp32_params[i].grad = gradient.float()
-        if factors:
-            multiply({self.fp32_params[i]: factors[self.parameters[i]] for i in indices})
-        optimizer.step()
-        for i in indices:
-            fp32_param = self.fp32_params[i]
-            fp32_param.grad = None
-            self._store(i, fp32_param.detach())
-            if self.kind != "fp32":
-                fp32_param.data = torch.empty(0, device=fp32_param.device)
+        with self.at_hand(indices):
+            for i in indices:
+                gradient = self.parameters[i].grad
+                assert gradient is not None
+                self.fp32_params[i].grad = gradient.float()
+            if factors:
+                multiply({self.fp32_params[i]: factors[self.parameters[i]] for i in indices})
+            optimizer.step()
 
     def bytes(self) -> int:
         """Return the size of what is kept beside the working weights."""

@@ -25,6 +25,7 @@ from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.lost_updates import LostUpdates
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
+from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
 from narrowcast.precision.weights.ownership import Ownership
 from narrowcast.precision.weights.side_by_side import parts_of
 
@@ -51,6 +52,7 @@ class TrainedWeights:
         self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
         self._ownership: Ownership | None = None
+        self._own_writes: OwnWrites | None = None
 
     def apply(self, plan: Plan, *, fused: bool, seed: int = 0) -> None:
         """Carry out a plan on the model, and let the optimizer hold the master weights.
@@ -81,6 +83,14 @@ class TrainedWeights:
         if fused:
             self.fused = FusedAdamW(self._optimizer, self.all, self.masters, policy=plan.policy)
         self._ownership = Ownership(self._model, self._optimizer, self.all, held=self._held)
+        refuse = self._ownership.refuse_ema_swapped_in
+        self._own_writes = OwnWrites(
+            self._optimizer, self.masters, lambda doing: refuse(doing=doing)
+        )
+
+    def refuse_impossible(self, plan: Plan) -> None:
+        """Refuse a plan that these weights cannot be kept by; change nothing."""
+        refuse_hidden_weights(self._optimizer, set(self.all), plan)
 
     @property
     def ownership(self) -> Ownership:
@@ -118,6 +128,8 @@ class TrainedWeights:
         if self._ownership is not None:
             self._ownership.give_back()
             self._ownership = None
+        if self._own_writes is not None:
+            self._own_writes.give_back()
         if self.fused is not None and not keep_codes:
             self.fused.release()
         full = [(p, self.full(p)) for p in self._lowered]
