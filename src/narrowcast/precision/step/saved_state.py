@@ -13,6 +13,8 @@ from narrowcast.precision.nested import copy_tensors, map_tensors
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.foreign_state import OUTLINE, outline_of, refuse_foreign_state
 from narrowcast.precision.step.stats import Stats
+from narrowcast.precision.weights.optimizer_state import load_optimizer_states, optimizer_states
+from narrowcast.precision.weights.side_by_side import parts_of
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "weights": engine.model.state_dict(),
         "master": engine.weights.masters.state_dict(),
         "scheduler": engine.schedules.state_dict(),
-        "optimizer": engine.weights.optimizer_states(),
+        "optimizer": optimizer_states(engine.weights),
         "scales": engine.scales.state_dict(),
         "average": None if average is None else average.averages,
         "amax": engine.fp8.state_dict(),
@@ -47,7 +49,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     with _all_or_nothing(engine, mine):
         # First whatever may still refuse: code of others, and states of random generators.
         engine.schedules.load_state_dict(copy.deepcopy(state["scheduler"]))
-        engine.weights.load_optimizers(state["optimizer"])
+        load_optimizer_states(engine.weights, state["optimizer"])
         engine.model.load_state_dict(state["weights"])
         engine.weights.masters.load_state_dict(state["master"])
     engine.scales.load_state_dict(state["scales"])
@@ -75,14 +77,15 @@ def _all_or_nothing(engine: Engine, mine: dict[str, Any]) -> Iterator[None]:
     """Put schedules, optimizers and weights back as they were if loading them fails."""
     schedules, weights = copy.deepcopy(mine["scheduler"]), mine["weights"]
     kept = map_tensors(weights, lambda tensor: tensor.detach().clone())
-    optimizers = [(each, dict(vars(each))) for each in engine.weights.optimizers]
+    optimizers = [(each, dict(vars(each))) for each in parts_of(engine.optimizer)]
     try:
         yield
     except Exception as error:
         for optimizer, attributes in optimizers:  # torch's loading makes new states and groups
             vars(optimizer).clear()
             vars(optimizer).update(attributes)
-        engine.weights.forget_bindings()
+        if engine.weights.fused is not None:
+            engine.weights.fused.forget_bindings()
         copy_tensors(weights, kept)
         engine.schedules.load_state_dict(schedules)
         raise CheckpointError(

@@ -9,7 +9,7 @@ is refused.
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.weights.master import MasterWeights
+from narrowcast.precision.weights.ownership import Ownership
 from narrowcast.precision.weights.side_by_side import parts_of
 
 _LOOKED_INTO = 4
@@ -49,17 +50,14 @@ def refuse_hidden_weights(
 class OwnWrites:
     """The methods of optimizers that may write weights, which reach the model until `give_back`."""
 
-    def __init__(
-        self, optimizer: Optimizer, masters: MasterWeights, refuse: Callable[[str], None]
-    ) -> None:
-        """Take them over; `refuse` is told which method is called, and raises if it may not be."""
+    def __init__(self, optimizer: Optimizer, masters: MasterWeights, ownership: Ownership) -> None:
         self._taken: list[tuple[Optimizer, str]] = []
         if masters.kind == "none" or not masters.parameters:
             return
         for part in parts_of(optimizer):
             for name in _methods(type(part)):
                 if name not in vars(part):
-                    vars(part)[name] = _Writing(part, name, masters, refuse)
+                    vars(part)[name] = _Writing(part, name, masters, ownership)
                     self._taken.append((part, name))
 
     def give_back(self) -> None:
@@ -74,7 +72,7 @@ class OwnWrites:
 class _Writing:
     """In place of a method of an optimizer: calls it with the master weights at hand.
 
-    The optimizer holds this, which therefore does not hold it.
+    The optimizer holds this, which therefore holds neither it nor who does: no cycles.
     """
 
     def __init__(
@@ -82,20 +80,21 @@ class _Writing:
         optimizer: Optimizer,
         name: str,
         masters: MasterWeights,
-        refuse: Callable[[str], None],
+        ownership: Ownership,
     ) -> None:
-        self._optimizer, self._name = weakref.ref(optimizer), name
-        self._masters, self._refuse = masters, refuse
+        self._optimizer, self._ownership = weakref.ref(optimizer), weakref.ref(ownership)
+        self._name, self._masters = name, masters
         functools.update_wrapper(self, getattr(type(optimizer), name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        optimizer = self._optimizer()
+        optimizer, ownership = self._optimizer(), self._ownership()
         assert optimizer is not None
         method = getattr(type(optimizer), self._name)
         if self._masters.are_at_hand:  # a step calls methods of its own
             return method(optimizer, *args, **kwargs)
-        self._refuse(f"optimizer.{self._name}()")
+        if ownership is not None:
+            ownership.refuse_ema_swapped_in(doing=f"optimizer.{self._name}()")
         with self._masters.at_hand():
             return method(optimizer, *args, **kwargs)
 

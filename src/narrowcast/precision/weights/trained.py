@@ -1,7 +1,6 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
 import contextlib
-import copy
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -40,9 +39,10 @@ class TrainedWeights:
         self.all = [*names, *(p for p in held if p not in names)]
         self.names = [names.get(p, f"weight {i}") for i, p in enumerate(self.all)]
         self.device = self.all[0].device
-        self._model, self._optimizer = model, optimizer
+        self._model, self.optimizer = model, optimizer
         parts = dict.fromkeys((optimizer, *parts_of(optimizer)))
-        self._held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
+        self.held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
+        """Which weights each optimizer was given: the one, or several and the whole of them."""
         self._lowered: set[nn.Parameter] = set()
         self._narrow: dict[str, nn.Parameter] = {}
         self._storage: tuple[object, ...] = ()
@@ -77,20 +77,17 @@ class TrainedWeights:
             seed=seed,
         )
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
-        self.masters.adopt(self._optimizer)
+        self.masters.adopt(self.optimizer)
         self._emulated = plan.emulated and plan.policy.master == "none"
         self.fused = None
         if fused:
-            self.fused = FusedAdamW(self._optimizer, self.all, self.masters, policy=plan.policy)
-        self._ownership = Ownership(self._model, self._optimizer, self.all, held=self._held)
-        refuse = self._ownership.refuse_ema_swapped_in
-        self._own_writes = OwnWrites(
-            self._optimizer, self.masters, lambda doing: refuse(doing=doing)
-        )
+            self.fused = FusedAdamW(self.optimizer, self.all, self.masters, policy=plan.policy)
+        self._ownership = Ownership(self._model, self.optimizer, self.all, held=self.held)
+        self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
 
     def refuse_impossible(self, plan: Plan) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
-        refuse_hidden_weights(self._optimizer, set(self.all), plan)
+        refuse_hidden_weights(self.optimizer, set(self.all), plan)
 
     @property
     def ownership(self) -> Ownership:
@@ -139,12 +136,12 @@ class TrainedWeights:
             parameter.grad = None
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["params"] = [originals.get(p, p) for p in group["params"]]
         for fp32_param, parameter in originals.items():
-            if fp32_param in self._optimizer.state:
-                self._optimizer.state[parameter] = self._optimizer.state.pop(fp32_param)
-        recast(self._optimizer, self.masters.parameters)
+            if fp32_param in self.optimizer.state:
+                self.optimizer.state[parameter] = self.optimizer.state.pop(fp32_param)
+        recast(self.optimizer, self.masters.parameters)
 
     def keep_average(self, *, decay: float) -> None:
         """Keep an average of the weights from now on, whatever plan is carried out later."""
@@ -242,50 +239,19 @@ class TrainedWeights:
         # The attributes by which torch's GradScaler tells a fused optimizer to skip.
         told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
         if finite is not None:
-            vars(self._optimizer).update(told)
+            vars(self.optimizer).update(told)
         with torch.enable_grad(), self._optimizer_products(), self.ownership.own_step.let_pass():
-            self.masters.step(self._optimizer, factors)
+            self.masters.step(self.optimizer, factors)
         if finite is not None:
             for name in told:
-                delattr(self._optimizer, name)
+                delattr(self.optimizer, name)
         return None if meter is None else meter.share()
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Those that update the weights: one, or several side by side."""
-        return parts_of(self._optimizer)
-
-    def optimizer_states(self) -> list[dict[str, Any]]:
-        """Return what each optimizer needs to go on, its class, and the names of its weights."""
-        names = dict(zip(self.all, self.names, strict=True))
-        return [
-            {
-                **each.state_dict(),
-                "class": type(each).__name__,
-                "weights": [f"{names[p]} of {tuple(p.shape)}" for p in self._held[each]],
-            }
-            for each in self.optimizers
-        ]
-
-    def load_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizers saved states, bit for bit."""
-        for each, state in zip(self.optimizers, states, strict=True):
-            theirs = {key: state[key] for key in state if key not in ("class", "weights")}
-            # torch keeps the tensors it is given, and another run may be using them.
-            each.load_state_dict(copy.deepcopy(theirs))
-            if self.fused is not None:
-                self.fused.restore(theirs)
-
-    def forget_bindings(self) -> None:
-        """Let the fused optimizer look for its tensors again: the state was put back."""
-        if self.fused is not None:
-            self.fused.forget_bindings()
 
     def bytes(self) -> dict[str, int]:
         """Return what is held now, by role; gradients as if they were there."""
         moments = [
             value
-            for state in self._optimizer.state.values()
+            for state in self.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
