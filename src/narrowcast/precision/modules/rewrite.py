@@ -1,6 +1,6 @@
 """Carry out a plan on a model: the only code that changes one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from narrowcast.precision.modules.wrappers import (
     MatchingInput,
     RoundedNorm,
 )
-from narrowcast.precision.plan.module_kinds import kind_of, multiplies
+from narrowcast.precision.plan.module_kinds import kind_of, multiplies, needs_one_dtype
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
@@ -33,10 +33,15 @@ from narrowcast.precision.swap import has_own_forward, plain_class, restore, swa
 _Held = TypeVar("_Held")
 
 
-def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
-    """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value."""
+def rewrite(
+    model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value.
+
+    Only weights that are `trained` are: who freezes one, or updates it by hand, owns its digits.
+    """
     rewrite_modules(model, plan)
-    return _cast_weights(model, plan)
+    return _cast_weights(model, plan, trained)
 
 
 def rewrite_modules(model: nn.Module, plan: Plan) -> None:
@@ -74,7 +79,9 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
                     emulated = around.emulated or module_plan.how == "emulated" or widens(policy)
                     region = Region(policy.functional, emulated, device_type, policy.reduce)
                     regions[module_plan.name] = region
-                if module_plan.kind == "recurrent" and policy.params != "fp32":
+                narrow = policy.params != "fp32" or plan.policy.params != "fp32"
+                if module_plan.kind == "recurrent" and (narrow or plan.emulated):
+                    # Its neighbours may be in 16 bits, or it alone; an autocast would not mind.
                     swap(module, MatchingInput)
     return regions
 
@@ -93,14 +100,24 @@ def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
             swap(module, InRegion, nc_entry=_around(name, entries), nc_begins=name in entries)
 
 
-def weight_formats(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
-    """Return what each weight is kept in; one that two modules share has the wider one's format."""
+def weight_formats(
+    model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
+) -> dict[nn.Parameter, str]:
+    """Return what each trained weight is kept in; one that two modules share has the wider format.
+
+    Recurrent layers and normalisations take weights of one dtype only: where some are not trained,
+    and so stay as they are, the others stay beside them.
+    """
     wanted: dict[nn.Parameter, str] = {}
     for module_plan in plan.modules:
         module = model.get_submodule(module_plan.name)
-        for parameter in module.parameters(recurse=module_plan.kind == "attention"):
-            before = wanted.get(parameter, module_plan.policy.params)
-            wanted[parameter] = "fp32" if "fp32" in (before, module_plan.policy.params) else before
+        own = list(module.parameters(recurse=module_plan.kind == "attention"))
+        wide = needs_one_dtype(module_plan.kind) and not trained >= set(own)
+        given = "fp32" if wide else module_plan.policy.params
+        for parameter in own:
+            if parameter in trained:
+                before = wanted.get(parameter, given)
+                wanted[parameter] = "fp32" if "fp32" in (before, given) else before
     return wanted
 
 
@@ -184,10 +201,12 @@ def _rewrite_norm(module: nn.Module, module_plan: ModulePlan, policy: Policy) ->
         swap(module, Fp32Norm)
 
 
-def _cast_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
-    """Cast weights to their storage format."""
+def _cast_weights(
+    model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Cast trained weights to their storage format."""
     lowered = []
-    for parameter, name in weight_formats(model, plan).items():
+    for parameter, name in weight_formats(model, plan, trained).items():
         if name == "fp32" or not parameter.is_floating_point():
             continue
         full = parameter.data

@@ -37,7 +37,10 @@ class Fp32Norm(Mixin):
         """Widen, normalise, and return what came in."""
         x = first_tensor(args, kwargs)
         with torch.autocast(x.device.type, enabled=False):
-            args, kwargs = cast_floats((args, kwargs), torch.float32)
+            # A frozen norm that came in 16 bits computes as it would where it came from.
+            own = next(iter(self.parameters()), None)
+            wide = torch.float32 if own is None else own.dtype
+            args, kwargs = cast_floats((args, kwargs), wide)
             return super().forward(*args, **kwargs).to(x.dtype)
 
 
