@@ -1,7 +1,7 @@
 """What `prepare`, a step and a resume refuse, each with what to do instead."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,13 +74,19 @@ def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patien
         raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
 
 
-def refuse_unscaled_gradients(*, ours: bool) -> None:
-    """Refuse to unscale gradients that no backward pass of ours has made."""
-    if not ours:
+def refuse_no_gradients(present: Sequence[int], *, doing: str) -> None:
+    """Refuse a step of no weight at all."""
+    if not present:
+        raise RecipeError(f"{doing} found no gradients; call backward(loss) first, or step(loss)")
+
+
+def refuse_fp16_gradients(gradients: Sequence[Tensor]) -> None:
+    """Refuse to unscale gradients in the format whose small numbers the scale is there for."""
+    if any(g.dtype == torch.float16 for g in gradients):
         raise RecipeError(
-            "step() found gradients that backward() of the prepared model did not make, and would "
-            "divide a loss scale out of them that is not in them; write step(loss), or "
-            "backward(loss), in place of loss.backward()"
+            "unscale() would leave gradients in fp16 without their loss scale, where small ones "
+            "vanish; write grads=fp32 in the policy, or give prepare() a clip_norm and leave "
+            "unscale() out"
         )
 
 

@@ -20,7 +20,8 @@ from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.products.regions import Region, tf32_products
+from narrowcast.precision.products.regions import Region
+from narrowcast.precision.step.backward import add_gradients, unscale_gradients
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
     refuse_foreign_plan,
@@ -104,29 +105,41 @@ class Engine:
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Return what holds over the forward pass and the loss; make fp8 weights ready for it."""
-        if not torch.compiler.is_compiling():
-            self.take_back_first_scales()
+        if torch.compiler.is_compiling():
+            return self.region()
+        self.take_back_first_scales()
         self.fp8.refresh()
-        return self.region()
+        return self.buffers.watched(self.region())
+
+    def begin_pass(self) -> None:
+        """Say that a pass of the model begins: for one outside `compute()`; may be nested."""
+        if not torch.compiler.is_compiling():
+            self.buffers.begin_pass()
+
+    def end_pass(self) -> None:
+        """Say that it has ended."""
+        if not torch.compiler.is_compiling():
+            self.buffers.end_pass()
 
     def backward(self, loss: Tensor, *, name: str, retain_graph: bool) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs."""
-        self.weights.ownership.has_scaled_gradients = True
-        scale = self.scales.of_loss(name)
-        scaled = loss if scale is None else loss.float() * scale.value
-        if not self.scales.per_loss:
-            self._run_backward(scaled, retain_graph=retain_graph)
-            return
-        others = [p.grad for p in self.weights.all]
-        self.weights.forget_gradients()
-        self._run_backward(scaled, retain_graph=retain_graph)
-        with torch.no_grad():
-            fresh = [p.grad for p in self.weights.all if p.grad is not None]
-            if fresh:
-                self.scales.take_unscaled(name, fresh)
-            for p, other in zip(self.weights.all, others, strict=True):
-                if other is not None:
-                    p.grad = other if p.grad is None else p.grad.add_(other)
+        watch, scaled = self.weights.ownership.gradients, self.scales.value is not None
+        watch.before_backward(scaled=scaled)
+        with self.buffers.passes_again():
+            add_gradients(
+                loss,
+                name=name,
+                retain_graph=retain_graph,
+                scales=self.scales,
+                weights=self.weights,
+                plan=self.plan,
+            )
+        watch.after_backward(scaled=scaled)
+
+    def unscale(self) -> None:
+        """Divide the loss scale out of the gradients now, before the step does. Does not wait."""
+        if self.scales.value is not None:
+            unscale_gradients(self.scales, self.weights)
 
     def begin_step(self) -> None:
         """Refuse to go on where every step would be skipped; else let the host catch up."""
@@ -147,10 +160,13 @@ class Engine:
         `present` are the places of the weights that have one. Nothing here waits where the
         optimizer skips by itself, so a CUDA graph can capture it.
         """
-        inv_scale = self.scales.inv_scale(present)
-        checked = check_gradients(
-            [self.weights.all[i].grad for i in present], inv_scale, take_norms=self.weights.norms
+        unscaled = self.weights.ownership.gradients.unscaled
+        inv_scale = self.scales.inv_scale(present) if unscaled is None else None
+        found = checked = check_gradients(
+            self.weights.gradients(present), inv_scale, take_norms=self.weights.norms
         )
+        if unscaled is not None:
+            found, checked = unscaled.checked, unscaled.and_then(checked, present)
         one = torch.ones_like(checked.norm)
         scale = one if self.scales.value is None else self.scales.value.clone()
         lost = None
@@ -162,10 +178,13 @@ class Engine:
                 finite=checked.finite if on_device else None,
                 metered=metered,
             )
-        at_floor = self.scales.update(checked, present)
+        at_floor = self.scales.update(found, present if unscaled is None else unscaled.present)
+        if unscaled is not None:
+            # An edit that is not finite is no overflow, and no scale could have given way to it.
+            at_floor = at_floor | (found.finite & ~checked.finite)
         growth = self.scales.growth_since(scale)
         self.fp8.advance(checked.finite, loss_growth=growth)
-        self.buffers.after_step(checked.finite)
+        self.buffers.after_passes(checked.finite)
         self.weights.forget_gradients()
         return pack(
             finite=checked.finite,
@@ -180,6 +199,8 @@ class Engine:
     def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:
         """Send a step's numbers on their way to the host, and return what will hold them."""
         self.steps_begun += 1
+        self.buffers.end_step()
+        self.weights.ownership.gradients.end_step()
         outcome = Outcome(
             packed,
             step=self.steps_begun,
@@ -214,7 +235,9 @@ class Engine:
             self.first_scales.unchanged(),
             self.fp8.unchanged(),
             self.scales.set_to(values),
-            grads_and_buffers_kept(self.model),
+            self.weights.ownership.gradients.aside(),
+            self.buffers.aside(),
+            grads_and_buffers_kept(self.model, self.weights.all),
         ):
             yield
 
@@ -256,20 +279,6 @@ class Engine:
         torch_fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         on_gpu = self.weights.device.type == "cuda"
         return self.weights.fused is not None or (torch_fused and on_gpu)
-
-    def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
-        if self.plan.emulated:
-            # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
-            # tensor and steps aside for all that happens in it; that of an edge passes it by.
-            with self.region():
-                edge = torch.autograd.graph.get_gradient_edge(scaled)
-                one = torch.ones_like(scaled)
-                torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
-            return
-        # tf32 is a switch of the whole process, so the backward pass needs it thrown as well.
-        native_tf32 = self.plan.policy.functional == "tf32"
-        with tf32_products() if native_tf32 else contextlib.nullcontext():
-            scaled.backward(retain_graph=retain_graph)
 
     def _factor(self, checked: Checked, inv_scale: Tensor | None) -> Tensor | None:
         """Return what each gradient is multiplied by, to unscale and clip it; None for by one."""

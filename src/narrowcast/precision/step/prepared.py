@@ -19,7 +19,7 @@ from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import Settings
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.step.checks import refuse_unscaled_gradients
+from narrowcast.precision.step.checks import refuse_no_gradients
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
@@ -94,6 +94,23 @@ class Prepared:
             )
         self.engine.backward(loss, name=name, retain_graph=retain_graph)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient there is, whoever made it; so does `optimizer.zero_grad()`.
+
+        A step clears the gradients it has used. What passes through the model between two steps,
+        another run's loss or a `loss.backward()`, leaves more: write this at the head of the step.
+        """
+        self.engine.weights.ownership.zero_grad(set_to_none=set_to_none)
+
+    def unscale(self) -> None:
+        """Divide the loss scale out of the gradients now, so that you can clip or edit them.
+
+        Call it after the last `backward` of a step. Afterwards every weight's `.grad` is the true
+        gradient; `step` does not unscale again. Without a loss scale gradients are true anyway, and
+        this does nothing. Does not wait for the device.
+        """
+        self.engine.unscale()
+
     @torch.no_grad()
     def step(self, loss: Tensor | None = None) -> Outcome:
         """Update the weights, unless a gradient is not finite; then skip, and say so.
@@ -106,12 +123,9 @@ class Prepared:
         engine = self.engine
         engine.begin_step()
         present = engine.weights.with_gradients()
-        if not present:
-            raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
-        ownership = engine.weights.ownership
-        if engine.scales.value is not None:
-            refuse_unscaled_gradients(ours=ownership.has_scaled_gradients)
-        ownership.has_scaled_gradients = False
+        refuse_no_gradients(present, doing="step()")
+        scaled = engine.scales.value is not None
+        engine.weights.ownership.gradients.before_step(scaled=scaled)
         metered = engine.is_metered
         packed = engine.queue_update(present, metered=metered)
         return engine.end_step(packed, present, metered=metered)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.precision.weights.gradient_watch import GradientWatch
 
 # Mapped over all weights in every step: a loop in Python would take several times as long.
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
@@ -55,6 +56,7 @@ class Ownership:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         weights: Sequence[nn.Parameter],
+        names: Sequence[str],
     ) -> None:
         self._optimizer, self._weights = optimizer, list(weights)
         self._groups = _groups(optimizer)
@@ -62,11 +64,15 @@ class Ownership:
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
         self._hook = optimizer.register_step_pre_hook(self.own_step)
-        self.has_scaled_gradients = False
-        """Whether a backward pass of ours has made gradients since they were last cleared."""
-        self._zero_grad = _ZeroGrad(self, self._weights, optimizer)
+        self.gradients = GradientWatch(self._weights, names)
+        """Tells gradients that were made by the run from those that were not."""
+        self._zero_grad = _ZeroGrad(self.gradients, optimizer)
         vars(optimizer)["zero_grad"] = self._zero_grad
         self._ema_swapped_in = False
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Clear all gradients, those of the optimizer's own weights too."""
+        self._zero_grad(set_to_none)
 
     def refuse_changes(self) -> None:
         """Refuse to go on with other weights, other groups or other dtypes than were taken."""
@@ -125,26 +131,14 @@ class _ZeroGrad:
     a cycle would keep all weights until Python looks for cycles.
     """
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        weights: Sequence[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self._ownership, self._optimizer = weakref.ref(ownership), weakref.ref(optimizer)
-        self._weights = weights
+    def __init__(self, gradients: GradientWatch, optimizer: torch.optim.Optimizer) -> None:
+        self._gradients, self._optimizer = gradients, weakref.ref(optimizer)
         self.theirs: Any = vars(optimizer).get("zero_grad")
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as torch's own would."""
-        ownership, optimizer = self._ownership(), self._optimizer()
-        if ownership is not None:
-            ownership.has_scaled_gradients = False
-        for p in self._weights:
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad.detach_().zero_()
+        self._gradients.clear(set_to_none=set_to_none)
+        optimizer = self._optimizer()
         if self.theirs is not None:
             self.theirs(set_to_none)
         elif optimizer is not None:

@@ -71,7 +71,7 @@ class TrainedWeights:
         self.fused = None
         if fused:
             self.fused = FusedAdamW(self._optimizer, self.all, self.masters, policy=plan.policy)
-        self._ownership = Ownership(self._model, self._optimizer, self.all)
+        self._ownership = Ownership(self._model, self._optimizer, self.all, self.names)
 
     @property
     def ownership(self) -> Ownership:
@@ -133,6 +133,10 @@ class TrainedWeights:
         """Return the places of the weights that have a gradient now."""
         return [i for i, p in enumerate(self.all) if p.grad is not None]
 
+    def gradients(self, present: Sequence[int]) -> list[Tensor]:
+        """Return the gradients of the weights in these places, which have one."""
+        return [g for i in present if (g := self.all[i].grad) is not None]
+
     def forget_gradients(self) -> None:
         """Let go of every gradient."""
         for p in self.all:
@@ -157,6 +161,10 @@ class TrainedWeights:
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient."""
         return norms_of(gradients) if self.fused is None else self.fused.norms(gradients)
+
+    def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
+        """Multiply the gradients in these places, by one factor or by one for each."""
+        multiply(self._factors(present, factor))
 
     def update(
         self,

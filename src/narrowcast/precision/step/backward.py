@@ -1,0 +1,72 @@
+"""A step's gradients: those of a loss times its scale are added up, and the scale divided out."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from narrowcast.precision.gradients.check import Unscaled, check_gradients
+from narrowcast.precision.gradients.loss_scales import Scales
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.products.regions import Region, tf32_products
+from narrowcast.precision.step.checks import refuse_fp16_gradients, refuse_no_gradients
+from narrowcast.precision.weights.trained import TrainedWeights
+
+
+def add_gradients(
+    loss: Tensor,
+    *,
+    name: str,
+    retain_graph: bool,
+    scales: Scales,
+    weights: TrainedWeights,
+    plan: Plan,
+) -> None:
+    """Add a loss's gradients to those of the weights, scaled as the policy needs."""
+    scale = scales.of_loss(name)
+    scaled = loss if scale is None else loss.float() * scale.value
+    if not scales.per_loss:
+        _run(scaled, plan, retain_graph=retain_graph)
+        return
+    others = [p.grad for p in weights.all]
+    weights.forget_gradients()
+    _run(scaled, plan, retain_graph=retain_graph)
+    with torch.no_grad():
+        fresh = [p.grad for p in weights.all if p.grad is not None]
+        if fresh:
+            scales.take_unscaled(name, fresh)
+        for p, other in zip(weights.all, others, strict=True):
+            if other is not None:
+                p.grad = other if p.grad is None else p.grad.add_(other)
+
+
+@torch.no_grad()
+def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
+    """Divide the loss scale out of the gradients, once, and keep what was found in them."""
+    watch = weights.ownership.gradients
+    if watch.unscaled is not None:
+        return
+    present = weights.with_gradients()
+    refuse_no_gradients(present, doing="unscale()")
+    watch.before_step(scaled=True, doing="unscale()")
+    gradients, inv_scale = weights.gradients(present), scales.inv_scale(present)
+    refuse_fp16_gradients(gradients)
+    checked = check_gradients(gradients, inv_scale, take_norms=weights.norms)
+    if inv_scale is not None:  # those of losses with their own scales are unscaled already
+        weights.multiply_gradients(present, inv_scale)
+    watch.unscaled = Unscaled(checked, present)
+
+
+def _run(scaled: Tensor, plan: Plan, *, retain_graph: bool) -> None:
+    if plan.emulated:
+        # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
+        # tensor and steps aside for all that happens in it; that of an edge passes it by.
+        with Region.of(plan)():
+            edge = torch.autograd.graph.get_gradient_edge(scaled)
+            one = torch.ones_like(scaled)
+            torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
+        return
+    # tf32 is a switch of the whole process, so the backward pass needs it thrown as well.
+    native_tf32 = plan.policy.functional == "tf32"
+    with tf32_products() if native_tf32 else contextlib.nullcontext():
+        scaled.backward(retain_graph=retain_graph)
