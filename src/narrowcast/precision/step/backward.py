@@ -48,9 +48,9 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
         return
     present = weights.with_gradients()
     refuse_no_gradients(present, doing="unscale()")
-    watch.before_step(scaled=True, doing="unscale()")
     gradients, inv_scale = weights.gradients(present), scales.inv_scale(present)
     refuse_fp16_gradients(gradients)
+    watch.before_step(scaled=True, doing="unscale()")
     checked = check_gradients(gradients, inv_scale, take_norms=weights.norms)
     if inv_scale is not None:  # those of losses with their own scales are unscaled already
         weights.multiply_gradients(present, inv_scale)

@@ -69,6 +69,9 @@ class Ownership:
         self._zero_grad = _ZeroGrad(self.gradients, optimizer)
         vars(optimizer)["zero_grad"] = self._zero_grad
         self._ema_swapped_in = False
+        # Weakly, and only these: an activation may well be shared with another model.
+        self.modules = weakref.WeakSet(m for m in model.modules() if m._parameters)
+        _TAKEN.add(self)
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Clear all gradients, those of the optimizer's own weights too."""
@@ -97,6 +100,10 @@ class Ownership:
                 "before prepare()"
             )
 
+    def trains(self, weight: nn.Parameter) -> bool:
+        """Say whether a weight is among those taken over."""
+        return any(weight is mine for mine in self._weights)
+
     @contextlib.contextmanager
     def ema_swapped_in(self) -> Iterator[None]:
         """Let the working weights hold something else inside the block, which nobody is to read."""
@@ -116,11 +123,40 @@ class Ownership:
 
     def give_back(self) -> None:
         """Let the optimizer be stepped by hand again."""
+        _TAKEN.discard(self)
         self._hook.remove()
         if vars(self._optimizer).get("zero_grad") is self._zero_grad:
             del vars(self._optimizer)["zero_grad"]
             if self._zero_grad.theirs is not None:
                 vars(self._optimizer)["zero_grad"] = self._zero_grad.theirs
+
+
+_TAKEN: "weakref.WeakSet[Ownership]" = weakref.WeakSet()
+"""What is taken over now, by runs that somebody still holds."""
+
+
+def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model, a part of one or an optimizer that a run has in its hands already."""
+    if any(isinstance(hook, OwnStepOnly) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        raise RecipeError(
+            "this optimizer is prepared already; go on with what prepare() returned then, or call "
+            "release() on that first"
+        )
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for taken in list(_TAKEN):
+        for name, module in model.named_modules():
+            if module in taken.modules:
+                raise RecipeError(
+                    f"{name or 'this model'} is prepared already; go on with what prepare() "
+                    "returned then, or call release() on that first; models that share a module "
+                    "are prepared as one, an nn.ModuleList of them"
+                )
+        for name, p in model.named_parameters():
+            if p in held and taken.trains(p):
+                raise RecipeError(
+                    f"{name} is trained by another run already; prepare the models that share it "
+                    "as one, an nn.ModuleList of them, or release() the other run first"
+                )
 
 
 @final
