@@ -96,6 +96,16 @@ def test_a_buffer_of_another_shape_or_dtype_is_taken_as_it_is(other):
     assert module.mean is other
 
 
+def test_a_buffer_made_in_inference_mode_is_guarded_once_a_step_has_made_another():
+    module = Running()
+    guard = BufferGuard(module)
+    with torch.inference_mode():
+        module(torch.tensor([2.0]))
+    take_step(guard, module, torch.tensor([3.0]), YES)
+    take_step(guard, module, torch.tensor([math.nan]), NO)
+    assert module.mean == 2.0
+
+
 def test_what_a_checkpoint_loaded_is_trusted():
     module = Running()
     guard = BufferGuard(module)

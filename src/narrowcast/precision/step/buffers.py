@@ -203,12 +203,12 @@ class BufferGuard:
 
     def _marks(self) -> list[_Mark]:
         buffers = [module._buffers.get(name) for module, name in self._homes]
-        return [_Mark(b, 0 if b is None else b._version) for b in buffers]
+        return [_Mark(b, 0 if b is None or b.is_inference() else b._version) for b in buffers]
 
     def _fits(self, i: int) -> bool:
         """Whether a buffer can be given what it held: one of another shape or dtype is trusted."""
         before, now = self._before[i], self._buffers([i])
-        return bool(now) and _outline(now[0]) == _outline(before)
+        return bool(now) and not now[0].is_inference() and _outline(now[0]) == _outline(before)
 
     def _alike(self, places: Iterable[int]) -> list[list[int]]:
         """Return places by dtype and device: one operation can be on all of those."""

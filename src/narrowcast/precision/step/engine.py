@@ -53,9 +53,10 @@ class Engine:
         patience: int,
         meter_every: int,
         fused_optimizer: bool | None,
+        emulate: bool | None,
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._clip_norm, self._meter_every = clip_norm, meter_every
+        self._clip_norm, self._meter_every, self.emulate = clip_norm, meter_every, emulate
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
         self._request = ScaleRequest(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.gradients.loss_scale import LossScale
-from narrowcast.precision.gradients.scale_request import Settings
+from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
-from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.checks import refuse_no_gradients
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
@@ -54,8 +55,10 @@ class Prepared:
         """The settings of the loss scale in force; None without one. Of several, the first."""
         return self.engine.scales.settings
 
-    def change(self, plan: Plan, *, loss_scale: Settings | None = None) -> list[PrecisionChange]:
-        """Carry out another plan from the next step on; return the modules it changes.
+    def change(
+        self, policy: AnyPolicy | Plan, *, loss_scale: Asked | None = None
+    ) -> list[PrecisionChange]:
+        """Carry out another policy or plan from the next step on; return the modules it changes.
 
         Between two steps only. The optimizer, its learning rates and schedule, all counts, the
         average of the weights and what buffers hold stay what they are; weights, master weights and
@@ -64,7 +67,8 @@ class Prepared:
         begins with `loss_scale`, or the settings `prepare` was given, or the default. Delayed fp8
         scales go on in the modules that have had them. Waits for the device.
 
-        Make the plan with `make_plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+        Of a policy a plan is made for this run's device, emulated as `prepare` was told. Plans of
+        your own are made with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
         weights = self.engine.weights
         weights.ownership.refuse_ema_swapped_in(doing="change()")
@@ -73,8 +77,11 @@ class Prepared:
                 "change() was called between backward() and step(), and gradients have the formats "
                 "and the scale of the old policy; call it after step()"
             )
-        before = self.plan
-        self.engine.change(plan, loss_scale=loss_scale)
+        before, plan = self.plan, policy
+        if not isinstance(plan, Plan):
+            hardware, emulate = before.hardware, self.engine.emulate
+            plan = make_plan(self.model, plan, hardware=hardware, emulate=emulate)
+        self.engine.change(plan, loss_scale=settings_from(loss_scale))
         return changes_between(before, plan)
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
@@ -168,7 +175,10 @@ class Prepared:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the model use the averaged weights inside the block; without an average, nothing."""
+        """Let the model use the averaged weights inside the block; without an average, nothing.
+
+        In the formats of the weights; `averaged_weights` has every digit.
+        """
         weights = self.engine.weights
         if weights.average is None:
             yield
@@ -179,6 +189,13 @@ class Prepared:
             weights.average.in_place_of_weights(),
         ):
             yield
+
+    def averaged_weights(self) -> dict[str, Tensor]:
+        """Return a copy of the averages in fp32, by name, which the plain model loads.
+
+        Buffers, and weights that are not trained, are as they are now.
+        """
+        return self.engine.weights.averaged_by_name()
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name.

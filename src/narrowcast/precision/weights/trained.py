@@ -158,6 +158,18 @@ class TrainedWeights:
             for name, value in self._model.state_dict().items()
         }
 
+    def averaged_by_name(self) -> dict[str, Tensor]:
+        """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
+        if self.average is None:
+            raise RecipeError("no average is kept; write ema_decay=0.999, or such, in prepare()")
+        weights = dict(self._model.named_parameters(remove_duplicate=False))
+        averages = dict(zip(self.all, self.average.averages, strict=True))
+        state = self._model.state_dict()
+        for name, p in weights.items():
+            if name in state:
+                state[name] = averages[p] if p in averages else self.full(p)
+        return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient."""
         return norms_of(gradients) if self.fused is None else self.fused.norms(gradients)
