@@ -65,3 +65,13 @@ def check_gradients(
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
     """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients by."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def clip_and_unscale(
+    checked: Checked, inv_scales: Tensor | None, *, clip_norm: float | None
+) -> Tensor | None:
+    """Return what gradients are multiplied by, one factor for all or one for each; None for one."""
+    if clip_norm is None:
+        return inv_scales
+    clip = clip_factor(checked.norm, clip_norm)
+    return clip if inv_scales is None else clip * inv_scales

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.first_scales import FirstScales
 from narrowcast.precision.fp8.state import Fp8Model
-from narrowcast.precision.gradients.check import Checked, check_gradients, clip_factor
+from narrowcast.precision.gradients.check import clip_and_unscale
 from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.regions import Region
-from narrowcast.precision.step.backward import add_gradients, unscale_gradients
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
     refuse_foreign_plan,
@@ -30,6 +29,12 @@ from narrowcast.precision.step.checks import (
 )
 from narrowcast.precision.step.isolation import grads_and_buffers_kept
 from narrowcast.precision.step.outcome import Outcome, pack
+from narrowcast.precision.step.step_gradients import (
+    add_gradients,
+    look_at_gradients,
+    move_scales,
+    unscale_gradients,
+)
 from narrowcast.precision.step.step_log import Scheduler, StepLog
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
@@ -161,13 +166,7 @@ class Engine:
         `present` are the places of the weights that have one. Nothing here waits where the
         optimizer skips by itself, so a CUDA graph can capture it.
         """
-        unscaled = self.weights.ownership.gradients.unscaled
-        inv_scale = self.scales.inv_scale(present) if unscaled is None else None
-        found = checked = check_gradients(
-            self.weights.gradients(present), inv_scale, take_norms=self.weights.norms
-        )
-        if unscaled is not None:
-            found, checked = unscaled.checked, unscaled.and_then(checked, present)
+        checked, inv_scale = look_at_gradients(present, self.scales, self.weights)
         one = torch.ones_like(checked.norm)
         scale = one if self.scales.value is None else self.scales.value.clone()
         lost = None
@@ -175,14 +174,11 @@ class Engine:
         if on_device or bool(checked.finite):
             lost = self.weights.update(
                 present,
-                factor=self._factor(checked, inv_scale),
+                factor=clip_and_unscale(checked, inv_scale, clip_norm=self._clip_norm),
                 finite=checked.finite if on_device else None,
                 metered=metered,
             )
-        at_floor = self.scales.update(found, present if unscaled is None else unscaled.present)
-        if unscaled is not None:
-            # An edit that is not finite is no overflow, and no scale could have given way to it.
-            at_floor = at_floor | (found.finite & ~checked.finite)
+        at_floor = move_scales(checked, present, self.scales, self.weights)
         growth = self.scales.growth_since(scale)
         self.fp8.advance(checked.finite, loss_growth=growth)
         self.buffers.after_passes(checked.finite)
@@ -280,10 +276,3 @@ class Engine:
         torch_fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         on_gpu = self.weights.device.type == "cuda"
         return self.weights.fused is not None or (torch_fused and on_gpu)
-
-    def _factor(self, checked: Checked, inv_scale: Tensor | None) -> Tensor | None:
-        """Return what each gradient is multiplied by, to unscale and clip it; None for by one."""
-        factor = None if self._clip_norm is None else clip_factor(checked.norm, self._clip_norm)
-        if inv_scale is not None:
-            factor = inv_scale if factor is None else factor * inv_scale
-        return factor

@@ -1,11 +1,12 @@
 """A step's gradients: those of a loss times its scale are added up, and the scale divided out."""
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from narrowcast.precision.gradients.check import Unscaled, check_gradients
+from narrowcast.precision.gradients.check import Checked, Unscaled, check_gradients
 from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.regions import Region, tf32_products
@@ -55,6 +56,28 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
     if inv_scale is not None:  # those of losses with their own scales are unscaled already
         weights.multiply_gradients(present, inv_scale)
     watch.unscaled = Unscaled(checked, present)
+
+
+def look_at_gradients(
+    present: Sequence[int], scales: Scales, weights: TrainedWeights
+) -> tuple[Checked, Tensor | None]:
+    """Return what is true of the gradients in these places, and what still unscales them."""
+    unscaled = weights.ownership.gradients.unscaled
+    inv_scale = scales.inv_scale(present) if unscaled is None else None
+    checked = check_gradients(weights.gradients(present), inv_scale, take_norms=weights.norms)
+    return (checked if unscaled is None else unscaled.and_then(checked, present)), inv_scale
+
+
+def move_scales(
+    checked: Checked, present: Sequence[int], scales: Scales, weights: TrainedWeights
+) -> Tensor:
+    """Move every loss scale after a step; return whether none could have given way to it."""
+    unscaled = weights.ownership.gradients.unscaled
+    if unscaled is None:
+        return scales.update(checked, present)
+    overflowed = ~unscaled.checked.finite
+    # What an edit has made not finite is no overflow: no scale is to move, or would have helped.
+    return scales.update(unscaled.checked, unscaled.present) | ~(checked.finite | overflowed)
 
 
 def _run(scaled: Tensor, plan: Plan, *, retain_graph: bool) -> None:
