@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
@@ -310,6 +311,81 @@ def test_buffers_that_no_pass_writes_cost_no_operation():
         take_step(guard, lambda _: None, GOOD, YES)
         take_step(guard, lambda _: None, GOOD, NO)
     assert counted.count == 0
+
+
+class Recorded(TorchDispatchMode):
+    """Does again what was asked of torch, in the same memory, as a captured CUDA graph does."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
+                if isinstance(new, torch.Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+class Counting(nn.Module):
+    """A batch norm, and a buffer that passes write and torch counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["first update", "second update"])
+def test_a_captured_step_guards_without_the_host_whichever_update_is_replayed(which):
+    captured, launched = Counting(), Counting()
+    guards = [BufferGuard(module) for module in (captured, launched)]
+    for guard, module in zip(guards, (captured, launched), strict=True):
+        take_step(guard, module, GOOD, YES)
+    batch, finite = GOOD.clone(), YES.clone()
+    passes, updates = Recorded(), [Recorded(), Recorded()]
+    before = copied(captured)
+    with passes:
+        guards[0].begin_pass()
+        captured(batch)
+        guards[0].end_pass()
+    for update in updates:  # one that measures and one that does not
+        with update:
+            guards[0].after_passes(finite)
+    guards[0].end_step()
+    with torch.no_grad():
+        for name, buffer in captured.named_buffers():
+            buffer.copy_(before[name])
+    for number, (x, good) in enumerate([(2 * GOOD, YES), (BAD, NO), (3 * GOOD, YES), (BAD, NO)]):
+        for module in (captured, launched):
+            if number == 3:
+                module.mean.fill_(7.0)
+                module.norm.running_mean.fill_(5.0)
+        batch.copy_(x)
+        finite.copy_(good)
+        passes.replay()
+        updates[which].replay()
+        with Operations() as counted:
+            guards[0].end_step()
+        assert counted.count == 0
+        take_step(guards[1], launched, x, good)
+        assert same(captured, launched), number
+    assert (captured.mean == 7).all()
+    for x, good in ((GOOD, YES), (BAD, NO)):  # launched again
+        for guard, module in zip(guards, (captured, launched), strict=True):
+            take_step(guard, module, x, good)
+    assert same(captured, launched)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")

@@ -57,6 +57,8 @@ class BufferGuard:
         self._depth = self._began_at = 0
         self._is_current = True
         """Whether `_before` is what buffers held when the last step ended."""
+        self._was_asked = False
+        """Whether this step is launched by the host; one that is replayed looks after itself."""
         self.reset()
 
     def watched(
@@ -86,6 +88,7 @@ class BufferGuard:
 
         Asked twice, as a capture does, it queues the same twice.
         """
+        self._was_asked = True
         places = self._written_by_passes()
         for some in self._alike(places):
             self._give_back(some, finite)
@@ -98,9 +101,10 @@ class BufferGuard:
         """Forget the passes of a step that has ended."""
         if not self._homes:
             return
-        seen_none = self._left is None and not self._began_at
-        self._left, self._silent, self._is_current = None, set(), seen_none
-        if seen_none:
+        untold = self._left is None and not self._began_at and self._was_asked
+        self._left, self._silent, self._was_asked = None, set(), False
+        self._is_current = untold
+        if untold:
             # There is no other time to look where the model is called without telling.
             now = self._marks()
             self._look_at(_differing(now, self._seen) | self._in_training(), now)
