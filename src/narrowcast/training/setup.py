@@ -22,7 +22,7 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
     model, settings = task.model, recipe.precision.loss_scale
     device = next(model.parameters()).device
     optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=groups_of(task))
-    return prepare(
+    prepared = prepare(
         model,
         optimizer,
         policy=plan,
@@ -33,6 +33,8 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
     )
+    prepared.engine.in_recipe = True
+    return prepared
 
 
 def loss_scales_of(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:

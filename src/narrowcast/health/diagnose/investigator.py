@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DivergedError
-from narrowcast.health.diagnose.replay import ReplayInputs, replay
+from narrowcast.health.diagnose.passes import ReplayInputs
+from narrowcast.health.diagnose.replay import replay
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.health.faults.faults import Faults, StepFaults
 from narrowcast.precision.step.outcome import Outcome

@@ -35,6 +35,8 @@ class Plan:
     """Those that hold weights, multiply, or are an exception, in the model's order."""
     functional: Support
     """How products run that no module makes."""
+    emulate: bool | None = None
+    """What was asked: emulate where needed, everywhere, nowhere."""
     bytes: Mapping[str, int] = field(default_factory=dict)
     """What weights, gradients, master weights and moments will take, by role."""
 
@@ -129,6 +131,7 @@ def make_plan(
         hardware=hardware,
         modules=tuple(modules),
         functional=planner.support(whole.functional),
+        emulate=emulate,
         bytes=totals,
     )
 

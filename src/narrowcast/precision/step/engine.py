@@ -20,6 +20,7 @@ from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.products.regions import Region, tf32_products
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
@@ -55,6 +56,8 @@ class Engine:
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._clip_norm, self._meter_every = clip_norm, meter_every
+        self.in_recipe = False
+        """Whether advice speaks of settings in a recipe, rather than of arguments."""
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
         self._request = ScaleRequest(
@@ -192,6 +195,11 @@ class Engine:
         if self.weights.device.type == "cpu":
             self.log.sync()
         return outcome
+
+    @property
+    def wording(self) -> Wording:
+        """How advice to this run's owner is written."""
+        return Wording(policy=self.plan.policy, in_recipe=self.in_recipe)
 
     @property
     def is_metered(self) -> bool:
