@@ -29,7 +29,9 @@ def test_nothing_is_said_of_passes_in_which_everything_is_finite(net, batch, pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("bad", "kind"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "inf")])
+@pytest.mark.parametrize(
+    ("bad", "kind"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "inf")]
+)
 def test_a_batch_that_holds_a_nan_is_blamed_with_the_sample_and_the_micro_batch(
     net, batch, policy, bad, kind
 ):

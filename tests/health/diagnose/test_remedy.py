@@ -34,10 +34,11 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
-        q, k = q * 4e2, k * 4e2
-        if self.fused:
-            mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], scale=1.0)[0]
+        if self.fused:  # its scores are fp32, its operands are not
+            q, k, v = (each[None] for each in (q * 1e6, k, v))
+            mixed = F.scaled_dot_product_attention(q, k, v, scale=1e-6)[0]
         else:
+            q, k = q * 4e2, k * 4e2
             mixed = torch.softmax(q @ k.T - (q @ k.T).max(-1, keepdim=True).values, -1) @ v
         return self.out(mixed)
 
@@ -111,14 +112,19 @@ CASES = {
     "conv": (Image, x(4, 1, 8, 8), mean_of, {"conv.layer": "bf16"}),
     "einsum in a module": (lambda: Inside(Einsum()), x(), mean_of, {"part": "bf16"}),
     "matmul in a module": (lambda: Inside(Attention(fused=False)), x(), mean_of, {"part": "bf16"}),
-    "attention in a module": (lambda: Inside(Attention(fused=True)), x(), mean_of, None),
+    "attention in a module": (
+        lambda: Inside(Attention(fused=True)),
+        x(),
+        mean_of,
+        {"part": "bf16"},
+    ),
     "einsum in the model": (Einsum, x(), mean_of, {}),
     "the loss": (linear, x(), own_product, None),
     "a tied weight": (Tied, torch.arange(8), mean_of, {"head": "bf16"}),
 }
 
 
-def prepared(model, policy, batch):
+def prepared(model, policy):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     return nc.prepare(model, optimizer, policy=policy, emulate=True)
 
@@ -130,14 +136,14 @@ def test_what_is_advised_makes_the_step_finite(case):
     model = build()
     model(batch)  # lazy layers learn their size
     plain = copy.deepcopy(model)
-    run = prepared(model, "fp16", batch)
+    run = prepared(model, "fp16")
     verdict = nc.explain(run, [batch], lambda b: loss_of(model(b), b))
     assert verdict.origin == "model"
     if exceptions is not None:
         assert verdict.remedy.exceptions == exceptions
     (text,) = re.findall(r'policy="(.*)"', verdict.advice())
     assert text != "fp16"
-    again = prepared(plain, text, batch)
+    again = prepared(plain, text)
     for _ in range(20):  # a loss scale may still have to give way
         with again.compute():
             loss = loss_of(plain(batch), batch)
@@ -149,4 +155,92 @@ def test_what_is_advised_makes_the_step_finite(case):
         )
         assert "gives way by itself" in told.advice()
     assert outcome.applied
-    assert math.isfinite(loss)
+    assert math.isfinite(loss.item())
+
+
+def test_words_of_an_exception_that_are_about_weights_are_kept():
+    torch.manual_seed(0)
+    model = linear()
+    model(x())
+    run = prepared(model, "fp16, params=bf16; part: params=fp32; head: fp32")
+    verdict = nc.explain(run, [x()], lambda b: mean_of(model(b), b))
+    assert verdict.advice().startswith(
+        'try policy="compute=fp16, params=bf16, master=fp32; '
+        'part: params=fp32; head: fp32; part.layer: bf16, params=fp32"'
+    )
+
+
+def test_no_format_is_advised_where_none_helps():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    run = prepared(model, "bf16")
+    verdict = nc.explain(run, [x()], lambda b: (model(b) * 0).log().mean())
+    assert verdict.remedy is None
+    assert verdict.advice().startswith("no format helps")
+    with torch.no_grad():
+        model[0].weight.fill_(3e38)
+    verdict = nc.explain(run, [x()], lambda b: model(b).mean())
+    assert (verdict.module, verdict.remedy) == ("0", None)
+    assert "policy" not in verdict.advice()
+
+
+def test_digits_that_a_format_lost_are_found_to_be_the_cause():
+    """A probability that bf16 rounds to one, whose complement has a logarithm in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 1))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(1 - 1e-3)
+    run = prepared(model, "bf16")
+    verdict = nc.explain(run, [x()], lambda b: -torch.log(1 - model(b).float()).mean())
+    assert verdict.role == "loss"
+    assert verdict.advice().startswith('try policy="fp32"')
+
+
+def test_a_static_scale_does_not_give_way():
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 1)
+    scale = nc.LossScale(initial=2.0**20, max=2.0**20, dynamic=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = nc.prepare(model, optimizer, policy="fp16", loss_scale=scale, emulate=True)
+    verdict = nc.explain(run, [x()], lambda b: model(b).sum())
+    assert verdict.advice() == (
+        "the loss scale is too high for this gradient: write a smaller "
+        "loss_scale=LossScale(initial=…)"
+    )
+
+
+def test_a_recipe_is_told_its_own_settings():
+    torch.manual_seed(0)
+    model = linear()
+    model(x())
+    run = prepared(model, "fp16")
+    run.engine.in_recipe = True
+    verdict = nc.explain(run, [x()], lambda b: mean_of(model(b), b))
+    assert verdict.advice() == (
+        'try precision.overrides={"part.layer": bf16}: with it this step is finite. '
+        "Or a lower optimizer.lr, or a lower clip_norm"
+    )
+
+
+@pytest.mark.parametrize("policy", ["fp16", "fp8-delayed", "fp8-tensor, params=bf16"])
+def test_what_is_tried_leaves_the_model_as_it_was(policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 16))
+    groups = {"scale_groups": ["0"]} if policy == "fp16" else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = nc.prepare(model, optimizer, policy=policy, emulate=True, **groups)
+    data = torch.randn(8, 16)
+    with run.compute():
+        loss = model(data).square().mean()
+    run.step(loss)
+    before = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
+    plan, region, fp8 = run.plan, run.engine.region, run.engine.fp8
+    with run.compute():
+        expected = model(data)
+    verdict = nc.explain(run, [data], lambda b: model(b * 1e18 * 1e18).mean())
+    assert verdict is not None
+    after = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
+    assert after == before
+    assert (run.plan, run.engine.region, run.engine.fp8) == (plan, region, fp8)
+    with run.compute():
+        assert torch.equal(model(data), expected)

@@ -9,8 +9,9 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, is_dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,64 +29,92 @@ Call = tuple[nn.Module, str, tuple[Any, ...], dict[str, Any]]
 class Extreme:
     """The first number of a tensor that is not finite, or that fp32 cannot square."""
 
-    where: str
-    """As one would write it: `batch["image"][17, 3]`."""
+    holder: str
+    """Who has the tensor, in words."""
+    path: str
+    """Where the tensor is, as one would write it: `batch['image']`."""
+    index: tuple[int, ...]
     value: float
-    sample: int
-    """Its place along the first dimension, which samples share."""
     count: int
     of: int
     """How many numbers of that tensor are such, of how many."""
-    holder: str = "the batch itself"
+
+    @property
+    def where(self) -> str:
+        """Where the number is: `batch['image'][17, 3]`."""
+        return f"{self.path}[{', '.join(map(str, self.index))}]" if self.index else self.path
+
+    @property
+    def sample(self) -> int:
+        """Its place along the first dimension, which samples share."""
+        return self.index[0] if self.index else 0
 
     @property
     def told(self) -> str:
         """Say which number it is, where, and how many there are."""
-        what = written(self.value) if math.isfinite(self.value) else _names(self.value)
-        return f"{what} at {self.where}, {self.count} of {self.of:,} values"
+        what = written(self.value) if math.isfinite(self.value) else _name(self.value)
+        return f"{self.holder} holds {what} at {self.where}, {self.count} of {self.of:,} values"
 
 
-def first_extreme(value: Any, name: str) -> Extreme | None:
-    """Return the first such number in a value, however nested. Waits for the device."""
-    return next(filter(None, (_extreme_of(t, path) for path, t in _tensors(value, name))), None)
+def extremes_of(batch: Any, calls: list[Call]) -> list[Extreme]:
+    """Return what a batch holds that no product survives, and then what modules were called with.
+
+    One for each tensor, which is told of once. Waits for the device.
+    """
+    given = [("the batch itself", path, tensor) for path, tensor in _tensors(batch, "batch")]
+    given += [
+        (_holder(name), path, tensor)
+        for module, name, args, kwargs in calls
+        for path, tensor in _arguments(module, args, kwargs)
+    ]
+    first = {id(tensor): (holder, path, tensor) for holder, path, tensor in reversed(given)}
+    found = [_extreme_of(*each) for each in reversed(first.values())]
+    return [each for each in found if each is not None]
 
 
-def first_argument(calls: list[Call]) -> Extreme | None:
-    """Return the first such number that a module was called with from outside."""
-    for module, name, args, kwargs in calls:
-        for key, value in _by_name(module, args, kwargs).items():
-            found = first_extreme(value, key)
-            if found is not None:
-                return replace(found, holder=f"what {name or 'the model'} is given")
-    return None
-
-
-def zeroed(value: Any) -> Any:
-    """Return a value, however nested, with zeros in the place of such numbers."""
-    return _changed(value, _zeroed)
+def zeroed(batch: Any, extremes: Collection[Extreme]) -> Any:
+    """Return a batch, however nested, with zeros in the place of such numbers of some tensors."""
+    paths = {(each.holder, each.path) for each in extremes}
+    named = {id(t) for path, t in _tensors(batch, "batch") if ("the batch itself", path) in paths}
+    return _changed(batch, lambda tensor: _zeroed(tensor) if id(tensor) in named else tensor)
 
 
 @contextlib.contextmanager
-def arguments_zeroed(model: nn.Module) -> Iterator[None]:
-    """Let modules that no other calls be given zeros in the place of such numbers."""
-    depth = [0]
+def arguments_zeroed(model: nn.Module, extremes: Collection[Extreme]) -> Iterator[None]:
+    """Give zeros in the place of such numbers to modules that no other one calls."""
+    paths, depth = {(each.holder, each.path) for each in extremes}, [0]
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         depth[0] += 1
-        return zeroed((args, kwargs)) if depth[0] == 1 else None
+        if depth[0] > 1:
+            return None
+        given = _arguments(module, args, kwargs)
+        named = {id(tensor) for path, tensor in given if (_holder(name), path) in paths}
+        return _changed((args, kwargs), lambda t: _zeroed(t) if id(t) in named else t)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         depth[0] -= 1
 
     handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
         handles.append(module.register_forward_hook(leave))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _holder(name: str) -> str:
+    return f"what {name or 'the model'} is given"
+
+
+def _arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    for key, value in _by_name(module, args, kwargs).items():
+        yield from _tensors(value, key)
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -142,18 +171,18 @@ def _zeroed(tensor: Tensor) -> Tensor:
     return torch.where(_extremes(tensor), torch.zeros_like(tensor), tensor)
 
 
-def _extreme_of(tensor: Tensor, path: str) -> Extreme | None:
+def _extreme_of(holder: str, path: str, tensor: Tensor) -> Extreme | None:
     if not _is_plain(tensor) or tensor.numel() == 0:
         return None
-    found = _extremes(tensor.detach()).nonzero()
+    found = _extremes(tensor).nonzero()
     if not len(found):
         return None
-    index = found[0].tolist()
-    at = f"[{', '.join(map(str, index))}]" if index else ""
+    index = tuple(found[0].tolist())
     return Extreme(
-        where=path + at,
-        value=float(tensor.detach()[tuple(index)]),
-        sample=index[0] if index else 0,
+        holder=holder,
+        path=path,
+        index=index,
+        value=float(tensor[index]),
         count=len(found),
         of=tensor.numel(),
     )
@@ -169,7 +198,7 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
 
 
-def _names(value: float) -> str:
+def _name(value: float) -> str:
     if math.isnan(value):
         return "a NaN"
     return "an infinity" if value > 0 else "a negative infinity"

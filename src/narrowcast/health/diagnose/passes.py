@@ -7,21 +7,15 @@ the same passes again. They are made in eager mode, and leave no trace in the ru
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowcast.hardware.randomness import RandomState, drawing_from
-from narrowcast.health.diagnose.given import (
-    Extreme,
-    arguments_zeroed,
-    first_argument,
-    first_extreme,
-    zeroed,
-)
+from narrowcast.health.diagnose.given import Extreme, arguments_zeroed, extremes_of, zeroed
 from narrowcast.health.diagnose.places import Formats, Place, written
 from narrowcast.health.diagnose.recording import Recorder, Seen
 from narrowcast.health.diagnose.verdict import Verdict
@@ -64,14 +58,16 @@ class Passes:
         self,
         *,
         plan: Plan | None = None,
-        zero: bool = False,
+        zero: Collection[Extreme] = (),
         scales: Sequence[Tensor] | None = None,
+        extremes: list[Extreme] | None = None,
     ) -> Verdict | None:
         """Take the passes and say where they went wrong first; None where they do not.
 
-        `plan` is in force instead of the run's, `zero`: with zeros for what no product survives,
-        `scales` those of the losses. Waits for the device after each micro-batch, and ends with the
-        first that went wrong.
+        `plan` is in force instead of the run's, zeros in the place of what is in `zero`, and
+        `scales` are those of the losses. What the passes that went wrong were given, and no
+        product survives, is added to `extremes`. Waits for the device after each micro-batch, and
+        ends with the first that went wrong.
         """
         prepared, engine = self.prepared, self.prepared.engine
         plan = plan or prepared.plan
@@ -86,6 +82,8 @@ class Passes:
             for number, batch in enumerate(self.inputs.batches, start=1):
                 verdict = self._take_one(recorder, batch, number, zero=zero)
                 if verdict is not None:
+                    if extremes is not None:
+                        extremes += extremes_of(batch, recorder.calls)
                     return verdict
             return _look_at_sums(prepared, Formats(plan), self._count)
 
@@ -94,11 +92,11 @@ class Passes:
         return len(self.inputs.batches)
 
     def _take_one(
-        self, recorder: Recorder, batch: Any, number: int, *, zero: bool
+        self, recorder: Recorder, batch: Any, number: int, *, zero: Collection[Extreme]
     ) -> Verdict | None:
-        given = zeroed(batch) if zero else batch
+        given = zeroed(batch, zero) if zero else batch
         faults = contextlib.nullcontext() if self.around is None else self.around(number)
-        clean = arguments_zeroed(self.prepared.model) if zero else contextlib.nullcontext()
+        clean = arguments_zeroed(self.prepared.model, zero) if zero else contextlib.nullcontext()
         with faults, contextlib.ExitStack() as stack:  # in this order: a fault is to be seen
             with clean, self.prepared.compute():
                 stack.enter_context(recorder.watching())  # and what is zeroed, as zeros
@@ -107,18 +105,17 @@ class Passes:
             recorder.see_loss(loss)
             self._backpropagate(loss)
         seen = recorder.read()
-        first = next((i for i, each in enumerate(seen) if each.is_bad), None)
+        first = _first(seen)
         if first is None:
             return None
-        found = Verdict(
+        return Verdict(
             place=seen[first].place,
-            amax=seen[first].judged,
+            amax=seen[first].amax,
             micro_batch=number,
             micro_batches=self._count,
             evidence=_evidence(seen, first),
             neighbour=_neighbour(seen, first),
         )
-        return found if zero else replace(found, extreme=_extreme(batch, recorder))
 
     def _backpropagate(self, loss: Tensor) -> None:
         if self.backward is None:
@@ -136,8 +133,20 @@ def eagerly() -> contextlib.AbstractContextManager[Any]:
     return stance
 
 
-def _extreme(batch: Any, recorder: Recorder) -> Extreme | None:
-    return first_extreme(batch, "batch") or first_argument(recorder.calls)
+def _first(seen: Sequence[Seen]) -> int | None:
+    """Return the place in time of the first bad number.
+
+    An infinity below, which passes for a mask's, was none if it is there until something breaks.
+    """
+    first = next((i for i, each in enumerate(seen) if each.is_bad), None)
+    if first is None or seen[first].place.in_backward:
+        return first
+    flowing = [i for i in range(first) if seen[i].flows and seen[i].place.role != "weight"]
+    for i in reversed(flowing):
+        if math.isfinite(seen[i].amax):
+            break
+        first = i
+    return first
 
 
 def _look_at_sums(prepared: Prepared, formats: Formats, count: int) -> Verdict | None:
@@ -178,9 +187,6 @@ def _evidence(seen: Sequence[Seen], first: int) -> str:
         case "output":
             return _operands(before, place.module)
         case "loss":
-            held = next((s.place for s in before if not math.isfinite(s.amax)), None)
-            if held is not None:
-                return f"{held} held a negative infinity before it"
             return "every output before it was finite"
         case "grad_weight":
             amax = _largest(before, place.module, "grad_output")

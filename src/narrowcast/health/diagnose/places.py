@@ -66,7 +66,9 @@ class Formats:
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 if parameter not in found or not self._multiplies(found[parameter]):
-                    found[parameter] = name if self._multiplies(name) else found.get(parameter, name)
+                    found[parameter] = (
+                        name if self._multiplies(name) else found.get(parameter, name)
+                    )
         return found
 
     def _multiplies(self, name: str) -> bool:

@@ -29,6 +29,8 @@ class Seen:
     """The largest magnitude; NaN where any number was NaN."""
     judged: float
     """The largest number where only that counts, because infinities below may be a mask's."""
+    flows: bool = True
+    """Whether it comes from a weight: a gradient flows back through it."""
 
     @property
     def is_bad(self) -> bool:
@@ -41,7 +43,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, formats: Formats) -> None:
         self._model, self._formats = model, formats
-        self._seen: list[tuple[Place, Tensor]] = []
+        self._seen: list[tuple[Place, Tensor, bool]] = []
         self._in_forward, self._depth = False, 0
         self.calls: list[Call] = []
         """What modules were given by somebody who is none of the model's, since the last reading."""
@@ -88,8 +90,9 @@ class Recorder:
         seen, self._seen = self._seen, []
         if not seen:
             return []
-        numbers = torch.stack([number for _, number in seen]).tolist()
-        return [Seen(place, *both) for (place, _), both in zip(seen, numbers, strict=True)]
+        numbers = torch.stack([number for _, number, _ in seen]).tolist()
+        pairs = zip(seen, numbers, strict=True)
+        return [Seen(place, *both, flows) for (place, _, flows), both in pairs]
 
     def _see_weights(self) -> None:
         """Look at the weights that have changed since they were last looked at."""
@@ -119,10 +122,12 @@ class Recorder:
         place = self._formats.place(name, role)
         # What no gradient flows through may be a mask, which holds infinities of its own, below;
         # and a module that makes no product may be what masks, or the softmax after it.
-        mask = torch.is_grad_enabled() and not tensor.requires_grad
-        self._see(place, tensor, from_above=mask or not place.format)
+        flows = tensor.requires_grad or not torch.is_grad_enabled()
+        self._see(place, tensor, from_above=not flows or not place.format, flows=flows)
 
-    def _see(self, place: Place, tensor: Tensor, *, from_above: bool = False) -> None:
+    def _see(
+        self, place: Place, tensor: Tensor, *, from_above: bool = False, flows: bool = True
+    ) -> None:
         values = tensor.detach()
         if values.is_sparse:
             values = values._values()
@@ -134,4 +139,5 @@ class Recorder:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             low, high = (value.float() for value in torch.aminmax(values))
             amax = torch.maximum(-low, high)
-            self._seen.append((place, torch.stack([amax, high if from_above else amax])))
+            both = torch.stack([amax, high if from_above else amax])
+            self._seen.append((place, both, flows))

@@ -6,7 +6,6 @@ or in the loss that of the whole policy. Rather than derive which it was, each i
 
 from collections.abc import Iterator
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -138,9 +137,8 @@ def _widened(policy: Policy, name: str, wider: str) -> Policy:
             output="",
             head="",
         )
-    matching = [text for glob, text in policy.exceptions if fnmatchcase(name, glob)]
-    kept = _kept(matching[-1]) if matching else []
-    return policy.with_exceptions({name: ", ".join([wider, *kept])})
+    _, exception = policy.exception_for(name)
+    return policy.with_exceptions({name: ", ".join([wider, *_kept(exception)])})
 
 
 def _everything_in_fp32(policy: Policy) -> Policy:

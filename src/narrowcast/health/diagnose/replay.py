@@ -10,11 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
+from narrowcast.health.diagnose.given import Extreme
 from narrowcast.health.diagnose.passes import Around, Passes, ReplayInputs
 from narrowcast.health.diagnose.places import Place
 from narrowcast.health.diagnose.remedy import find_remedy
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.precision.step.prepared import Prepared
+
+TENSORS = 6
+"""Tensors with bad numbers that are each suspected alone."""
 
 
 def replay(
@@ -33,14 +37,26 @@ def replay(
     passes = Passes(
         prepared=prepared, inputs=replay_inputs, loss_of=loss_of, around=around, backward=backward
     )
-    verdict = passes.take()
+    extremes: list[Extreme] = []
+    verdict = passes.take(extremes=extremes)
     if verdict is None:
         return None
     verdict = replace(verdict, wording=prepared.engine.wording)
     if verdict.role == "weight" and verdict.kind != "large":
         return verdict
-    if verdict.extreme is not None:
-        again = passes.take(zero=True)
+    cause = _cause(verdict, passes, extremes)
+    if cause is not None:
+        return replace(verdict, place=Place("", "batch"), amax=abs(cause.value), extreme=cause)
+    return replace(verdict, remedy=find_remedy(verdict, passes))
+
+
+def _cause(verdict: Verdict, passes: Passes, extremes: list[Extreme]) -> Extreme | None:
+    """Return which of the bad numbers that passes were given, if any, made them go wrong."""
+    suspects = [[each] for each in extremes[:TENSORS]]
+    if len(extremes) > 1:
+        suspects.append(extremes)  # where each alone would have been enough
+    for zero in suspects:
+        again = passes.take(zero=zero)
         if again is None or not again.is_same_place(verdict):
-            return replace(verdict, place=Place("", "batch"), amax=verdict.extreme.value)
-    return replace(verdict, extreme=None, remedy=find_remedy(verdict, passes))
+            return zero[0]
+    return None

@@ -114,7 +114,7 @@ class Verdict:
     def told(self) -> str:
         """One sentence: where, what, how large, and what was seen around it."""
         if self.extreme is not None:
-            return f"{self.extreme.holder} holds {self.extreme.told} ({self._turn})"
+            return f"{self.extreme.told} ({self._turn})"
         size = "" if self.kind == "nan" else f"amax {written(self.amax)}, "
         tail = f"; {self.evidence}" if self.evidence else ""
         return f"{self.place} {self._verb} ({size}{self._turn}){tail}"
@@ -166,4 +166,3 @@ class Verdict:
     @property
     def _holds(self) -> float:
         return self.place.limit if self.place.format == "fp16" else math.inf
-
