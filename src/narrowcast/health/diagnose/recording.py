@@ -46,7 +46,7 @@ class Recorder:
         self._seen: list[tuple[Place, Tensor, bool]] = []
         self._in_forward, self._depth = False, 0
         self.calls: list[Call] = []
-        """What modules were given by somebody who is none of the model's, since the last reading."""
+        """What modules were given by somebody who is none of the model's, in these passes."""
         self._versions: dict[int, int] = {}
         self._handles: list[Any] = []
 
@@ -92,7 +92,7 @@ class Recorder:
             return []
         numbers = torch.stack([number for _, number, _ in seen]).tolist()
         pairs = zip(seen, numbers, strict=True)
-        return [Seen(place, *both, flows) for (place, _, flows), both in pairs]
+        return [Seen(place, amax, judged, flows) for (place, _, flows), (amax, judged) in pairs]
 
     def _see_weights(self) -> None:
         """Look at the weights that have changed since they were last looked at."""

@@ -14,18 +14,13 @@ from narrowcast.health.diagnose.passes import Passes
 from narrowcast.health.diagnose.verdict import Remedy, Verdict
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.widening import WHOLE, in_fp32, widened
 
 TRIES = 8
 """Policies that are tried for one verdict, each of which takes about as long as a step or two."""
 
-WHOLE = ""
-"""The model itself, whose own products, and those of the loss, have the policy's format."""
-
 RANKS = {"fp32": 2, "bf16": 1, "tf32": 1}
 """Formats by what they can hold; all others are below."""
-
-KEPT = ("params", "reduce")
-"""Roles of an exception that have nothing to do with products."""
 
 
 def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
@@ -37,7 +32,7 @@ def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
     if verdict.phase == "backward" and trials.lower_scale_helps():
         return Remedy(scale=trials.about_scale)
     whole = passes.prepared.plan.policy
-    everything = _everything_in_fp32(whole)
+    everything = in_fp32(whole)
     if everything == whole or trials.of(everything) is not None:
         return None
     policy, current, tries = whole, verdict, 0
@@ -100,7 +95,7 @@ def _candidates(policy: Policy, verdict: Verdict) -> Iterator[Policy]:
     for wider in ("bf16", "fp32"):
         for name in _suspects(verdict):
             if _rank(policy, name) < RANKS[wider]:
-                yield _widened(policy, name, wider)
+                yield widened(policy, name, wider)
 
 
 def _suspects(verdict: Verdict) -> list[str]:
@@ -122,31 +117,3 @@ def _rank(policy: Policy, name: str) -> int:
     here = policy if name == WHOLE else policy.for_module(name)
     formats = (here.forward, here.grad_input, here.grad_weight, here.output_format)
     return min(RANKS.get(each, 0) for each in formats)
-
-
-def _widened(policy: Policy, name: str, wider: str) -> Policy:
-    """Return a policy in which a module, or all that no exception names, has another format."""
-    if name == WHOLE:
-        return replace(
-            policy,
-            forward=wider,
-            grad_input=wider,
-            grad_weight=wider,
-            scaling="none",
-            accumulate="fp32",
-            output="",
-            head="",
-        )
-    _, exception = policy.exception_for(name)
-    return policy.with_exceptions({name: ", ".join([wider, *_kept(exception)])})
-
-
-def _everything_in_fp32(policy: Policy) -> Policy:
-    kept = [(glob, ", ".join(_kept(text))) for glob, text in policy.exceptions]
-    exceptions = tuple((glob, text) for glob, text in kept if text)
-    return replace(_widened(policy, WHOLE, "fp32"), exceptions=exceptions)
-
-
-def _kept(text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    return [word for word in words if word.partition("=")[0].strip() in KEPT]

@@ -142,5 +142,5 @@ def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
         if not any(fnmatchcase(name, glob) for name in names):
             raise RecipeError(
                 f"precision exception `{glob}: {text}` matches no module"
-                f"{suggestion(glob, names)}; `narrowcast plan` lists the modules"
+                f"{suggestion(glob, names)}; the plan without it lists the modules"
             )

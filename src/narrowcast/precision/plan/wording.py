@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.presets import short_text
+from narrowcast.precision.plan.widening import widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,15 @@ class Wording:
         pairs = [f'"{glob}": {_quoted(text)}' for glob, text in exceptions.items()]
         return f"precision.overrides={{{', '.join(pairs)}}}"
 
+    def wider(self, module: str, name: str) -> str:
+        """Say how one module, or the whole model, computes in a format."""
+        policy = widened(self.policy, module, name)
+        return (
+            self.formats({module: dict(policy.exceptions)[module]})
+            if module
+            else self.whole(policy)
+        )
+
     def whole(self, policy: Policy) -> str:
         """Say how the whole model gets another policy."""
         key = "precision.policy" if self.in_recipe else "policy"
@@ -37,7 +47,7 @@ class Wording:
         given = f"={value}" if value else ""
         if self.in_recipe:
             return f"precision.loss_scale.{setting}{given}"
-        return f"loss_scale=LossScale({setting}{given or '=…'})"
+        return f"loss_scale=LossScale({setting}{given})" if given else f"LossScale.{setting}"
 
 
 def _quoted(text: str) -> str:

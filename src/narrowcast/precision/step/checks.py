@@ -119,8 +119,8 @@ def refuse_foreign_state(state: dict[str, Any], *, mine: dict[str, Any]) -> None
         )
     if state["policy"] != mine["policy"]:
         raise CheckpointError(
-            f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
-            f"has {mine['policy']!r}; write the policy of the checkpoint"
+            f"the checkpoint was written under the policy {state['policy']!r}, and this run has "
+            f"{mine['policy']!r}; write the policy of the checkpoint"
         )
     for part in ("weights", "average", "scheduler", "scales", "amax"):
         if _outline(state[part]) != _outline(mine[part]):

@@ -77,8 +77,9 @@ class Engine:
         self.log = StepLog(
             scheduler,
             patience=patience,
-            weights=len(self.weights.all),
+            weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
             scaled=self.scales.value is not None,
+            wording=lambda: self.wording,
         )
         self.steps_begun = 0
         self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
