@@ -127,7 +127,7 @@ def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not(
         look(1, ("a", "grad_output", "fp16", tiny), ("a", "output", "fp16", tiny))
     )
     assert whats(found) == [("a", "grad_output", "gradients below fp16")]
-    assert "loss_scale" in found[0].advice
+    assert "a larger LossScale.max" in found[0].advice
 
 
 def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_room():

@@ -27,7 +27,7 @@ FP8_FORMATS = ("e4m3", "e5m2")
 COMPUTE_FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS, "mxfp8", "nvfp4")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
     """Formats by role. Fields left out of the text keep the defaults below."""
 
@@ -77,6 +77,9 @@ class Policy:
         return "; ".join(
             [_roles_text(self), *(f"{glob}: {text}" for glob, text in self.exceptions)]
         )
+
+    def __repr__(self) -> str:
+        return f"narrowcast.policy({str(self)!r})"
 
     @property
     def output_format(self) -> str:

@@ -20,6 +20,7 @@ from narrowcast.precision.gradients.scale_request import Settings
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.checks import refuse_unscaled_gradients
+from narrowcast.precision.step.describe import described
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
@@ -35,6 +36,9 @@ class Prepared:
         """The parts of a step, for those who replay it, look into it or measure it."""
         self.model, self.optimizer = engine.model, engine.optimizer
         self.scheduler = engine.scheduler
+
+    def __repr__(self) -> str:
+        return described(self.engine)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
