@@ -9,6 +9,7 @@ import narrowcast as nc
 from narrowcast.hardware import Hardware
 from narrowcast.report.layers import layers
 
+HEAD = ["module", "kind", "products", "weights", "how", "parameters", "reason"]
 ANY_CPU = Hardware(device="cpu", name="any <CPU>", memory_bytes=2**30)
 
 
@@ -26,15 +27,7 @@ def test_a_plan_is_the_same_table_whichever_way_it_is_looked_at(plan):
     lines = str(plan).splitlines()
     assert repr(plan) == str(plan)
     assert lines[0] == "fp8-tensor; head: fp32 on any <CPU> (cpu)"
-    assert lines[2].split() == [
-        "module",
-        "kind",
-        "products",
-        "weights",
-        "how",
-        "parameters",
-        "reason",
-    ]
+    assert lines[2].split() == HEAD
     assert lines[3].startswith(
         "blocks.{0–3}.0 ×4  linear         e4m3 e5m2 e5m2  fp32     emulated"
     )
@@ -56,7 +49,7 @@ def test_a_notebook_is_shown_the_same_cells_escaped_and_in_its_own_colours(plan)
     html = plan._repr_html_()
     root = ET.fromstring(html)  # well-formed, whatever the names are
     cells = [[cell.text for cell in row] for row in root.iter("tr")]
-    assert cells[0] == ["module", "kind", "products", "weights", "how", "parameters", "reason"]
+    assert cells[0] == HEAD
     assert cells[1][:3] == ["blocks.{0–3}.0 ×4", "linear", "e4m3 e5m2 e5m2"]
     assert "any &lt;CPU&gt;" in html
     assert "#" not in html  # no colour of our own, which a dark page would hide

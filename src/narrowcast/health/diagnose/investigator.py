@@ -109,8 +109,7 @@ class Investigator:
         if verdict is not None:
             # What is wrong with the model is so in the next step too; another batch may be fine.
             self._explained = verdict.origin == "model"
-            overflowed_at = verdict.outgrew_format
-            self._overflowed_at = (verdict.module, verdict.role) if overflowed_at else None
+            self._overflowed_at = verdict.overflowed_at
         explained = verdict is not None or self._explained
         return StepDiagnosis(
             why=why, findings=told, explained=explained, overflowed_at=self._overflowed_at

@@ -106,6 +106,13 @@ class Verdict:
         return self.kind == "large" or self.place.role != "weight"
 
     @property
+    def overflowed_at(self) -> tuple[str, str] | None:
+        """The module that a wider format is known to help, and the role that overflowed its own."""
+        if not self.outgrew_format or self.remedy is None:
+            return None
+        return next(iter(self.remedy.exceptions), self.module), self.role
+
+    @property
     def where(self) -> str:
         """The place and the micro-batch."""
         return f"{self.place}, {self._turn}"
