@@ -77,6 +77,10 @@ class Trials:
         before = self._plan.policy
         whole = replace(policy, exceptions=()) != replace(before, exceptions=())
         fresh = {g: text for g, text in policy.exceptions if (g, text) not in before.exceptions}
+        if whole:  # on the way there a module may have become an exception to what it was
+            same = {g for g, text in fresh.items() if text == policy.forward}
+            others = [pair for pair in policy.exceptions if pair[0] not in same]
+            policy = replace(policy, exceptions=tuple(others))
         alone = not (policy.needs_loss_scale and self._can_be_lower)
         alone = alone or self._passes.take(plan=self._planned(policy)) is None
         return Remedy(
