@@ -5,6 +5,7 @@ is right: the batch, a weight, a module's arithmetic, the loss, the scale.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -149,8 +150,16 @@ PRODUCTS = {
 }
 
 
-def prepared(name, policy="fp32", **settings):
+def enlarge(model, name, times):
+    with torch.no_grad():
+        for weight in model.get_submodule(PRODUCTS[name]).parameters():
+            weight.mul_(times)
+
+
+def prepared(name, policy="fp32", *, times=1.0, **settings):
+    """Make a model ready; the weights of its product are so many times what they would be."""
     model, batch, loss_of = made(name)
+    enlarge(model, name, times)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = nc.prepare(model, optimizer, policy=policy, emulate=True, **settings)
     return run, batch, loss_of
@@ -218,17 +227,36 @@ def test_a_bad_weight_is_the_weights(name, bad, policy):
     assert "earlier checkpoint" in verdict.advice()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "recurrent"])
-def test_a_product_that_fp16_cannot_hold_is_its_modules_and_a_wider_format_helps(name):
-    run, batch, loss_of = prepared(name, "fp16")
-    module = run.model.get_submodule(PRODUCTS[name])
-    with torch.no_grad():
-        for weight in module.parameters():
-            weight.add_(weight.sign() * 5e4)
+def is_healed(name, advice, *, times=1.0, factor=1.0):
+    """Take the advice at its word, and a step with it that is otherwise the same."""
+    (policy,) = re.findall(r'try policy="(.*)": with it this step is finite', advice)
+    run, batch, loss_of = prepared(name, policy, times=times)
+    return nc.explain(run, [batch], lambda b: loss_of(b) * factor, loss_scale=1.0) is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_fp16_cannot_hold_is_its_modules_and_what_is_advised_helps(name):
+    run, batch, loss_of = prepared(name, "fp16", times=3e5)
     verdict = nc.explain(run, [batch], loss_of)
     assert (verdict.module, verdict.origin) == (PRODUCTS[name], "model")
-    if verdict.remedy is not None:
-        assert run.plan.policy != verdict.remedy.policy
+    assert is_healed(name, verdict.advice(), times=3e5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_for_a_weight_that_no_format_holds_none_is_advised(name, policy):
+    run, batch, loss_of = prepared(name, policy, times=1e30)
+    verdict = nc.explain(run, [batch], loss_of)
+    assert (verdict.module, verdict.role) == (PRODUCTS[name], "weight")
+    assert "earlier checkpoint" in verdict.advice()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gradient_that_no_scale_makes_small_enough_needs_wider_formats(name):
+    run, batch, loss_of = prepared(name, "fp16", loss_scale=nc.LossScale(initial=1.0, max=1.0))
+    verdict = nc.explain(run, [batch], lambda b: loss_of(b) * 1e9)
+    assert (verdict.phase, verdict.origin) == ("backward", "model")
+    assert is_healed(name, verdict.advice(), factor=1e9)
 
 
 @pytest.mark.parametrize("name", MODELS)

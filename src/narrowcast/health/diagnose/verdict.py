@@ -130,7 +130,7 @@ class Verdict:
         """Say what its owner may try; with a loss scale of one, nothing is left to that."""
         if self.extreme is not None:
             return f"look at {self.extreme.where}: no format can help"
-        if self.place.role == "weight" and self.kind != "large":
+        if self.place.role == "weight" and self.remedy is None:
             return "the weights were bad before the step: go back to an earlier checkpoint"
         gives_way = loss_scale is None or loss_scale > 1
         match self.remedy:
