@@ -1,5 +1,7 @@
 """From a recipe and a plan to a model that is ready to train."""
 
+from dataclasses import replace
+
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.common_sections import LossScaleSection
@@ -33,7 +35,8 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
     )
-    prepared.engine.in_recipe = True
+    log = prepared.engine.log
+    log.wording = replace(log.wording, in_recipe=True)
     return prepared
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -213,7 +214,7 @@ def test_a_recipe_is_told_its_own_settings():
     model = linear()
     model(x())
     run = prepared(model, "fp16")
-    run.engine.in_recipe = True
+    run.engine.log.wording = replace(run.engine.log.wording, in_recipe=True)
     verdict = nc.explain(run, [x()], lambda b: mean_of(model(b), b))
     assert verdict.advice() == (
         'try precision.overrides={"part.layer": bf16}: with it this step is finite. '

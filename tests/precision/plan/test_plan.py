@@ -329,15 +329,6 @@ def test_weights_kept_in_fp8_are_counted_in_both_layouts(h200):
     assert wide.bytes["fp8"] == 64 * 32
 
 
-def test_a_plan_is_printed_as_a_table_with_a_reason_for_each_module(cpu, mlp):
-    planned = make_plan(mlp(), "bf16; 3: fp32", hardware=cpu)
-    head, *lines, last = str(planned).splitlines()
-    assert head.split() == ["module", "kind", "forward", "params", "how", "reason"]
-    assert [line.split()[0] for line in lines] == [module.name for module in planned.modules]
-    assert all(m.reason in line for m, line in zip(planned.modules, lines, strict=True))
-    assert last.startswith("compute=bf16; 3: fp32 on a plain CPU: params 0.0 MiB")
-
-
 def test_weights_that_are_frozen_have_no_gradients_masters_or_moments(cpu, mlp):
     model = mlp()
     model[0].requires_grad_(False)

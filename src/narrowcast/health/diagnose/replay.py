@@ -41,7 +41,7 @@ def replay(
     verdict = passes.take(extremes=extremes)
     if verdict is None:
         return None
-    verdict = replace(verdict, wording=prepared.engine.wording)
+    verdict = replace(verdict, wording=prepared.engine.log.wording)
     if verdict.role == "weight" and verdict.kind != "large":
         return verdict
     cause = _cause(verdict, passes, extremes)

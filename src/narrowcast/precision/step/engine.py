@@ -7,6 +7,7 @@ numbers go on their way to the host). `Prepared.step` is these three in a row.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -56,8 +57,6 @@ class Engine:
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._clip_norm, self._meter_every = clip_norm, meter_every
-        self.in_recipe = False
-        """Whether advice speaks of settings in a recipe, rather than of arguments."""
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
         self._request = ScaleRequest(
@@ -79,7 +78,7 @@ class Engine:
             patience=patience,
             weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
             scaled=self.scales.value is not None,
-            wording=lambda: self.wording,
+            wording=Wording(policy=plan.policy),
         )
         self.steps_begun = 0
         self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
@@ -100,6 +99,7 @@ class Engine:
         self._take(plan, scales, path)
         self.fp8.take_over(before)
         self.log.scaled = self.scales.value is not None
+        self.log.wording = replace(self.log.wording, policy=plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
     def refuse_impossible(self, plan: Plan, *, loss_scale: Settings | None = None) -> None:
@@ -196,11 +196,6 @@ class Engine:
         if self.weights.device.type == "cpu":
             self.log.sync()
         return outcome
-
-    @property
-    def wording(self) -> Wording:
-        """How advice to this run's owner is written."""
-        return Wording(policy=self.plan.policy, in_recipe=self.in_recipe)
 
     @property
     def is_metered(self) -> bool:

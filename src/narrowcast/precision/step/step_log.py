@@ -3,7 +3,7 @@
 Only here does the learning-rate schedule move, and only for a step that was applied.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -42,12 +42,13 @@ class StepLog:
         patience: int,
         weights: Mapping[str, Tensor],
         scaled: bool,
-        wording: Callable[[], Wording],
+        wording: Wording,
     ) -> None:
         self.stats = Stats()
         self.scaled = scaled
         self._scheduler, self._patience, self._weights = scheduler, patience, weights
-        self._wording = wording
+        self.wording = wording
+        """How advice to the run's owner is written."""
         self._in_flight: list[Outcome] = []
         self._findings: list[FindingRecord] = []
 
@@ -87,7 +88,7 @@ class StepLog:
         )
         bad = [name for name, weight in self._weights.items() if not weight.isfinite().all()]
         if bad:
-            lr = self._wording().lr
+            lr = self.wording.lr
             raise DivergedError(
                 f"{fact}; {len(bad)} of {len(self._weights)} weights are not finite either, "
                 f"the first {bad[0]}",
@@ -96,7 +97,7 @@ class StepLog:
             )
         raise DivergedError(
             f"{fact}; the weights are those of the last good step",
-            f"Look at {stats.bad_module}: {_remedy(stats.bad_module, self._wording())}",
+            f"Look at {stats.bad_module}: {_remedy(stats.bad_module, self.wording)}",
         )
 
     def _count(self, outcome: Outcome) -> str:
@@ -121,7 +122,7 @@ class StepLog:
                     what=AT_FLOOR if self.scaled else "overflow",
                     why=why + (floor if self.scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
-                    advice=_remedy(self._one_to_blame(outcome), self._wording()),
+                    advice=_remedy(self._one_to_blame(outcome), self.wording),
                 )
             )
         return why
