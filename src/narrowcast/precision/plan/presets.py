@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,13 @@ def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
     known = dict(PRESETS)
     known[AUTO] = PRESETS[recommended(hardware)[0]] if hardware else PRESETS["default"]
     return parse_policy(text, presets=known)
+
+
+def short_text(policy: Policy) -> str:
+    """Write a policy so that it can be read again, with a preset's name where that is shorter."""
+    roles = replace(policy, exceptions=())
+    name = next((name for name, preset in PRESETS.items() if preset == roles), str(roles))
+    return "; ".join([name, *(f"{glob}: {text}" for glob, text in policy.exceptions)])
 
 
 def _is_no_policy(given: object) -> str:

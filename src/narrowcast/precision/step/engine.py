@@ -8,6 +8,7 @@ numbers go on their way to the host). `Prepared.step` is these three in a row.
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -22,6 +23,7 @@ from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.products.entry import Pass, entry_of
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
@@ -85,8 +87,9 @@ class Engine:
         self.log = StepLog(
             schedules,
             patience=patience,
-            weights=len(self.weights.all),
+            weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
             scaled=self.scales.value is not None,
+            wording=Wording(policy=plan.policy),
         )
         self.log.params_lose = _lose(plan.policy)
         self.steps_begun = 0
@@ -109,6 +112,7 @@ class Engine:
         self.fp8.take_over(before)
         self.log.scaled = self.scales.value is not None
         self.log.params_lose = _lose(plan.policy)
+        self.log.wording = replace(self.log.wording, policy=plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
     def refuse_impossible(self, plan: Plan, *, loss_scale: Settings | None = None) -> None:

@@ -21,6 +21,7 @@ from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.checks import refuse_no_gradients
+from narrowcast.precision.step.describe import described
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
@@ -36,6 +37,9 @@ class Prepared:
         self.engine = engine
         """The parts of a step, for those who replay it, look into it or measure it."""
         self.model = engine.model
+
+    def __repr__(self) -> str:
+        return described(self.engine)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
