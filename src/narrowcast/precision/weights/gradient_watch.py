@@ -8,7 +8,7 @@ for each weight.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import final
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.precision.gradients.check import Unscaled
 
 _GRAD = attrgetter("grad")  # mapped over all weights
-_Marks = list[tuple[Tensor | None, int]]
+_Marks = tuple[list[Tensor | None], list[int]]
 
 
 @final
@@ -29,7 +29,7 @@ class GradientWatch:
         self._are_ours = False
         self._cleared = False
         """Whether somebody has called `zero_grad` since the last step."""
-        self._marks: _Marks = []
+        self._marks = self._none
         """Gradients as they were last made or cleared; with a loss scale only."""
         self.unscaled: Unscaled | None = None
         """What was found when the scale was divided out of them before the step."""
@@ -64,7 +64,7 @@ class GradientWatch:
     def after_backward(self, *, scaled: bool) -> None:
         """Take the gradients that are there for the run's own."""
         self._are_ours = True
-        self._marks = self._now() if scaled else []
+        self._marks = self._now() if scaled else self._none
 
     def before_step(self, *, scaled: bool, doing: str = "step()") -> None:
         """Refuse to divide a loss scale out of gradients that it is not in, or no longer."""
@@ -73,7 +73,7 @@ class GradientWatch:
                 raise RecipeError(_unscaled(""))
             if name := self._first_foreign():
                 raise RecipeError(_changed(name, before=doing))
-        self._marks = []  # or they would outlive the update
+        self._marks = self._none  # or they would outlive the update
 
     def clear(self, *, set_to_none: bool) -> None:
         """Clear the gradients of all weights, as torch does."""
@@ -83,11 +83,12 @@ class GradientWatch:
             elif p.grad is not None:
                 p.grad.detach_().zero_()
         self._are_ours, self._cleared, self.unscaled = False, True, None
-        self._marks = [] if set_to_none else self._now()
+        self._marks = self._none if set_to_none else self._now()
 
     def end_step(self) -> None:
         """Forget the gradients of a step that has ended."""
-        self._are_ours, self._cleared, self.unscaled, self._marks = False, False, None, []
+        self._are_ours, self._cleared = False, False
+        self.unscaled, self._marks = None, self._none
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -105,16 +106,24 @@ class GradientWatch:
         Waits for the device only where there is one: `model.zero_grad(set_to_none=False)`, of which
         nobody tells, leaves zeros.
         """
-        known = self._marks or [(None, 0)] * len(self._weights)
-        for i, ((now, version), (then, seen)) in enumerate(zip(self._now(), known, strict=True)):
-            if now is None or (now is then and version == seen):
-                continue
-            if bool(now.any()):
-                return self._names[i]
+        (gradients, versions), (known, counts) = self._now(), self._marks
+        if versions == counts and all(map(is_, gradients, known)):
+            return ""
+        pairs = zip(gradients, versions, strict=True), zip(known, counts, strict=True)
+        for name, (now, version), (then, count) in zip(self._names, *pairs, strict=True):
+            is_known = now is then and version == count
+            if now is not None and not is_known and bool(now.any()):
+                return name
         return ""
 
     def _now(self) -> _Marks:
-        return [(g, 0 if g is None else g._version) for g in map(_GRAD, self._weights)]
+        gradients = list(map(_GRAD, self._weights))
+        return gradients, [0 if g is None else g._version for g in gradients]
+
+    @property
+    def _none(self) -> _Marks:
+        count = len(self._weights)
+        return [None] * count, [0] * count
 
 
 def _changed(name: str, *, before: str) -> str:
