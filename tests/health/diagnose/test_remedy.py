@@ -234,13 +234,13 @@ def test_what_is_tried_leaves_the_model_as_it_was(policy):
         loss = model(data).square().mean()
     run.step(loss)
     before = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
-    plan, region, fp8 = run.plan, run.engine.region, run.engine.fp8
+    plan, entry, fp8 = run.plan, run.engine.entry, run.engine.fp8
     with run.compute():
         expected = model(data)
     verdict = nc.explain(run, [data], lambda b: model(b * 1e18 * 1e18).mean())
     assert verdict is not None
     after = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
     assert after == before
-    assert (run.plan, run.engine.region, run.engine.fp8) == (plan, region, fp8)
+    assert (run.plan, run.engine.entry, run.engine.fp8) == (plan, entry, fp8)
     with run.compute():
         assert torch.equal(model(data), expected)
