@@ -104,7 +104,9 @@ class ModulePlanner:
                 Policy(), scaling="none", reduce=policy.reduce, accumulate=policy.accumulate
             )
         elif kind == "embedding":
-            how, reason = "unchanged", f"kept {policy.params}: a lookup multiplies nothing"
+            whole = bool(fresh) and not any(p.requires_grad for p in fresh)
+            kept = "" if whole else f"kept {policy.params}: "  # a frozen one stays as it came
+            how, reason = "unchanged", f"{kept}a lookup multiplies nothing"
         else:
             kept, policy = _within_shape(policy, module, kind)
             how, why = self._product_support(policy)
