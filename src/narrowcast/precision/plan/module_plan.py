@@ -16,7 +16,7 @@ from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
 from narrowcast.precision.plan.module_kinds import Kind, multiplies, needs_one_dtype
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
-from narrowcast.precision.swap import plain_class
+from narrowcast.precision.swap import has_own_forward, plain_class
 
 How = Literal["native", "emulated", "unchanged"]
 
@@ -239,7 +239,7 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     if not isinstance(module, nn.Linear):
         return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
     plain = plain_class(module)  # a prepared model is planned as the one it was
-    if plain.forward is not nn.Linear.forward:
+    if plain.forward is not nn.Linear.forward or has_own_forward(module):
         return f"kept {one}: {plain.__name__} has a forward of its own", wide
     formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
     blocks = [known.block for known in formats if isinstance(known, BlockFormat)]

@@ -16,7 +16,7 @@ from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import Policy, suggestion
-from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.plan.presets import AnyPolicy, policy_from
 from narrowcast.precision.swap import plain_class
 
 ASSUMED_ROWS = 8192
@@ -79,7 +79,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module,
-    policy: str | Policy,
+    policy: AnyPolicy,
     *,
     hardware: Hardware,
     overrides: Mapping[str, str] | None = None,
