@@ -81,14 +81,13 @@ def linear_product(
 
 
 def _scales_of_past(formats: ProductFormats, history: PastScales | None) -> Scales:
-    if history is None:
+    """Return the scales in force inside a transform, which takes note of nothing.
+
+    Its gradients are seldom those of the loss that is trained, and so have scales of their own.
+    """
+    if history is None or not is_delayed(formats.forward):
         return Scales()
-    forward, backward = is_delayed(formats.forward), is_delayed(formats.grad_input)
-    return Scales(
-        history.scale_of_past("input") if forward else None,
-        history.scale_of_past("weight") if forward else None,
-        history.scale_of_past("grad_output") if backward else None,
-    )
+    return Scales(history.scale_of_past("input"), history.scale_of_past("weight"))
 
 
 class _LinearProduct(torch.autograd.Function):
