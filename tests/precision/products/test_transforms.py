@@ -46,9 +46,9 @@ def prepared(policy):
     run = nc.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.0), policy=policy, emulate=True
     )
-    if "delayed" in policy:  # so that there are scales from the past
+    if "delayed" in policy:  # so that there are scales from the past, with room for gradients
         with run.compute():
-            loss = model(make(9, 4, 8, 32)).pow(2).mean()
+            loss = 8 * model(make(9, 8, 32)).pow(2).mean()
         run.step(loss)
         model.zero_grad()
     return run, model
