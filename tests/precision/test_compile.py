@@ -10,7 +10,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.numerics import BF16, FP16, TF32
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.precision.products.regions import EmulatedProducts
+from narrowcast.precision.products.modes import EmulatedProducts
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
 pytestmark = [

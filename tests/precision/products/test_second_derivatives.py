@@ -9,8 +9,8 @@ import narrowcast as nc
 from narrowcast.numerics import BF16
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.emulated import linear_product
+from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.products.operands import ProductFormats
-from narrowcast.precision.products.regions import EmulatedProducts
 
 pytestmark = pytest.mark.usefixtures("guarded")
 

@@ -46,7 +46,8 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
             case "linear" if _needs_own_products(module_plan, around):
                 kind = EmulatedLinear if module_plan.how == "emulated" else Fp8Linear
                 formats = ProductFormats.of(module_plan.policy)
-                swap(module, kind, nc_formats=formats, nc_history=None)
+                autocast = device_type if around.is_of_16_bits else None
+                swap(module, kind, nc_formats=formats, nc_history=None, nc_autocast=autocast)
             case "embedding":
                 continue
             case _:

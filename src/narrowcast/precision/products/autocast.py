@@ -11,6 +11,8 @@ from typing import Any, final
 
 import torch
 
+from narrowcast.errors import UnsupportedError
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -19,6 +21,22 @@ def autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
     if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)  # all that the compiler can trace
     return _Off(device_type) if torch.is_autocast_enabled(device_type) else _NOTHING
+
+
+def refuse_native_backward(device_type: str) -> None:
+    """Refuse a backward pass that would go through emulated products with autocast on.
+
+    Their gradients are torch's own formulas, which nothing sees but autocast.
+    """
+    if not torch.is_autocast_enabled(device_type):
+        return
+    modes = torch.overrides._get_current_function_mode_stack()
+    if any(getattr(mode, "emulates", False) for mode in modes):
+        raise UnsupportedError(
+            "torch.autograd.backward() was called where autocast is on, inside compute(), and its "
+            "products would not be emulated; call loss.backward() in its place, or leave the block "
+            "first"
+        )
 
 
 @final

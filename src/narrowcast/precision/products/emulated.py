@@ -240,7 +240,7 @@ def rounded_call(
     """
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
-    carrier = _widest(args, kwargs)
+    carrier = widest_float(args, kwargs)
     with torch._C.DisableTorchFunction():
         result = function(
             *[_map_floats(a, lambda t: _round_operand(t, target)) for a in args],
@@ -297,7 +297,8 @@ def _in_carrier(
     return rounding(x, target)
 
 
-def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+def widest_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """Return the one dtype of all tensors of numbers, and fp32 where they have several or none."""
     found: list[torch.dtype] = []
     for value in (*args, *kwargs.values()):
         _map_floats(value, lambda t: found.append(t.dtype) or t)  # type: ignore[func-returns-value]

@@ -13,8 +13,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from narrowcast.numerics import BlockFormat, Format
+from narrowcast.precision.products.autocast import refuse_native_backward
 from narrowcast.precision.products.operands import Along, operand, rounded
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -42,14 +44,16 @@ Rounding = Format | Scaled
 
 def straight(x: Tensor, forth: Rounding, dtype: torch.dtype, back: Rounding) -> Tensor:
     """Return `x` rounded as `forth` says, as a `dtype`; its gradient is rounded as `back` says."""
-    function = _StraightTransformed if is_transformed() else _Straight
-    result: Tensor = cast(Any, function).apply(x, forth, dtype, back)
+    apply = _straight_transformed if is_transformed() else _straight
+    result: Tensor = apply(x, forth, dtype, back)
     return result
 
 
 def is_transformed() -> bool:
-    """Say whether a transform of `torch.func` is at work around the caller."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Say whether a transform of `torch.func`, or forward differentiation, is at work here."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def unseen(method: _Method) -> _Method:
@@ -76,10 +80,6 @@ class _Straight(torch.autograd.Function):
     @unseen
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _gradient(ctx, grad), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return straight(tangent, ctx.ways[0], ctx.dtypes[0], ctx.ways[1])
 
 
 class _StraightTransformed(torch.autograd.Function):
@@ -115,8 +115,15 @@ class _StraightTransformed(torch.autograd.Function):
         return straight(x.movedim(in_dims[0], 0), forth, dtype, back), 0
 
 
+# `apply` has no types in torch.
+_straight: Any = _Straight.apply
+_straight_transformed: Any = _StraightTransformed.apply
+
+
 def _gradient(ctx: Any, grad: Tensor) -> Tensor:
     (forth, back), (_, dtype) = ctx.ways, ctx.dtypes
+    if not torch.compiler.is_compiling():
+        refuse_native_backward(grad.device.type)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return straight(grad, back, dtype, forth)
     return _round(grad, back, dtype)

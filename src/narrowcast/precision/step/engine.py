@@ -20,6 +20,7 @@ from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.regions import Region, tf32_products
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
@@ -261,7 +262,7 @@ class Engine:
         if self.plan.emulated:
             # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
             # tensor and steps aside for all that happens in it; that of an edge passes it by.
-            with self.region():
+            with autocast_off(self.region.device_type), self.region.products():
                 edge = torch.autograd.graph.get_gradient_edge(scaled)
                 one = torch.ones_like(scaled)
                 torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
