@@ -12,6 +12,7 @@ from narrowcast.numerics import FP32, Format, plain_format
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.attention import multi_head_attention
 from narrowcast.precision.products.autocast import autocast_off
+from narrowcast.precision.products.backward import BACKWARD, backward_under
 from narrowcast.precision.products.emulated import linear_product, rounded_call, widest_float
 from narrowcast.precision.products.functions import HIDING, IN_PLACE, PRODUCTS, REDUCTIONS
 from narrowcast.precision.products.operands import ProductFormats
@@ -89,21 +90,21 @@ class EmulatedProducts(TorchFunctionMode):
             return self._emulated(func, args, kwargs, name)
 
     def _emulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-        if func is Tensor.backward:
-            with self:  # for activation checkpointing, and `torch.amp.custom_bwd`
-                return _backward(*args, **kwargs)
+        if func in BACKWARD:
+            return backward_under(self, func, args, kwargs)
         if func is F.linear:
             return _linear(*args, formats=_UNIFORM[name], **kwargs)
         if func is F.multi_head_attention_forward:
-            with EmulatedProducts(plain_format(name)):
+            with EmulatedProducts(plain_format(name), widen=self._widen):
                 return multi_head_attention(*args, **kwargs)
         if func in IN_PLACE:
             return args[0].copy_(self._emulated(IN_PLACE[func], args, kwargs, name))
         if func is torch.prelu:
             return _prelu(*args, **kwargs)
-        if func in PRODUCTS and name != FP32.name:
+        product = func in PRODUCTS or (func in HIDING and not self._widen)
+        if product and name != FP32.name:
             return rounded_call(func, args, kwargs, plain_format(name))
-        if func in PRODUCTS or (self._widen and func in REDUCTIONS):
+        if product or func in HIDING or (self._widen and func in REDUCTIONS):
             args = tuple(_widened(a) for a in args)
             kwargs = {k: _widened(a) for k, a in kwargs.items()}
             with torch._C.DisableTorchFunction():
@@ -166,17 +167,6 @@ def _linear(
     formats: ProductFormats,
 ) -> Tensor:
     return linear_product(input, weight, bias, formats=formats)
-
-
-def _backward(
-    loss: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Do what `Tensor.backward` does, under function modes, which step aside for that."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002  # torch's own name
