@@ -155,3 +155,29 @@ def test_an_island_is_one_in_a_compiled_model_too_and_no_product_is_native():
     products = [n for g in graphs for n in g.graph.nodes if "mm" in str(n.target)]
     assert products
     assert all(a.meta["val"].dtype == torch.float32 for n in products for a in n.all_input_nodes)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda c: c.__name__)
+def test_a_recurrent_layer_is_left_out_of_the_graph_and_computes_as_ever(kind):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = kind(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.head(self.layer(x)[0])
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(3, 2, 8)
+    run = nc.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16", emulate=True
+    )
+    found = []
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        with run.compute():
+            output = call(x)
+        run.backward(output.pow(2).mean())
+        found.append((output, *(p.grad.clone() for p in model.parameters())))
+        model.zero_grad()
+    assert all(map(torch.equal, *found))

@@ -18,6 +18,7 @@ from narrowcast.precision.modules.wrappers import (
     Fp32Norm,
     MatchingInput,
     RoundedNorm,
+    Untraced,
 )
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
@@ -57,8 +58,9 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
                     region = Region(policy.functional, emulated, device_type, policy.reduce)
                     swap(module, InRegion, nc_region=region)
                     regions[module_plan.name] = region
-                if module_plan.kind == "recurrent" and policy.params != "fp32":
-                    swap(module, MatchingInput)
+                if module_plan.kind == "recurrent":
+                    emulated = regions.get(module_plan.name, around).emulated
+                    _rewrite_recurrent(module, policy, emulated=emulated)
     _give_histories(model, plan)
     _fuse_mlps(model, plan)
     _allow_kernels(model, plan)
@@ -133,6 +135,13 @@ def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
             formats = {_format_of_16_bits(each) for each in plans}
             if len(formats) == 1 and (one := formats.pop()):
                 swap(module, GeluMlp, nc_layers=ends, nc_dtype=_dtype(one))
+
+
+def _rewrite_recurrent(module: nn.Module, policy: Policy, *, emulated: bool) -> None:
+    if policy.params != "fp32":
+        swap(module, MatchingInput)
+    if emulated:
+        swap(module, Untraced)
 
 
 def _format_of_16_bits(module_plan: ModulePlan | None) -> str:

@@ -74,6 +74,19 @@ class MatchingInput(nn.Module):
         return super().forward(*args, **kwargs)
 
 
+class Untraced(nn.Module):
+    """A recurrent layer that `torch.compile` leaves to torch.
+
+    By itself it gives up on them too, but then tries what they call, and torch 2.13 takes a dtype
+    for a number there under a function mode.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer as it is."""
+        return super().forward(*args, **kwargs)
+
+
 class OwnLossScale(nn.Module):
     """A part of the model inside which gradients are multiplied by a further scale.
 

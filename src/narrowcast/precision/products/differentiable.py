@@ -66,6 +66,11 @@ def gradients(
     return grad_x, grad_weight, grad_bias
 
 
+def forward_weight(weight: Tensor, formats: ProductFormats, past: Tensor | None) -> Tensor:
+    """Return a weight as the forward product has it."""
+    return _operand(weight, formats.forward, "row", formats, past, weight=True)
+
+
 def tied(value: Tensor, source: Tensor) -> Tensor:
     """Return a value whose gradient goes to another tensor: the one that it was made from."""
     apply: Any = _Tied.apply
@@ -152,7 +157,7 @@ def _rounded_once(
     rows = x.reshape(-1, x.shape[-1])
     return (
         _operand(rows, formats.forward, "row", formats, scales.input),
-        _operand(weight, formats.forward, "row", formats, scales.weight, weight=True),
+        forward_weight(weight, formats, scales.weight),
     )
 
 
