@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from narrowcast.precision.products.straight import is_transformed
+
 BACKWARD: frozenset[Any] = frozenset(
     {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 )
@@ -24,6 +26,8 @@ def backward_under(
     mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Do what one of the functions of `BACKWARD` does, with a mode in force inside."""
+    if is_transformed():  # whose tensors have no edges
+        return func(*args, **kwargs)
     if func is torch.autograd.grad:
         return _grad(mode, *args, **kwargs)
     names = ("gradient", "retain_graph", "create_graph", "inputs")
