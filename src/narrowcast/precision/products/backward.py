@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from narrowcast.precision.products.straight import is_transformed
-
 BACKWARD: frozenset[Any] = frozenset(
     {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 )
@@ -26,8 +24,6 @@ def backward_under(
     mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Do what one of the functions of `BACKWARD` does, with a mode in force inside."""
-    if is_transformed():  # whose tensors have no edges
-        return func(*args, **kwargs)
     if func is torch.autograd.grad:
         return _grad(mode, *args, **kwargs)
     names = ("gradient", "retain_graph", "create_graph", "inputs")
@@ -80,9 +76,14 @@ def _from_edges(
 
 
 def _edges(ends: tuple[Any, ...]) -> tuple[GradientEdge, ...] | None:
-    if not all(isinstance(end, GradientEdge) or end.requires_grad for end in ends):
+    if not all(isinstance(end, GradientEdge) or _has_edge(end) for end in ends):
         return None
     return tuple(e if isinstance(e, GradientEdge) else get_gradient_edge(e) for e in ends)
+
+
+def _has_edge(tensor: Tensor) -> bool:
+    """Say so but of tensors inside `torch.func`, and of what has no gradients."""
+    return tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _several(value: Any) -> tuple[Any, ...]:
