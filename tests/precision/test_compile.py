@@ -157,6 +157,8 @@ def test_an_island_is_one_in_a_compiled_model_too_and_no_product_is_native():
     assert all(a.meta["val"].dtype == torch.float32 for n in products for a in n.all_input_nodes)
 
 
+# The tracer looks at what a graph goes on with.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda c: c.__name__)
 def test_a_recurrent_layer_is_left_out_of_the_graph_and_computes_as_ever(kind):
     class Recurrent(nn.Module):

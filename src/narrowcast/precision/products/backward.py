@@ -76,9 +76,14 @@ def _from_edges(
 
 
 def _edges(ends: tuple[Any, ...]) -> tuple[GradientEdge, ...] | None:
-    if not all(isinstance(end, GradientEdge) or end.requires_grad for end in ends):
+    if not all(isinstance(end, GradientEdge) or _has_edge(end) for end in ends):
         return None
     return tuple(e if isinstance(e, GradientEdge) else get_gradient_edge(e) for e in ends)
+
+
+def _has_edge(tensor: Tensor) -> bool:
+    """Say so but of tensors inside `torch.func`, and of what has no gradients."""
+    return tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _several(value: Any) -> tuple[Any, ...]:
