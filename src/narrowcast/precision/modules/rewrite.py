@@ -226,7 +226,15 @@ def _cast_weights(
         wide = plan.policy.grads_format == "fp32"
         set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
         lowered.append((parameter, full))
+    compact_recurrent(model)
     return lowered
+
+
+def compact_recurrent(model: nn.Module) -> None:
+    """Lay the weights of recurrent layers side by side again, where cuDNN wants them so."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

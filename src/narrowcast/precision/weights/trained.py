@@ -12,6 +12,7 @@ from narrowcast.numerics import BF16
 from narrowcast.precision.dtensor import as_sharded, replace_values
 from narrowcast.precision.gradients.check import norms_of
 from narrowcast.precision.modules.rewrite import (
+    compact_recurrent,
     rewrite,
     rewrite_modules,
     set_grad_dtype,
@@ -142,6 +143,7 @@ class TrainedWeights:
             copy_as_it_is(parameter)
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
+        compact_recurrent(self._model)
         for group in self.optimizer.param_groups:
             group["params"] = [originals.get(p, p) for p in group["params"]]
         for fp32_param, parameter in originals.items():
