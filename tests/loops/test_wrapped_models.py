@@ -1,0 +1,110 @@
+"""Models that another library has wrapped: DDP, Lightning Fabric, accelerate."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowcast as nc
+
+STEPS = 6
+GENERATOR = torch.Generator().manual_seed(29)
+INPUTS = torch.randn(STEPS, 16, 12, generator=GENERATOR)
+TARGETS = torch.randint(0, 5, (STEPS, 16), generator=GENERATOR)
+
+
+def classifier():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def plain_loop(trained):
+    model, optimizer = classifier()
+    losses = []
+    for x, y in zip(INPUTS, TARGETS, strict=True):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return trained(losses, [model], [optimizer])
+
+
+def loop(run, called):
+    losses = []
+    for x, y in zip(INPUTS, TARGETS, strict=True):
+        with run.compute():
+            loss = F.cross_entropy(called(x).float(), y)
+        run.step(loss)
+        losses.append(loss.item())
+    run.release()
+    return losses
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def distributed(trained, *, prepared, **settings):
+    model, optimizer = classifier()
+    if prepared == "first":
+        run = nc.prepare(model, optimizer, **settings)
+        called = DistributedDataParallel(model)
+    else:
+        called = DistributedDataParallel(model)
+        run = nc.prepare(called, optimizer, **settings)
+    return trained(loop(run, called), [model], [optimizer])
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("prepared", ["first", "afterwards"])
+def test_ddp_in_fp32_is_the_plain_loop(trained, same, prepared):
+    same(distributed(trained, prepared=prepared, policy="fp32"), plain_loop(trained))
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("prepared", ["first", "afterwards"])
+def test_ddp_trains_in_a_narrow_policy(trained, near, narrow_or_params, prepared):
+    mine = distributed(trained, prepared=prepared, **narrow_or_params)
+    near(mine, plain_loop(trained), products=3, **narrow_or_params)
+
+
+def with_fabric(trained, **settings):
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    model, optimizer = classifier()
+    called, wrapped = fabric.setup(model, optimizer)
+    run = nc.prepare(called, wrapped.optimizer, **settings)
+    return trained(loop(run, called), [model], [optimizer])
+
+
+def test_fabric_in_fp32_is_the_plain_loop(trained, same):
+    same(with_fabric(trained, policy="fp32"), plain_loop(trained))
+
+
+def test_fabric_trains_in_a_narrow_policy(trained, near, narrow_or_params):
+    mine = with_fabric(trained, **narrow_or_params)
+    near(mine, plain_loop(trained), products=3, **narrow_or_params)
+
+
+def with_accelerate(trained, **settings):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model, optimizer = classifier()
+    called, wrapped = accelerator.prepare(model, optimizer)
+    run = nc.prepare(called, wrapped.optimizer, **settings)
+    return trained(loop(run, called), [model], [optimizer])
+
+
+def test_accelerate_in_fp32_is_the_plain_loop(trained, same):
+    same(with_accelerate(trained, policy="fp32"), plain_loop(trained))
+
+
+def test_accelerate_trains_in_a_narrow_policy(trained, near, narrow_or_params):
+    mine = with_accelerate(trained, **narrow_or_params)
+    near(mine, plain_loop(trained), products=3, **narrow_or_params)
