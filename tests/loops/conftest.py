@@ -5,7 +5,9 @@ be the same to the last bit.
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +84,17 @@ def check_near(
     for k, (loss, exact) in enumerate(zip(mine.losses, theirs.losses, strict=True)):
         allowed = min(1.0, products * (k + 1) * UNITS[policy])
         assert abs(loss - exact) <= allowed * max(1.0, abs(exact)), f"loss of step {k}"
+
+
+@pytest.fixture(scope="session")
+def machine() -> Any:
+    """The module of the state machine, which `benchmarks/loops.py` runs for longer."""
+    path = Path(__file__).parent / "machine.py"
+    spec = importlib.util.spec_from_file_location("loop_machine", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

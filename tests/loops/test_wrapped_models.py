@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
+from narrowcast.errors import RecipeError, UnsupportedError
 
+PARAMS_BF16 = "bf16, params=bf16, master=split"
 STEPS = 6
 GENERATOR = torch.Generator().manual_seed(29)
 INPUTS = torch.randn(STEPS, 16, 12, generator=GENERATOR)
@@ -71,25 +73,46 @@ def test_ddp_in_fp32_is_the_plain_loop(trained, same, prepared):
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("prepared", ["first", "afterwards"])
-def test_ddp_trains_in_a_narrow_policy(trained, near, narrow_or_params, prepared):
-    mine = distributed(trained, prepared=prepared, **narrow_or_params)
-    near(mine, plain_loop(trained), products=3, **narrow_or_params)
+def test_ddp_trains_in_a_narrow_policy(trained, near, narrow, prepared):
+    mine = distributed(trained, prepared=prepared, **narrow)
+    near(mine, plain_loop(trained), products=3, **narrow)
 
 
-def with_fabric(trained, **settings):
+@pytest.mark.usefixtures("one_process")
+def test_ddp_around_a_model_with_weights_of_16_bits_trains(trained, near):
+    mine = distributed(trained, prepared="first", policy=PARAMS_BF16)
+    near(mine, plain_loop(trained), products=3, policy=PARAMS_BF16)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_weights_that_ddp_has_sorted_into_buckets_are_not_given_another_dtype():
+    model, optimizer = classifier()
+    called = DistributedDataParallel(model)
+    with pytest.raises((RecipeError, UnsupportedError), match="DistributedDataParallel"):
+        nc.prepare(called, optimizer, policy=PARAMS_BF16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def with_fabric(trained, *, prepared, **settings):
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     model, optimizer = classifier()
-    called, wrapped = fabric.setup(model, optimizer)
-    run = nc.prepare(called, wrapped.optimizer, **settings)
+    if prepared == "first":
+        run = nc.prepare(model, optimizer, **settings)
+        called, _ = fabric.setup(model, optimizer)
+    else:
+        called, wrapped = fabric.setup(model, optimizer)
+        run = nc.prepare(called, wrapped.optimizer, **settings)
     return trained(loop(run, called), [model], [optimizer])
 
 
-def test_fabric_in_fp32_is_the_plain_loop(trained, same):
-    same(with_fabric(trained, policy="fp32"), plain_loop(trained))
+@pytest.mark.parametrize("prepared", ["first", "afterwards"])
+def test_fabric_in_fp32_is_the_plain_loop(trained, same, prepared):
+    same(with_fabric(trained, prepared=prepared, policy="fp32"), plain_loop(trained))
 
 
-def test_fabric_trains_in_a_narrow_policy(trained, near, narrow_or_params):
-    mine = with_fabric(trained, **narrow_or_params)
+@pytest.mark.parametrize("prepared", ["first", "afterwards"])
+def test_fabric_trains_in_a_narrow_policy(trained, near, narrow_or_params, prepared):
+    mine = with_fabric(trained, prepared=prepared, **narrow_or_params)
     near(mine, plain_loop(trained), products=3, **narrow_or_params)
 
 
