@@ -1,7 +1,7 @@
 """How two loops are compared: one of plain torch, and the same with narrowcast dropped in.
 
-A loop returns its losses, the modules it trained or kept, and its optimizers. In fp32 all of it must
-be the same to the last bit.
+A loop returns its losses, the modules it trained or kept, and its optimizers. In fp32 all of it
+must be the same to the last bit.
 """
 
 import dataclasses
@@ -70,9 +70,7 @@ def check_same(mine: Trained, theirs: Trained) -> None:
     assert differences(mine, theirs) == []
 
 
-def check_near(
-    mine: Trained, theirs: Trained, *, products: int, policy: str, **_: Any
-) -> None:
+def check_near(mine: Trained, theirs: Trained, *, products: int, policy: str, **_: Any) -> None:
     """Fail where a number is not finite, or a loss further off than its roundings explain.
 
     `products` are those that a number passes through from the data to the loss, one after another.
@@ -91,7 +89,8 @@ def machine() -> Any:
     """The module of the state machine, which `benchmarks/loops.py` runs for longer."""
     path = Path(__file__).parent / "machine.py"
     spec = importlib.util.spec_from_file_location("loop_machine", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

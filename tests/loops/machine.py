@@ -6,7 +6,8 @@ of the prepared model has changed. `RULES` and `REFUSED` count what was tried.
 
 The plain loop is that of somebody careful: a step with a gradient that is not finite is not taken,
 and buffers then go back to what they were before that step's passes, but for what was written to
-them by hand in between.
+them by hand in between. A number in a buffer that is not finite goes back after a good step, too:
+it came from a pass whose loss was dropped.
 """
 
 import copy
@@ -134,15 +135,16 @@ class CarefulLoop(Side):
 
     def step(self) -> None:
         present = [p for p in self.model.parameters() if p.grad is not None]
-        if all(bool(p.grad.isfinite().all()) for p in present):
+        finite = all(bool(p.grad.isfinite().all()) for p in present)
+        if finite:
             if self._clip_norm is not None:
                 nn.utils.clip_grad_norm_(present, self._clip_norm)
             for each in (*self.optimizers, *self.schedulers):
                 each.step()
-        else:
-            with torch.no_grad():
-                for name, value in self._before.items():
-                    self.model.get_buffer(name).copy_(value)
+        with torch.no_grad():
+            for name, value in self._before.items():
+                buffer = self.model.get_buffer(name)
+                buffer.copy_(torch.where(buffer.isfinite() & finite, buffer, value))
         self.zero_grad()
         self.forget_passes()
 

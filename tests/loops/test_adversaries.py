@@ -1,10 +1,12 @@
 """Two networks against one another: a GAN with a module in common, and a gradient penalty."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.errors import RecipeError
 
 STEPS = 8
 GENERATOR = torch.Generator().manual_seed(7)
@@ -14,8 +16,16 @@ MIX = torch.rand(STEPS, 16, 1, generator=GENERATOR)
 ONES, ZEROS = torch.ones(16, 1), torch.zeros(16, 1)
 
 
+def gan_parts():
+    torch.manual_seed(0)
+    g = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+    d = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    opt_g = torch.optim.Adam(g.parameters(), lr=1e-2)
+    return g, d, opt_g, torch.optim.Adam(d.parameters(), lr=1e-2)
+
+
 class Generator(nn.Module):
-    """Makes samples; its last layer is the discriminator's first, the other way round."""
+    """Makes samples with the first layer of the discriminator, the other way round."""
 
     def __init__(self, features):
         super().__init__()
@@ -26,36 +36,34 @@ class Generator(nn.Module):
         return F.linear(self.body(z), self.features.weight.t())
 
 
-class Discriminator(nn.Module):
-    def __init__(self, features):
-        super().__init__()
-        self.features = features
-        self.head = nn.Sequential(nn.LeakyReLU(0.2), nn.Linear(16, 1))
-
-    def forward(self, x):
-        return self.head(self.features(x))
-
-
-def gan_parts():
+def parts_with_a_module_in_common():
     torch.manual_seed(0)
-    features = nn.Linear(8, 16)  # in both, trained by the discriminator's optimizer
-    g, d = Generator(features), Discriminator(features)
-    own = list(g.body.parameters())
-    return g, d, torch.optim.Adam(own, lr=1e-2), torch.optim.Adam(d.parameters(), lr=1e-2)
+    features = nn.Linear(8, 16)
+    g, d = Generator(features), nn.Sequential(features, nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    # Both use the features; the discriminator's optimizer trains them.
+    opt_g = torch.optim.Adam(g.body.parameters(), lr=1e-2)
+    return g, d, opt_g, torch.optim.Adam(d.parameters(), lr=1e-2)
 
 
-def plain_gan(trained):
-    g, d, opt_g, opt_d = gan_parts()
+def loss_of_discriminator(g, d, real, z):
+    loss = F.binary_cross_entropy_with_logits(d(real), ONES)
+    return loss + F.binary_cross_entropy_with_logits(d(g(z).detach()), ZEROS)
+
+
+def loss_of_generator(g, d, z):
+    return F.binary_cross_entropy_with_logits(d(g(z)), ONES)
+
+
+def plain_gan(trained, parts):
+    g, d, opt_g, opt_d = parts()
     losses = []
     for real, z in zip(REAL, NOISE, strict=True):
         opt_d.zero_grad()
-        fake = g(z)
-        loss_d = F.binary_cross_entropy_with_logits(d(real), ONES)
-        loss_d = loss_d + F.binary_cross_entropy_with_logits(d(fake.detach()), ZEROS)
+        loss_d = loss_of_discriminator(g, d, real, z)
         loss_d.backward()
         opt_d.step()
         opt_g.zero_grad()
-        loss_g = F.binary_cross_entropy_with_logits(d(g(z)), ONES)
+        loss_g = loss_of_generator(g, d, z)
         loss_g.backward()
         opt_g.step()
         losses += [loss_d.item(), loss_g.item()]
@@ -70,13 +78,10 @@ def gan(trained, **settings):
     for real, z in zip(REAL, NOISE, strict=True):
         run_d.zero_grad()
         with run_d.compute():
-            fake = g(z)
-            loss_d = F.binary_cross_entropy_with_logits(d(real), ONES)
-            loss_d = loss_d + F.binary_cross_entropy_with_logits(d(fake.detach()), ZEROS)
+            loss_d = loss_of_discriminator(g, d, real, z)
         run_d.step(loss_d)
-        run_g.zero_grad()
         with run_g.compute():
-            loss_g = F.binary_cross_entropy_with_logits(d(g(z)), ONES)
+            loss_g = loss_of_generator(g, d, z)
         run_g.step(loss_g)
         losses += [loss_d.item(), loss_g.item()]
     run_g.release()
@@ -84,12 +89,66 @@ def gan(trained, **settings):
     return trained(losses, [g, d], [opt_g, opt_d])
 
 
+def gan_with_a_module_in_common(trained, **settings):
+    """One run with two optimizers; each loss steps the weights that have gradients then."""
+    g, d, opt_g, opt_d = parts_with_a_module_in_common()
+    run = nc.prepare(nn.ModuleList([g, d]), [opt_g, opt_d], **settings)
+    losses = []
+    for real, z in zip(REAL, NOISE, strict=True):
+        run.zero_grad()
+        with run.compute():
+            loss_d = loss_of_discriminator(g, d, real, z)
+        run.step(loss_d)
+        with run.compute():
+            loss_g = loss_of_generator(g, d, z)
+        run.backward(loss_g)
+        opt_d.zero_grad()  # which leaves the generator's
+        run.step()
+        losses += [loss_d.item(), loss_g.item()]
+    run.release()
+    return trained(losses, [g, d], [opt_g, opt_d])
+
+
 def test_a_gan_in_fp32_is_the_plain_one(trained, same):
-    same(gan(trained, policy="fp32"), plain_gan(trained))
+    same(gan(trained, policy="fp32"), plain_gan(trained, gan_parts))
 
 
-def test_a_gan_trains_in_a_narrow_policy(trained, near, narrow):
-    near(gan(trained, **narrow), plain_gan(trained), products=4, **narrow)
+def test_a_gan_trains_in_a_narrow_policy(trained, near, narrow_or_params):
+    mine, theirs = gan(trained, **narrow_or_params), plain_gan(trained, gan_parts)
+    near(mine, theirs, products=4, **narrow_or_params)
+
+
+def test_a_gan_with_a_module_in_common_in_fp32_is_the_plain_one(trained, same):
+    theirs = plain_gan(trained, parts_with_a_module_in_common)
+    same(gan_with_a_module_in_common(trained, policy="fp32"), theirs)
+
+
+def test_a_gan_with_a_module_in_common_trains_in_a_narrow_policy(trained, near, narrow_or_params):
+    mine = gan_with_a_module_in_common(trained, **narrow_or_params)
+    theirs = plain_gan(trained, parts_with_a_module_in_common)
+    near(mine, theirs, products=4, **narrow_or_params)
+
+
+def test_a_module_in_common_is_prepared_once_and_the_second_time_refused():
+    g, d, opt_g, opt_d = parts_with_a_module_in_common()
+    nc.prepare(d, opt_d, policy="bf16, params=bf16, master=split")
+    before = {name: value.clone() for name, value in g.state_dict().items()}
+    with pytest.raises(RecipeError, match="share a module"):
+        nc.prepare(g, opt_g, policy="bf16, params=bf16, master=split")
+    after = g.state_dict()
+    assert all(v.dtype == after[k].dtype and torch.equal(v, after[k]) for k, v in before.items())
+
+
+def test_gradients_that_the_other_network_left_are_refused_rather_than_added(trained):
+    g, d, opt_g, opt_d = gan_parts()
+    run_d, run_g = nc.prepare(d, opt_d, policy="bf16"), nc.prepare(g, opt_g, policy="bf16")
+    with run_g.compute():
+        loss = loss_of_generator(g, d, NOISE[0])
+    run_g.step(loss)
+    with run_d.compute():
+        loss = loss_of_discriminator(g, d, REAL[0], NOISE[0])
+    with pytest.raises(RecipeError, match="zero_grad"):
+        run_d.step(loss)
 
 
 def critic_parts():

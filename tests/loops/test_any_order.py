@@ -1,4 +1,4 @@
-"""A loop's events in any order: the same as plain torch to the last bit, or refused and unchanged."""
+"""A loop's events in any order: as in plain torch to the last bit, or refused and unchanged."""
 
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test

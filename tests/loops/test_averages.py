@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import narrowcast as nc
+from narrowcast.errors import UnsupportedError
 
 STEPS = 10
 GENERATOR = torch.Generator().manual_seed(11)
@@ -177,15 +178,23 @@ def test_schedule_free_in_fp32_is_the_plain_one(trained, same, schedule_free_cla
     same(mine, plain_schedule_free(trained, schedule_free_class))
 
 
-def test_schedule_free_trains_in_a_narrow_policy(
-    trained, near, narrow_or_params, schedule_free_class
+def test_schedule_free_trains_in_a_narrow_policy(trained, near, narrow, schedule_free_class):
+    mine = schedule_free(trained, schedule_free_class, **narrow)
+    near(mine, plain_schedule_free(trained, schedule_free_class), products=3, **narrow)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "none"])
+def test_an_optimizer_that_swaps_weights_is_refused_weights_it_does_not_hold(
+    schedule_free_class, master
 ):
-    mine = schedule_free(trained, schedule_free_class, **narrow_or_params)
-    theirs = plain_schedule_free(trained, schedule_free_class)
-    near(mine, theirs, products=3, **narrow_or_params)
+    """Its `eval()` would write to master weights, and the model would be evaluated without it."""
+    model, optimizer = classifier(schedule_free_class, lr=1e-2)
+    with pytest.raises(UnsupportedError, match="params=fp32"):
+        nc.prepare(model, optimizer, policy=f"bf16, params=bf16, master={master}")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_an_average_of_ours_is_torchs_bit_for_bit():
+def test_an_average_of_ours_is_torchs():
     model, optimizer = classifier()
     theirs, their_optimizer = classifier()
     averaged = AveragedModel(theirs, multi_avg_fn=get_ema_multi_avg_fn(0.9))

@@ -1,4 +1,4 @@
-"""Models that are entered by other doors than `model(x)`: a method, a part, a checkpointed block."""
+"""Models entered by other doors than `model(x)`: a method, a part, a checkpointed block."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A second network that follows the first: a DQN's target, and MoCo's momentum encoder and queue."""
+"""A network that follows another: a DQN's target, and MoCo's momentum encoder and queue."""
 
 import copy
 
