@@ -1,5 +1,7 @@
 """Gradients that a loop looks at or changes before the step: clipping, noise, accumulation."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,13 +41,13 @@ def add_noise(parameters):
 EDITS = [clip_by_norm, clip_by_value, add_noise]
 
 
-def torchs_scaler(trained, edit, *, dtype):
+def torchs_scaler(trained, edit, *, region):
     model, optimizer = classifier()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     seen = []
     for x, y in zip(INPUTS, TARGETS, strict=True):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with region:
             loss = F.cross_entropy(model(x).float(), y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -74,19 +76,19 @@ def ours(trained, edit, **settings):
 @pytest.mark.parametrize("edit", EDITS)
 def test_edited_gradients_in_fp32_are_those_of_torchs_scaler(trained, same, edit, loss_scale):
     mine = ours(trained, edit, policy="fp32", loss_scale=loss_scale)
-    same(mine, torchs_scaler(trained, edit, dtype=torch.float32))
+    same(mine, torchs_scaler(trained, edit, region=nullcontext()))
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_gradients_in_fp16_are_near_those_of_torchs_scaler(trained, near, edit):
+def test_edited_gradients_in_fp16_are_near_those_of_torchs_scaler(trained, near, edit, autocast):
     mine = ours(trained, edit, policy="fp16", loss_scale=1024.0)
-    theirs = torchs_scaler(trained, edit, dtype=torch.float16)
+    theirs = torchs_scaler(trained, edit, region=autocast("fp16"))
     near(mine, theirs, products=6, policy="fp16")
 
 
 def test_edited_gradients_train_in_a_narrow_policy(trained, near, narrow_or_params):
     mine = ours(trained, clip_by_value, **narrow_or_params)
-    theirs = torchs_scaler(trained, clip_by_value, dtype=torch.float32)
+    theirs = torchs_scaler(trained, clip_by_value, region=nullcontext())
     near(mine, theirs, products=6, **narrow_or_params)
 
 
