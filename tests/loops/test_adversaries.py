@@ -211,3 +211,46 @@ def test_a_gradient_penalty_trains_in_a_narrow_policy(trained, near, narrow_or_p
     # Four products to the penalty, which is ten times a square of what passed through them.
     mine, theirs = wgan(trained, **narrow_or_params), plain_wgan(trained)
     near(mine, theirs, products=4 * 10, **narrow_or_params)
+
+
+def normalised_critic():
+    torch.manual_seed(0)
+    d = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    for i in (0, 2):
+        nn.utils.parametrizations.spectral_norm(d[i])
+    return d, torch.optim.Adam(d.parameters(), lr=1e-2)
+
+
+def plain_spectral(trained):
+    d, optimizer = normalised_critic()
+    losses = []
+    for real, mix in zip(REAL, MIX, strict=True):
+        loss = F.relu(1 - d(real)).mean() + F.relu(1 + d(mix * real)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return trained(losses, [d], [optimizer])
+
+
+def spectral(trained, **settings):
+    d, optimizer = normalised_critic()
+    run = nc.prepare(d, optimizer, **settings)
+    losses = []
+    for real, mix in zip(REAL, MIX, strict=True):
+        with run.compute():
+            loss = F.relu(1 - d(real)).mean() + F.relu(1 + d(mix * real)).mean()
+        run.step(loss)
+        losses.append(loss.item())
+    run.release()
+    return trained(losses, [d], [optimizer])
+
+
+def test_spectral_normalisation_in_fp32_is_the_plain_one(trained, same):
+    same(spectral(trained, policy="fp32"), plain_spectral(trained))
+
+
+def test_spectral_normalisation_trains_in_a_narrow_policy(trained, near, narrow_or_params):
+    # A weight is divided by its norm, which two products find, before it is multiplied.
+    mine, theirs = spectral(trained, **narrow_or_params), plain_spectral(trained)
+    near(mine, theirs, products=8, **narrow_or_params)

@@ -116,6 +116,17 @@ def test_fabric_trains_in_a_narrow_policy(trained, near, narrow_or_params, prepa
     near(mine, plain_loop(trained), products=3, **narrow_or_params)
 
 
+def test_full_weights_of_a_fabric_module_are_full_under_the_names_it_saves():
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    model, optimizer = classifier()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    called, wrapped = fabric.setup(model, optimizer)
+    run = nc.prepare(called, wrapped.optimizer, policy=PARAMS_BF16)
+    full = run.full_weights()
+    assert full.keys() == before.keys()
+    assert [name for name, value in before.items() if not torch.equal(full[name], value)] == []
+
+
 def with_accelerate(trained, **settings):
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     model, optimizer = classifier()
