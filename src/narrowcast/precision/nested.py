@@ -31,6 +31,12 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
+def widen_floats(value: Any) -> Any:
+    """Return a value with its tensors of 16 bits cast to fp32."""
+    narrow = (torch.bfloat16, torch.float16)
+    return map_tensors(value, lambda t: t.float() if t.dtype in narrow else t)
+
+
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the first tensor among the arguments of a call."""
     return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))

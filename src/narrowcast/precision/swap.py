@@ -1,32 +1,85 @@
 """A module given another class in place: what `prepare` does to modules, and how it is undone.
 
 Changing a module's class in place keeps its name, parameters, hooks and every reference to it, so
-tied weights, shared submodules and `state_dict` keys stay as they are, and `isinstance` holds.
+tied weights, shared submodules and `state_dict` keys stay as they are, and `isinstance` holds. The
+class is made here and is nobody's to see: it enters no registry of subclasses, calling it makes a
+module of the plain class, `forward` has the signature it had, and a copy or a pickle is of the
+plain class.
 """
 
+import copyreg
 import functools
-from abc import abstractmethod
-from typing import Any, cast
+from abc import ABCMeta, abstractmethod
+from types import FunctionType
+from typing import Any, SupportsIndex, cast
 
 from torch import Tensor, nn
 
 
-def swap(module: nn.Module, mixin: type[nn.Module], **attributes: Any) -> None:
+class Mixin(nn.Module):
+    """Base of what `swap` puts in front of a module's own class."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Tell the plain class nothing of the class made here: it may keep a registry of its own.
+
+        It may also want keywords that nobody gave.
+        """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Be copied and pickled as the plain module."""
+        plain = plain_class(self)
+        twin = object.__new__(plain)
+        twin.__dict__.update(_plain_attributes(self))
+        how, args, *rest = cast("tuple[Any, ...]", twin.__reduce_ex__(protocol))
+        if args == (plain,):
+            # The usual way of making it is refused for an object that is of another class by now.
+            how, args = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+        return how, args, *rest
+
+    @classmethod
+    def nc_namespace(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """Return what else a class that is made of this and `plain` has."""
+        return {}
+
+
+class OwnForward(Mixin):
+    """A module whose `forward` was put on the instance, which would hide any class's."""
+
+    nc_forward: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what was put there."""
+        return self.nc_forward(*args, **kwargs)
+
+
+def swap(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
     """Give a module the behaviour of `mixin` in front of its own."""
     module.__dict__.setdefault("nc_plain_class", type(module))
+    theirs = module.__dict__.pop("forward", None)
+    if theirs is not None:
+        swap(module, OwnForward, nc_forward=theirs)
     module.__class__ = _joined(cast(Any, mixin), cast(Any, type(module)))
     module.__dict__.update(attributes)
+    added = module.__dict__.setdefault("nc_added", set())
+    added.update(attributes, _declared(mixin))
 
 
 def restore(model: nn.Module) -> None:
     """Undo every `swap` in a model, and leave its kernels to what they would be without."""
     for module in model.modules():
-        module.__dict__.pop("nc_kernels", None)
-        plain = module.__dict__.pop("nc_plain_class", None)
-        if plain is not None:
-            module.__class__ = plain
-            for name in [key for key in module.__dict__ if key.startswith("nc_")]:
-                del module.__dict__[name]
+        restore_module(module)
+
+
+def restore_module(module: nn.Module) -> None:
+    """Undo every `swap` of one module."""
+    module.__dict__.pop("nc_kernels", None)
+    if "nc_plain_class" in module.__dict__:
+        plain, attributes = plain_class(module), _plain_attributes(module)
+        module.__class__ = plain
+        # Not another dict: somebody may hold this one.
+        for name in module.__dict__.keys() - attributes.keys():
+            del module.__dict__[name]
+        module.__dict__.update(attributes)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -35,11 +88,22 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return plain
 
 
-class Onlooker(nn.Module):
-    """Base of mixins that only look at what passes: the module computes as if they were not there.
+def has_own_forward(module: nn.Module) -> bool:
+    """Say whether somebody has put a `forward` on this one module, in place of its class's."""
+    return "forward" in module.__dict__ or "nc_forward" in module.__dict__
 
-    They will put back the class they found. Who computes in a module's place, without calling it,
-    goes by `working_class` and says so here.
+
+class Transparent(Mixin):
+    """Base of mixins with which a module computes what it would without, where it is called.
+
+    Who computes in a module's place, without calling it, goes by `working_class`.
+    """
+
+
+class Onlooker(Transparent):
+    """Base of mixins that only look at what passes.
+
+    They will put back the class they found. Who computes in a module's place says so here.
     """
 
     @abstractmethod
@@ -48,9 +112,9 @@ class Onlooker(nn.Module):
 
 
 def working_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that decides what a module computes, which those that look do not."""
+    """Return the class that decides what a module computes, which transparent ones do not."""
     kind = type(module)
-    while issubclass(kind, Onlooker):
+    while issubclass(kind, Transparent):
         kind = kind.__bases__[1]
     return kind
 
@@ -60,8 +124,68 @@ def is_swapped(model: nn.Module) -> bool:
     return any("nc_plain_class" in module.__dict__ for module in model.modules())
 
 
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what a module holds that `swap` and its mixins did not put there."""
+    ours = module.__dict__.get("nc_added", set()) | {"nc_added", "nc_plain_class", "nc_kernels"}
+    plain = {name: value for name, value in module.__dict__.items() if name not in ours}
+    if "nc_forward" in module.__dict__:
+        plain["forward"] = module.__dict__["nc_forward"]
+    return plain
+
+
+def _declared(mixin: type[Mixin]) -> set[str]:
+    """Return the names of what a mixin keeps in a module, by its annotations."""
+    declared = (vars(each).get("__annotations__", {}) for each in mixin.__mro__)
+    return {name for names in declared for name in names if name.startswith("nc_")}
+
+
 @functools.cache
 def _joined(mixin: Any, plain: Any) -> type[nn.Module]:
-    if issubclass(mixin, plain):
-        return cast("type[nn.Module]", mixin)
-    return type(plain.__name__, (mixin, plain), {"__module__": mixin.__module__})
+    most_plain = _most_plain(plain)
+
+    def new(_: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        # Those who write a copy of their own say `cls.__new__(cls)`.
+        return most_plain.__new__(most_plain, *args, **kwargs)
+
+    namespace = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "__new__": new,
+        "forward": _with_signature(mixin.forward, plain.forward),
+        "nc_most_plain": most_plain,
+        **mixin.nc_namespace(plain),
+    }
+    meta = _joined_meta(cast(Any, type(plain)))
+    # Not by calling it: a metaclass may keep a registry too.
+    maker: Any = ABCMeta if issubclass(meta, ABCMeta) else type
+    made = maker.__new__(meta, plain.__name__, (mixin, plain), namespace)
+    return cast("type[nn.Module]", made)
+
+
+def _most_plain(kind: type[nn.Module]) -> type[nn.Module]:
+    return cast("type[nn.Module]", getattr(kind, "nc_most_plain", kind))
+
+
+@functools.cache
+def _joined_meta(meta: Any) -> Any:
+    """Return a metaclass with which calling a class makes an instance of the plain one."""
+    if "nc_makes_plain" in vars(meta):
+        return meta
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.nc_most_plain(*args, **kwargs)
+
+    return type(meta.__name__, (meta,), {"__call__": call, "nc_makes_plain": True})
+
+
+def _with_signature(forward: Any, plain: Any) -> Any:
+    """Return a function of its own that does what `forward` does and is called as `plain` is.
+
+    Others read the signature of a model's forward, to see what it takes.
+    """
+    given = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made: Any = FunctionType(forward.__code__, *given)
+    made.__kwdefaults__, made.__doc__ = forward.__kwdefaults__, plain.__doc__
+    made.__wrapped__ = plain
+    return made

@@ -8,8 +8,8 @@ from torch import nn
 
 from narrowcast.config.common_sections import OptimizerSection
 from narrowcast.errors import RecipeError
+from narrowcast.precision.weights.side_by_side import SideBySide
 from narrowcast.training.parameter_groups import as_torch_groups
-from narrowcast.training.side_by_side import SideBySide
 from narrowcast.training.task import ParameterGroup
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})

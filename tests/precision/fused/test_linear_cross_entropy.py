@@ -18,8 +18,9 @@ from narrowcast.precision.fused import linear_cross_entropy as linear_loss
 from narrowcast.precision.modules.wrappers import EmulatedLinear
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.emulated import TRACED_RIGHTLY
+from narrowcast.precision.products.entry import Entry, InRegion, PreparedModel
 from narrowcast.precision.products.operands import ProductFormats
-from narrowcast.precision.products.regions import EmulatedProducts, InRegion, Region
+from narrowcast.precision.products.regions import EmulatedProducts, Region
 from narrowcast.precision.swap import swap
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -328,7 +329,7 @@ def emulated(head):
 
 def in_a_native_region(head):
     if type(head) is nn.Linear:
-        swap(head, InRegion, nc_region=Region("fp32", False, DEVICE))
+        swap(head, InRegion, nc_entry=Entry(Region("fp32", False, DEVICE), PreparedModel(head)))
     return contextlib.nullcontext()
 
 
@@ -375,7 +376,7 @@ def narrow(head):
 
 
 def in_an_emulated_region(head):
-    swap(head, InRegion, nc_region=Region("bf16", True, DEVICE))
+    swap(head, InRegion, nc_entry=Entry(Region("bf16", True, DEVICE), PreparedModel(head)))
     return contextlib.nullcontext()
 
 
@@ -394,7 +395,7 @@ def test_a_head_that_computes_something_of_its_own_is_asked_itself(change):
 def test_a_head_with_a_native_region_of_its_own_is_taken_in_chunks_of_its_format(monkeypatch):
     hidden, head, targets = drawn(2, 4)
     expected = nc.linear_cross_entropy(hidden, head, targets, chunk_rows=3)
-    swap(head, InRegion, nc_region=Region("fp32", False, DEVICE))
+    swap(head, InRegion, nc_entry=Entry(Region("fp32", False, DEVICE), PreparedModel(head)))
     monkeypatch.setattr(InRegion, "forward", None)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         loss = nc.linear_cross_entropy(hidden, head, targets, chunk_rows=3)

@@ -286,14 +286,14 @@ def test_each_module_computes_in_the_format_its_plan_says(policy, on_grid, cpu):
 def test_a_weight_that_two_modules_share_takes_the_wider_format(cpu):
     model = tied()
     planned = make_plan(model, "bf16, params=bf16, master=split; 2: params=fp32", hardware=cpu)
-    rewrite(model, planned)
+    rewrite(model, planned, set(model.parameters()))
     assert model[0].weight is model[2].weight
     assert model[0].weight.dtype == torch.float32
 
 
 def test_norms_keep_fp32_weights_among_bf16_ones(cpu):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
-    rewrite(model, make_plan(model, "bf16-pure", hardware=cpu))
+    rewrite(model, make_plan(model, "bf16-pure", hardware=cpu), set(model.parameters()))
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     assert dtypes.pop("2.num_batches_tracked") == torch.int64
     assert {dtypes.pop(n) for n in ("0.weight", "0.bias")} == {torch.bfloat16}
@@ -303,7 +303,7 @@ def test_norms_keep_fp32_weights_among_bf16_ones(cpu):
 def test_each_narrowed_weight_is_handed_on_with_its_full_value(cpu):
     model = nn.Linear(4, 4)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    narrowed = rewrite(model, make_plan(model, "bf16-pure", hardware=cpu))
+    narrowed = rewrite(model, make_plan(model, "bf16-pure", hardware=cpu), set(model.parameters()))
     names = {p: name for name, p in model.named_parameters()}
     assert {names[p] for p, _ in narrowed} == {"weight", "bias"}
     assert all(torch.equal(full, before[names[p]]) for p, full in narrowed)

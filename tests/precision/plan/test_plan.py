@@ -340,13 +340,19 @@ def test_a_plan_is_printed_as_a_table_with_a_reason_for_each_module(cpu, mlp):
     assert last.startswith("compute=bf16; 3: fp32 on a plain CPU: params 0.0 MiB")
 
 
-def test_weights_that_are_frozen_have_no_gradients_masters_or_moments(cpu, mlp):
+def test_weights_that_are_frozen_stay_as_they_are_with_nothing_beside_them(cpu, mlp):
     model = mlp()
     model[0].requires_grad_(False)
+    model[3].weight.requires_grad_(False)
     planned = make_plan(model, "bf16, params=bf16, master=split", hardware=cpu)
-    assert planned.module("0").bytes == {
-        "params": 2 * (32 * 32 + 32),
-        "grads": 0,
-        "master": 0,
-        "moments": 0,
-    }
+    nothing = {"grads": 0, "master": 0, "moments": 0}
+    assert planned.module("0").bytes == {"params": 4 * (32 * 32 + 32), **nothing}
+    assert planned.module("0").reason.endswith("(frozen: kept as it is)")
+    assert planned.module("3").bytes["params"] == 4 * 32 * 16 + 2 * 16
+    assert planned.module("3").reason.endswith("(in part frozen: kept as it is)")
+    wide = make_plan(model, "bf16", hardware=cpu)
+    assert "frozen" not in "".join(each.reason for each in wide.modules)
+    model[0].to(torch.bfloat16)
+    narrow = make_plan(model, "bf16", hardware=cpu)
+    assert narrow.module("0").bytes["params"] == 2 * (32 * 32 + 32)
+    assert "frozen" in narrow.module("0").reason

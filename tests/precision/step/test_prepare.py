@@ -375,15 +375,6 @@ def test_the_keys_of_the_state_are_those_of_the_plain_model(mlp):
     assert list(run.full_weights()) == keys
 
 
-@pytest.mark.parametrize("policy", ["fp8-delayed", "aggressive", "fp16"])
-def test_a_copy_of_a_prepared_model_computes_the_same(mlp, policy):
-    run = prepared(mlp(), policy=policy)
-    run.step(loss_of(run))
-    copied = copy.deepcopy(run.model).eval()
-    with run.compute(), torch.no_grad():
-        assert torch.equal(copied(X), run.model(X))
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp8-delayed", "bf16-pure"])
 def test_evaluation_inside_the_region_changes_nothing(mlp, policy):
     def trained(evaluate):

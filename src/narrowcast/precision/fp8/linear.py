@@ -20,6 +20,7 @@ from narrowcast.precision.fp8.rowwise import RowScaling
 from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, dtype_of
 from narrowcast.precision.fp8.tensorwise import TensorScaling
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
+from narrowcast.precision.swap import Mixin
 
 SCALINGS: dict[str, Scaling] = {
     "tensor": TensorScaling(),
@@ -30,7 +31,7 @@ SCALINGS: dict[str, Scaling] = {
 """How operands are scaled, by its name in a policy."""
 
 
-class Fp8Linear(nn.Linear):
+class Fp8Linear(Mixin, nn.Linear):
     """A linear layer with native fp8 products, forward and backward."""
 
     nc_formats: ProductFormats

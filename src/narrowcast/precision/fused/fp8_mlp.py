@@ -16,9 +16,10 @@ from narrowcast.precision.fp8.scaling import dtype_of
 from narrowcast.precision.fp8.tensorwise import scaled_product
 from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
+from narrowcast.precision.swap import Mixin
 
 
-class Fp8Mlp(nn.Module):
+class Fp8Mlp(Mixin):
     """A module of two linear layers and a GELU, run as one."""
 
     nc_layers: tuple[str, str]

@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.precision.fused.declared import fused_mlp_layers, is_watched
+from narrowcast.precision.swap import Mixin
 
 
-class GeluMlp(nn.Module):
+class GeluMlp(Mixin):
     """A module of two linear layers and a GELU, run as one."""
 
     nc_layers: tuple[str, str]

@@ -18,7 +18,9 @@ from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.precision.fused.chunked_loss import LossTerms, chunked_loss, reduced
 from narrowcast.precision.fused.chunked_module import chunked_module_loss
 from narrowcast.precision.fused.declared import is_watched
-from narrowcast.precision.products.regions import InRegion, Region
+from narrowcast.precision.products.entry import Entry, InRegion
+from narrowcast.precision.products.in_force import in_force
+from narrowcast.precision.products.regions import Region
 from narrowcast.precision.swap import Onlooker, working_class
 
 _HAS_TRITON = not unsupported_reason(torch.device("cuda"))
@@ -52,9 +54,11 @@ def linear_cross_entropy(
     asked = chunk_rows is not None or (hidden.device.type == "cuda" and _HAS_TRITON)
     if hidden.numel() == 0 or not asked:
         return _composed(hidden, head, targets, terms)
-    region = _own_region(head)
+    region, plain = _region_entered_by(head), working_class(head) is nn.Linear
     if region is None:
-        return _here(hidden, head, targets, terms, plain=working_class(head) is nn.Linear)
+        return _here(hidden, head, targets, terms, plain=plain)
+    if region.emulated or region.reduce != "fp32" or not plain:
+        return _here(hidden, head, targets, terms, plain=False)
     with torch.autocast(hidden.device.type, enabled=False):
         return _in_region(region, hidden, head, targets, terms)
 
@@ -102,13 +106,10 @@ def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
     return loss.view(targets.shape) if terms.reduction == "none" else loss
 
 
-def _own_region(head: nn.Linear) -> Region | None:
-    """Return the region a plain head enters by itself, where the device multiplies in it."""
-    if working_class(head).__bases__ != (InRegion, nn.Linear):
-        return None
-    region = head.nc_region
-    assert isinstance(region, Region)
-    return None if region.emulated or region.reduce != "fp32" else region
+def _region_entered_by(head: nn.Linear) -> Region | None:
+    """Return the region a head would enter here; None where it is in force or there is none."""
+    entry = head.nc_entry if isinstance(head, InRegion) else None
+    return entry.region if isinstance(entry, Entry) and entry.name != in_force() else None
 
 
 def _in_region(

@@ -1,9 +1,11 @@
 """Carry out a plan on a model: the only code that changes one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
@@ -19,27 +21,49 @@ from narrowcast.precision.modules.wrappers import (
     MatchingInput,
     RoundedNorm,
 )
+from narrowcast.precision.plan.module_kinds import kind_of, multiplies, needs_one_dtype
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.products.entry import Entry, InRegion, PreparedModel
 from narrowcast.precision.products.operands import ProductFormats
-from narrowcast.precision.products.regions import InRegion, Region
-from narrowcast.precision.swap import swap
+from narrowcast.precision.products.regions import Region
+from narrowcast.precision.swap import has_own_forward, plain_class, restore, swap
+
+_Held = TypeVar("_Held")
 
 
-def rewrite(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
-    """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value."""
+def rewrite(
+    model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Give every module its formats; return each weight now kept in 16 bits, and its fp32 value.
+
+    Only weights that are `trained` are: who freezes one, or updates it by hand, owns its digits.
+    """
     rewrite_modules(model, plan)
-    return _cast_weights(model, plan)
+    return _cast_weights(model, plan, trained)
 
 
 def rewrite_modules(model: nn.Module, plan: Plan) -> None:
     """Let every module compute in its formats; leave the weights as they are kept."""
+    try:
+        regions = _give_formats(model, plan)
+        _give_histories(model, plan)
+        _fuse_mlps(model, plan)
+        _allow_kernels(model, plan)
+        _give_entries(model, regions)
+    except BaseException:
+        restore(model)  # all or nothing
+        raise
+
+
+def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
+    """Let the modules of a plan compute in its formats; return the regions by where they begin."""
     device_type = torch.device(plan.hardware.device).type
     regions = {"": Region.of(plan)}
     for module_plan in plan.modules:
         module = model.get_submodule(module_plan.name)
-        around = _region_around(module_plan.name, regions)
+        around = _around(module_plan.name.rpartition(".")[0], regions)
         match module_plan.kind:
             case "normalisation":
                 _rewrite_norm(module, module_plan, plan.policy)
@@ -54,37 +78,54 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
                 if policy.functional != around.format_name:
                     emulated = around.emulated or module_plan.how == "emulated" or widens(policy)
                     region = Region(policy.functional, emulated, device_type, policy.reduce)
-                    swap(module, InRegion, nc_region=region)
                     regions[module_plan.name] = region
-                if module_plan.kind == "recurrent" and policy.params != "fp32":
+                narrow = policy.params != "fp32" or plan.policy.params != "fp32"
+                if module_plan.kind == "recurrent" and (narrow or plan.emulated):
+                    # Its neighbours may be in 16 bits, or it alone; an autocast would not mind.
                     swap(module, MatchingInput)
-    _give_histories(model, plan)
-    _fuse_mlps(model, plan)
-    _allow_kernels(model, plan)
-    whole = regions[""]
-    if whole != Region("fp32", False, device_type):
-        # Called outside `compute()`, to evaluate or to sample, the model is in its policy too.
-        swap(model, InRegion, nc_region=whole)
+    return regions
 
 
-def weight_formats(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
-    """Return what each weight is kept in; one that two modules share has the wider one's format."""
+def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
+    """Let every module that computes with weights find its region in force, or enter it."""
+    prepared = PreparedModel(model)
+    entries = {name: Entry(region, prepared) for name, region in regions.items()}
+    by_hand: set[nn.Module] = set()  # a weight is computed wherever somebody looks at it
+    for name, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            by_hand |= set(module.modules())
+        called = plain_class(module).forward is not nn.Module.forward or has_own_forward(module)
+        weighs = next(module.parameters(), None) is not None and multiplies(kind_of(module))
+        if name in entries or (called and weighs and module not in by_hand):
+            swap(module, InRegion, nc_entry=_around(name, entries), nc_begins=name in entries)
+
+
+def weight_formats(
+    model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
+) -> dict[nn.Parameter, str]:
+    """Return what each trained weight is kept in; one that two modules share has the wider format.
+
+    Recurrent layers and normalisations take weights of one dtype only: where some are not trained,
+    and so stay as they are, the others stay beside them.
+    """
     wanted: dict[nn.Parameter, str] = {}
     for module_plan in plan.modules:
         module = model.get_submodule(module_plan.name)
-        for parameter in module.parameters(recurse=module_plan.kind == "attention"):
-            before = wanted.get(parameter, module_plan.policy.params)
-            wanted[parameter] = "fp32" if "fp32" in (before, module_plan.policy.params) else before
+        own = list(module.parameters(recurse=module_plan.kind == "attention"))
+        wide = needs_one_dtype(module_plan.kind) and not trained >= set(own)
+        given = "fp32" if wide else module_plan.policy.params
+        for parameter in own:
+            if parameter in trained:
+                before = wanted.get(parameter, given)
+                wanted[parameter] = "fp32" if "fp32" in (before, given) else before
     return wanted
 
 
-def _region_around(name: str, regions: Mapping[str, Region]) -> Region:
-    """Return the region of the nearest module above that has one; the model's is named `""`."""
-    while name:
+def _around(name: str, regions: Mapping[str, _Held]) -> _Held:
+    """Return what the module of this name has, or the nearest above it; the model's is `""`."""
+    while name and name not in regions:
         name = name.rpartition(".")[0]
-        if name in regions:
-            return regions[name]
-    return regions[""]
+    return regions[name]
 
 
 def _needs_own_products(module_plan: ModulePlan, around: Region) -> bool:
@@ -160,10 +201,12 @@ def _rewrite_norm(module: nn.Module, module_plan: ModulePlan, policy: Policy) ->
         swap(module, Fp32Norm)
 
 
-def _cast_weights(model: nn.Module, plan: Plan) -> list[tuple[nn.Parameter, Tensor]]:
-    """Cast weights to their storage format."""
+def _cast_weights(
+    model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Cast trained weights to their storage format."""
     lowered = []
-    for parameter, name in weight_formats(model, plan).items():
+    for parameter, name in weight_formats(model, plan, trained).items():
         if name == "fp32" or not parameter.is_floating_point():
             continue
         full = parameter.data

@@ -10,9 +10,10 @@ from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.nested import cast_floats, first_tensor, map_tensors
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.swap import Mixin
 
 
-class EmulatedLinear(nn.Linear):
+class EmulatedLinear(Mixin, nn.Linear):
     """A linear layer whose three products have formats of their own."""
 
     nc_formats: ProductFormats
@@ -29,18 +30,21 @@ class EmulatedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.nc_formats}"
 
 
-class Fp32Norm(nn.Module):
+class Fp32Norm(Mixin):
     """A normalisation in fp32 between 16-bit neighbours."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Widen, normalise, and return what came in."""
         x = first_tensor(args, kwargs)
         with torch.autocast(x.device.type, enabled=False):
-            args, kwargs = cast_floats((args, kwargs), torch.float32)
+            # A frozen norm that came in 16 bits computes as it would where it came from.
+            own = next(iter(self.parameters()), None)
+            wide = torch.float32 if own is None else own.dtype
+            args, kwargs = cast_floats((args, kwargs), wide)
             return super().forward(*args, **kwargs).to(x.dtype)
 
 
-class RoundedNorm(nn.Module):
+class RoundedNorm(Mixin):
     """A normalisation whose input and result are rounded to a 16-bit format."""
 
     nc_dtype: torch.dtype
@@ -54,7 +58,7 @@ class RoundedNorm(nn.Module):
             return super().forward(*args, **kwargs).to(self.nc_dtype).to(x.dtype)
 
 
-class MatchingInput(nn.Module):
+class MatchingInput(Mixin):
     """A recurrent layer that takes inputs in the format of its weights, whatever they come in."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +68,7 @@ class MatchingInput(nn.Module):
         return super().forward(*args, **kwargs)
 
 
-class OwnLossScale(nn.Module):
+class OwnLossScale(Mixin):
     """A part of the model inside which gradients are multiplied by a further scale.
 
     The factor goes on where the gradient enters (at the outputs) and comes off where it leaves (at

@@ -39,3 +39,8 @@ def kind_of(module: nn.Module) -> Kind:
 def multiplies(kind: Kind) -> bool:
     """Return whether a module of this kind multiplies."""
     return kind not in ("embedding", "normalisation")
+
+
+def needs_one_dtype(kind: Kind) -> bool:
+    """Return whether torch takes the weights of such a module in one dtype only."""
+    return kind in ("recurrent", "normalisation")

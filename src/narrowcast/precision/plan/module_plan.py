@@ -13,10 +13,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
-from narrowcast.numerics import FORMATS, BlockFormat
-from narrowcast.precision.plan.module_kinds import Kind, multiplies
+from narrowcast.numerics import FORMATS, BlockFormat, plain_format
+from narrowcast.precision.plan.module_kinds import Kind, multiplies, needs_one_dtype
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
-from narrowcast.precision.swap import plain_class
+from narrowcast.precision.swap import has_own_forward, plain_class
 
 How = Literal["native", "emulated", "unchanged"]
 
@@ -113,7 +113,11 @@ class ModulePlanner:
                 speed, policy = self._where_it_gains(policy, module)
                 how, why = self._product_support(policy)
             reason = "; ".join(filter(None, [kept, why, speed]))
+        frozen = [p for p in module.parameters(recurse=False) if not p.requires_grad]
+        if needs_one_dtype(kind) and frozen and policy.params != "fp32":
+            policy = replace(policy, params="fp32", grads="", master="none", moments="")
         notes = ["exception"] if excepted else []
+        notes += _frozen_note(policy, fresh)
         notes += ["weight tied to an earlier module"] if tied else []
         if notes:
             reason += f" ({', '.join(notes)})"
@@ -189,6 +193,16 @@ class ModulePlanner:
         return "native", f"native: {supports[0].reason}"
 
 
+def _frozen_note(policy: Policy, fresh: Sequence[nn.Parameter]) -> list[str]:
+    """Say that weights stay in another format than the plan's, because nobody trains them."""
+    frozen = [p for p in fresh if not p.requires_grad]
+    if all(p.dtype == plain_format(policy.params).dtype for p in frozen):
+        return []
+    return [
+        "frozen: kept as it is" if len(frozen) == len(fresh) else "in part frozen: kept as it is"
+    ]
+
+
 def widens(policy: Policy) -> bool:
     """Say whether weights are kept in fewer bits than they are multiplied in."""
     return policy.params != "fp32" and policy.functional in ("fp32", "tf32")
@@ -223,7 +237,7 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     if not isinstance(module, nn.Linear):
         return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
     plain = plain_class(module)  # a prepared model is planned as the one it was
-    if plain.forward is not nn.Linear.forward:
+    if plain.forward is not nn.Linear.forward or has_own_forward(module):
         return f"kept {one}: {plain.__name__} has a forward of its own", wide
     formats = [FORMATS[getattr(policy, role)] for role in PRODUCTS]
     blocks = [known.block for known in formats if isinstance(known, BlockFormat)]
@@ -259,12 +273,13 @@ def _bytes(
 ) -> dict[str, int]:
     """Return what weights take, and beside those that are trained their gradients and the rest."""
     trained = sum(p.numel() for p in fresh if p.requires_grad)
+    frozen = [p for p in fresh if not p.requires_grad]
     lowered = policy.params != "fp32"
     beside = {"fp32": 4, "split": 2, "kahan": 2}.get(whole.master, 0) if lowered else 0
     kept = whole.moments_format if lowered or whole.needs_fused_optimizer else "fp32"
     grads = whole.grads_format if lowered else "fp32"
     return {
-        "params": sum(p.numel() for p in fresh) * _size(policy.params),
+        "params": trained * _size(policy.params) + sum(p.nbytes for p in frozen),
         "grads": trained * _size(grads),
         "master": trained * beside,
         "moments": round(trained * moments * _moment_size(kept)),

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._guards import TracingContext
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.numerics import FP32, Format, plain_format
-from narrowcast.precision.nested import cast_floats
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.attention import multi_head_attention
 from narrowcast.precision.products.emulated import linear_product, rounded_call
+from narrowcast.precision.products.in_force import in_force
 from narrowcast.precision.products.operands import ProductFormats
 
 # The functions torch's autocast runs in 16 bits, as a function mode sees them: each is a product
@@ -108,15 +108,9 @@ class Region:
         return stack
 
     @property
-    def is_entered(self) -> bool:
-        """True where the innermost region around the caller is this one, emulated."""
-        mode = torch.overrides._get_current_function_mode()
-        return (
-            self.emulated
-            and self.reduce == "fp32"
-            and isinstance(mode, EmulatedProducts)
-            and mode.is_of(plain_format(self.format_name))
-        )
+    def is_plain(self) -> bool:
+        """True where nothing is done to products: those of fp32, by the device."""
+        return self.format_name == "fp32" and not self.emulated
 
     def _products(self) -> contextlib.AbstractContextManager[Any]:
         target = plain_format(self.format_name)
@@ -129,43 +123,18 @@ class Region:
         return contextlib.nullcontext()
 
 
-class InRegion(nn.Module):
-    """A module whose products run in another format than those around it."""
-
-    nc_region: Region
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module inside its own region."""
-        if not torch.compiler.is_compiling() and self.nc_region.is_entered:
-            return super().forward(*args, **kwargs)  # twice would only cost time
-        if self.nc_region.format_name == "fp32" and not self.nc_region.emulated:
-            args, kwargs = cast_floats((args, kwargs), torch.float32)
-        # The region replaces the one around it, which may be a native one.
-        with torch.autocast(self.nc_region.device_type, enabled=False):
-            return self._nc_inside(*args, **kwargs)
-
-    def _nc_inside(self, *args: Any, **kwargs: Any) -> Any:
-        # On its own, because torch.compile cannot trace one context inside another in one function.
-        with self.nc_region():
-            return super().forward(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        """Say the format where the model is printed."""
-        return ", ".join(filter(None, [super().extra_repr(), f"in {self.nc_region.format_name}"]))
-
-
 class RoundedReductions(TorchFunctionMode):
     """Round what goes into and comes out of reductions, which still add in fp32."""
 
     def __init__(self, target: Format) -> None:
         super().__init__()
-        self._name = target.name
+        self._name, self._around = target.name, in_force()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Round around reductions, pass on everything else."""
-        if func in _REDUCTIONS:
+        if func in _REDUCTIONS and in_force() == self._around:
             return rounded_call(func, args, kwargs or {}, plain_format(self._name))
         return func(*args, **(kwargs or {}))
 
@@ -178,18 +147,15 @@ class EmulatedProducts(TorchFunctionMode):
 
     def __init__(self, target: Format, *, widen: bool = True) -> None:
         super().__init__()
-        self._name, self._widen = target.name, widen
-
-    def is_of(self, target: Format) -> bool:
-        """Say whether this is a model's region of a format."""
-        return self._name == target.name and self._widen
+        self._name, self._widen, self._around = target.name, widen, in_force()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Emulate products, widen the arguments of reductions, pass on everything else."""
         kwargs = kwargs or {}
-        if _is_compiled(args, kwargs):
+        # Inside a region of another model, or an exception's, this one is not in force.
+        if _is_compiled(args, kwargs) or in_force() != self._around:
             return func(*args, **kwargs)
         if func is F.linear:
             return _linear(*args, formats=_UNIFORM[self._name], **kwargs)
@@ -216,7 +182,7 @@ def _is_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     The compiler runs torch's own Python, and so does what it writes, with products into `out`.
     As under torch's autocast, what a user multiplies into `out` keeps its format as well.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return False
     if kwargs.get("out") is not None:
         of_16_bits = (torch.bfloat16, torch.float16)

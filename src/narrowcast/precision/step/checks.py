@@ -1,13 +1,14 @@
-"""What `prepare`, a step and a resume refuse, each with what to do instead."""
+"""What `prepare` and a step refuse, each with what to do instead."""
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import Onlooker, is_swapped
 
@@ -26,6 +27,12 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         raise UnsupportedError(
             f"{type(optimizer).__name__} wraps another optimizer and has none of torch's own "
             "workings; give prepare() the one inside, often its `optimizer`"
+        )
+    needed = needed_arguments(type(optimizer).step)[1:]
+    if needed:
+        raise UnsupportedError(
+            f"step() of {type(optimizer).__name__} needs `{needed[0]}`, and evaluates the loss "
+            "where no gradient can be guarded; use one whose step takes no closure"
         )
     for name, weight in model.named_parameters():
         if weight.requires_grad and weight.dtype != torch.float32:
@@ -47,6 +54,15 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
         raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
     if next(model.parameters(), None) is None:
         raise RecipeError("the model has no parameters; there is nothing to prepare")
+
+
+def needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called."""
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def refuse_watched(model: nn.Module, *, doing: str) -> None:
@@ -87,9 +103,10 @@ def refuse_unscaled_gradients(*, ours: bool) -> None:
 def refuse_senseless_rates(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a step whose optimizer has no finite learning rate."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
+        rate = group.get("lr")  # an optimizer may find its own, and have none
+        if isinstance(rate, float) and not math.isfinite(rate):
             raise RecipeError(
-                f"the learning rate is {group['lr']}, which would make every weight so; "
+                f"the learning rate is {rate}, which would make every weight so; "
                 "look at the learning-rate schedule"
             )
 
@@ -108,38 +125,3 @@ def refuse_foreign_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
             f"the plan was made for {plan.hardware.device}, and the model is prepared on "
             f"{mine.hardware.device}; make it with hardware=prepared.plan.hardware"
         )
-
-
-def refuse_foreign_state(state: dict[str, Any], *, mine: dict[str, Any]) -> None:
-    """Refuse a saved state that is not of a run prepared as this one is."""
-    if not mine.keys() <= state.keys():
-        raise CheckpointError(
-            f"the state lacks {', '.join(sorted(mine.keys() - state.keys()))}: it is not "
-            "that of a prepared model; give what its state_dict() returned"
-        )
-    if state["policy"] != mine["policy"]:
-        raise CheckpointError(
-            f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
-            f"has {mine['policy']!r}; write the policy of the checkpoint"
-        )
-    for part in ("weights", "average", "scheduler", "scales", "amax"):
-        if _outline(state[part]) != _outline(mine[part]):
-            raise CheckpointError(
-                f"the checkpoint's {part} are of another run: another model, or other settings "
-                "of prepare(); prepare this one as that was"
-            )
-
-
-def _outline(state: Any) -> Any:
-    """Return what must agree between a saved state and the one that takes it: keys and shapes."""
-    match state:
-        case Mapping():
-            return {key: _outline(value) for key, value in state.items()}
-        case list() if state and isinstance(state[0], Tensor):
-            return [_outline(value) for value in state]
-        case Tensor():
-            return state.shape
-        case None:
-            return None
-        case _:
-            return "plain data"

@@ -6,6 +6,7 @@ numbers go on their way to the host). `Prepared.step` is these three in a row.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -20,7 +21,9 @@ from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.products.regions import Region, tf32_products
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.products.entry import Pass, entry_of
+from narrowcast.precision.products.regions import tf32_products
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
     refuse_foreign_plan,
@@ -29,7 +32,8 @@ from narrowcast.precision.step.checks import (
 )
 from narrowcast.precision.step.isolation import grads_and_buffers_kept
 from narrowcast.precision.step.outcome import Outcome, pack
-from narrowcast.precision.step.step_log import Scheduler, StepLog
+from narrowcast.precision.step.schedules import Schedules
+from narrowcast.precision.step.step_log import Losing, StepLog
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
 
@@ -45,7 +49,7 @@ class Engine:
         plan: Plan,
         *,
         clip_norm: float | None,
-        scheduler: Scheduler | None,
+        schedules: Schedules,
         loss_scale: Settings | None,
         scale_groups: Sequence[str],
         ema_decay: float | None,
@@ -53,7 +57,7 @@ class Engine:
         meter_every: int,
         fused_optimizer: bool | None,
     ) -> None:
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.model, self.optimizer, self.schedules = model, optimizer, schedules
         self._clip_norm, self._meter_every = clip_norm, meter_every
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
@@ -66,17 +70,19 @@ class Engine:
         )
         scales, self._fused_asked = self._request.first(plan.policy), fused_optimizer
         fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
+        self.weights.refuse_impossible(plan)
         self.weights.apply(plan, fused=fused)
         self._take(plan, scales, path)
         self.buffers = BufferGuard(model)
         if ema_decay is not None:
             self.weights.keep_average(decay=ema_decay)
         self.log = StepLog(
-            scheduler,
+            schedules,
             patience=patience,
             weights=len(self.weights.all),
             scaled=self.scales.value is not None,
         )
+        self.log.params_lose = _lose(plan.policy)
         self.steps_begun = 0
         self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
         self.begin_first_scales(step=0, applied_before=0)
@@ -96,6 +102,7 @@ class Engine:
         self._take(plan, scales, path)
         self.fp8.take_over(before)
         self.log.scaled = self.scales.value is not None
+        self.log.params_lose = _lose(plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
     def refuse_impossible(self, plan: Plan, *, loss_scale: Settings | None = None) -> None:
@@ -107,7 +114,7 @@ class Engine:
         if not torch.compiler.is_compiling():
             self.take_back_first_scales()
         self.fp8.refresh()
-        return self.region()
+        return self.entry.region() if torch.compiler.is_compiling() else Pass(self.entry)
 
     def backward(self, loss: Tensor, *, name: str, retain_graph: bool) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs."""
@@ -184,7 +191,7 @@ class Engine:
             packed,
             step=self.steps_begun,
             names=[self.weights.names[i] for i in present],
-            lr=float(self.optimizer.param_groups[0]["lr"]),
+            lr=_rate(self.optimizer),
             metered=metered,
             sync=self.log.sync,
         )
@@ -232,6 +239,7 @@ class Engine:
     def _terms_of(self, plan: Plan, *, loss_scale: Settings | None) -> tuple[bool, str, Scales]:
         """Return whether the update would be fused, and why, and the loss scales; or refuse."""
         refuse_foreign_plan(self.model, plan, mine=self.plan)
+        self.weights.refuse_impossible(plan)
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
         before = self.plan.policy
         scales = self._request.next(
@@ -241,7 +249,7 @@ class Engine:
 
     def _take(self, plan: Plan, scales: Scales, path: str) -> None:
         """Let a plan be in force that the weights are kept by already."""
-        self.plan, self.region = plan, Region.of(plan)
+        self.plan, self.entry = plan, entry_of(self.model)
         self.scales, self.update_path = scales, path
         self.fp8 = Fp8Model(self.model)
         scale_parts(self._request.parts, scales.parts)
@@ -261,7 +269,7 @@ class Engine:
         if self.plan.emulated:
             # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
             # tensor and steps aside for all that happens in it; that of an edge passes it by.
-            with self.region():
+            with Pass(self.entry):
                 edge = torch.autograd.graph.get_gradient_edge(scaled)
                 one = torch.ones_like(scaled)
                 torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
@@ -277,3 +285,22 @@ class Engine:
         if inv_scale is not None:
             factor = inv_scale if factor is None else factor * inv_scale
         return factor
+
+
+def _lose(policy: Policy) -> Losing:
+    """Say how a weight of this policy may lose an update, all of it."""
+    if policy.params == "fp32":
+        return "never"
+    match policy.master:
+        case "none":
+            return "always"
+        case "stochastic":
+            return "by chance"
+        case _:
+            return "never"
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of the first group; NaN where an optimizer finds its own."""
+    rate = optimizer.param_groups[0].get("lr")
+    return math.nan if rate is None else float(rate)

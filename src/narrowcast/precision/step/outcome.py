@@ -59,7 +59,7 @@ class Outcome:
         sync: Callable[[], None],
     ) -> None:
         self.step, self.lr = step, lr
-        """The learning rate is that of the first parameter group in this step."""
+        """The learning rate is that of the first parameter group; NaN where it has none."""
         self.sync = sync
         """Makes the host catch up with the device, this step included."""
         self._packed = packed

@@ -12,7 +12,8 @@ from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.step.checks import refuse_senseless, refuse_what_cannot_be
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.precision.step.step_log import Scheduler
+from narrowcast.precision.step.schedules import AnyScheduler, Schedules
+from narrowcast.precision.weights.side_by_side import as_one
 
 PATIENCE = 50
 """Steps in a row that may be skipped, at the smallest scale, before training is given up."""
@@ -22,11 +23,11 @@ METER_EVERY = 10
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     policy: str | Policy | Plan = "default",
     clip_norm: float | None = None,
-    scheduler: Scheduler | None = None,
+    scheduler: AnyScheduler | Sequence[AnyScheduler] | None = None,
     loss_scale: LossScale | Mapping[str, LossScale] | None = None,
     scale_groups: Sequence[str] = (),
     ema_decay: float | None = None,
@@ -37,7 +38,9 @@ def prepare(
 ) -> Prepared:
     """Make a model train in a policy's formats, with any torch optimizer.
 
-    The model and the optimizer are changed in place. `loss_scale` is a scale's settings, or several
+    The model and the optimizer are changed in place; several optimizers are given as a list, each
+    with weights of its own. A `scheduler`, or each of several, moves with every applied step; a
+    `ReduceLROnPlateau` does by `Prepared.plateau`. `loss_scale` is a scale's settings, or several
     by the name of the loss; left out, a policy that needs one gets the default. `scale_groups` are
     globs of modules that have a further scale of their own. `meter_every=0` turns off the
     lost-update meter. `emulate` is as for `plan`, unless a plan is given. `fused_optimizer` says
@@ -45,7 +48,10 @@ def prepare(
     memory: None where that runs and can stand in, False nowhere, True or it is refused (without a
     GPU its arithmetic is then done in plain torch). `Prepared.update_path` tells what is in force.
     """
-    refuse_what_cannot_be(model, optimizer)
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    for each in optimizers:
+        refuse_what_cannot_be(model, each)
+    whole = as_one(optimizers, model)
     refuse_senseless(clip_norm=clip_norm, ema_decay=ema_decay, patience=patience)
     if isinstance(policy, Plan):
         plan = policy
@@ -57,10 +63,10 @@ def prepare(
     return Prepared(
         Engine(
             model,
-            optimizer,
+            whole,
             plan,
             clip_norm=clip_norm,
-            scheduler=scheduler,
+            schedules=Schedules(scheduler, optimizer=whole),
             loss_scale=loss_scale,
             scale_groups=scale_groups,
             ema_decay=ema_decay,

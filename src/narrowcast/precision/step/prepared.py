@@ -24,6 +24,7 @@ from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
 from narrowcast.precision.step.stats import Stats
+from narrowcast.precision.weights.side_by_side import parts_of
 from narrowcast.runs import FindingRecord
 
 
@@ -33,8 +34,7 @@ class Prepared:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         """The parts of a step, for those who replay it, look into it or measure it."""
-        self.model, self.optimizer = engine.model, engine.optimizer
-        self.scheduler = engine.scheduler
+        self.model = engine.model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
@@ -43,6 +43,26 @@ class Prepared:
             "optimizer with whoever called prepare(); save its state_dict(), and load that into "
             "another that was prepared alike"
         )
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Those that `prepare` was given, in order."""
+        return parts_of(self.engine.optimizer)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that `prepare` was given; of several, see `optimizers`."""
+        if len(self.optimizers) > 1:
+            raise RecipeError(
+                f"this run has {len(self.optimizers)} optimizers; write run.optimizers[0], or "
+                "loop over run.optimizers"
+            )
+        return self.optimizers[0]
+
+    @property
+    def schedulers(self) -> tuple[Any, ...]:
+        """The learning-rate schedules that `prepare` was given, in order."""
+        return self.engine.schedules.all
 
     @property
     def plan(self) -> Plan:
@@ -115,6 +135,14 @@ class Prepared:
         metered = engine.is_metered
         packed = engine.queue_update(present, metered=metered)
         return engine.end_step(packed, present, metered=metered)
+
+    def plateau(self, value: float | Tensor) -> None:
+        """Give a metric to the `ReduceLROnPlateau` that `prepare` was given. Waits for the device.
+
+        Call it where torch's own would be stepped: after an evaluation. `step` does not move it.
+        """
+        self.sync()
+        self.engine.schedules.plateau(value.item() if isinstance(value, Tensor) else float(value))
 
     def sync(self) -> None:
         """Wait for every step so far, and let schedule, counts and findings catch up."""

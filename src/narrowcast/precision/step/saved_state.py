@@ -1,13 +1,20 @@
 """All that decides the steps to come, as a checkpoint keeps it: taken from an engine, and put back.
 
-Data order and random state are no part of it.
+Data order and random state are no part of it. A state is taken up as a whole, or not at all.
 """
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
-from narrowcast.precision.step.checks import refuse_foreign_state
+from narrowcast.errors import CheckpointError
+from narrowcast.precision.nested import copy_tensors, map_tensors
 from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.step.foreign_state import OUTLINE, outline_of, refuse_foreign_state
 from narrowcast.precision.step.stats import Stats
+from narrowcast.precision.weights.optimizer_state import load_optimizer_states, optimizer_states
+from narrowcast.precision.weights.side_by_side import parts_of
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -16,34 +23,72 @@ def state_of(engine: Engine) -> dict[str, Any]:
     # Or a run that goes on would, and one that resumes not.
     engine.take_back_first_scales()
     average = engine.weights.average
-    return {
+    state = {
         "policy": str(engine.plan.policy),
         "weights": engine.model.state_dict(),
         "master": engine.weights.masters.state_dict(),
-        "optimizer": engine.optimizer.state_dict(),
-        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+        "scheduler": engine.schedules.state_dict(),
+        "optimizer": optimizer_states(engine.weights),
         "scales": engine.scales.state_dict(),
         "average": None if average is None else average.averages,
         "amax": engine.fp8.state_dict(),
         "applied_before": engine.first_scales.applied_before,
         "stats": engine.log.stats.state_dict(),
     }
+    return {**state, OUTLINE: outline_of(state)}
 
 
 def load_state(engine: Engine, state: dict[str, Any]) -> None:
-    """Take up where a saved run stood; that of another run is refused and changes nothing."""
-    refuse_foreign_state(state, mine=state_of(engine))
-    engine.model.load_state_dict(state["weights"])
-    engine.weights.masters.load_state_dict(state["master"])
-    engine.weights.load_optimizer(state["optimizer"])
-    if engine.scheduler is not None:
-        engine.scheduler.load_state_dict(state["scheduler"])
+    """Take up where a saved run stood; what cannot be is refused and changes nothing.
+
+    For a moment there is a second copy of the weights as they are kept.
+    """
+    mine = state_of(engine)
+    refuse_foreign_state(state, mine=mine)
+    stats, applied_before = _counts(state)
+    with _all_or_nothing(engine, mine):
+        # First whatever may still refuse: code of others, and states of random generators.
+        engine.schedules.load_state_dict(copy.deepcopy(state["scheduler"]))
+        load_optimizer_states(engine.weights, state["optimizer"])
+        engine.model.load_state_dict(state["weights"])
+        engine.weights.masters.load_state_dict(state["master"])
     engine.scales.load_state_dict(state["scales"])
     if engine.weights.average is not None:
-        for mine, saved in zip(engine.weights.average.averages, state["average"], strict=True):
-            mine.copy_(saved)
+        copy_tensors(engine.weights.average.averages, state["average"])
     engine.fp8.load_state_dict(state["amax"])
-    engine.log.stats = Stats.from_state(state["stats"])
+    engine.log.stats = stats
     engine.steps_begun = engine.log.stats.steps
-    engine.begin_first_scales(step=0, applied_before=int(state["applied_before"]))
+    engine.begin_first_scales(step=0, applied_before=applied_before)
     engine.buffers.reset()
+
+
+def _counts(state: dict[str, Any]) -> tuple[Stats, int]:
+    try:
+        return Stats.from_state(state["stats"]), int(state["applied_before"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"the counts of the checkpoint cannot be read ({error}); give what state_dict() "
+            "returned, or load an older checkpoint"
+        ) from error
+
+
+@contextlib.contextmanager
+def _all_or_nothing(engine: Engine, mine: dict[str, Any]) -> Iterator[None]:
+    """Put schedules, optimizers and weights back as they were if loading them fails."""
+    schedules, weights = copy.deepcopy(mine["scheduler"]), mine["weights"]
+    kept = map_tensors(weights, lambda tensor: tensor.detach().clone())
+    optimizers = [(each, dict(vars(each))) for each in parts_of(engine.optimizer)]
+    try:
+        yield
+    except Exception as error:
+        for optimizer, attributes in optimizers:  # torch's loading makes new states and groups
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+        if engine.weights.fused is not None:
+            engine.weights.fused.forget_bindings()
+        copy_tensors(weights, kept)
+        engine.schedules.load_state_dict(schedules)
+        raise CheckpointError(
+            f"the checkpoint could not be taken up ({type(error).__name__}: {error}), and the run "
+            "is as it was before; load one of a run that was prepared alike"
+        ) from error

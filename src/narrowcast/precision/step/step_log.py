@@ -3,11 +3,12 @@
 Only here does the learning-rate schedule move, and only for a step that was applied.
 """
 
-from typing import Any, Protocol
+from typing import Literal
 
 from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.first_scales import StepCounts
 from narrowcast.precision.step.outcome import NO_MODULE, Outcome
+from narrowcast.precision.step.schedules import Schedules
 from narrowcast.precision.step.stats import Stats
 from narrowcast.runs import FindingRecord
 
@@ -15,28 +16,21 @@ AT_FLOOR = "overflow at the smallest loss scale"
 """What is told of an overflow to which the scale cannot give way."""
 
 
-class Scheduler(Protocol):
-    """What is asked of a learning-rate schedule: torch's have it."""
-
-    def step(self) -> None:
-        """Move on by one applied step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there."""
+Losing = Literal["never", "by chance", "always"]
+"""When rounding loses the update of a weight that is smaller than its spacing."""
+NOTHING_MOVED = "no weight moved"
+"""What is told of an applied step without any effect."""
 
 
 class StepLog:
     """Steps in flight, steps counted, and what was found."""
 
-    def __init__(
-        self, scheduler: Scheduler | None, *, patience: int, weights: int, scaled: bool
-    ) -> None:
+    def __init__(self, schedules: Schedules, *, patience: int, weights: int, scaled: bool) -> None:
         self.stats = Stats()
         self.scaled = scaled
-        self._scheduler, self._patience, self._weights = scheduler, patience, weights
+        self.params_lose: Losing = "never"
+        """Whether rounding may be why an update is lost."""
+        self._schedules, self._patience, self._weights = schedules, patience, weights
         self._in_flight: list[Outcome] = []
         self._findings: list[FindingRecord] = []
 
@@ -78,10 +72,15 @@ class StepLog:
 
     def _count(self, outcome: Outcome) -> str:
         """Return why the step was skipped; nothing where it was not."""
+        stood_still = self.stats.lost_updates == 1.0
         self.stats.count(outcome)
         if outcome.applied:
-            if self._scheduler is not None:
-                self._scheduler.step()
+            # Once, as long as it lasts. A learning rate of zero is meant so: a schedule may begin
+            # with one.
+            lost = outcome.lost_updates == 1.0 and self.params_lose != "by chance"
+            if lost and not stood_still and outcome.lr != 0:
+                self._tell_of_standing_still(outcome)
+            self._schedules.step()
             return ""
         count = f"{len(outcome.bad_parameters)} of {self._weights} weights"
         why = f"gradients of {count} are not finite, nearest the loss {outcome.bad_module}"
@@ -102,6 +101,25 @@ class StepLog:
                 )
             )
         return why
+
+    def _tell_of_standing_still(self, outcome: Outcome) -> None:
+        narrow = "write master=split: 16 bits lose an update below half their spacing; or "
+        advice = (narrow if self.params_lose == "always" else "") + (
+            "try a higher learning rate, and look whether the optimizer writes to the weights in "
+            "its param_groups, or to others"
+        )
+        self._findings.append(
+            FindingRecord(
+                step=outcome.step,
+                since=outcome.step,
+                module="",
+                role="update",
+                what=NOTHING_MOVED,
+                why="the step was applied, and left every weight with a gradient where it was",
+                action="",
+                advice=advice,
+            )
+        )
 
     def _one_to_blame(self, outcome: Outcome) -> str:
         """Return the module nearest the loss; where every gradient is bad that says nothing."""

@@ -123,6 +123,10 @@ class FusedAdamW:
             for name, value in values.items():
                 if isinstance(value, Tensor):
                     state[name] = value.detach().to(self._device, copy=True)
+        self.forget_bindings()
+
+    def forget_bindings(self) -> None:
+        """Look for every tensor again at the next step."""
         self._bound = []
 
     def release(self) -> None:

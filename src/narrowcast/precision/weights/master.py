@@ -12,6 +12,7 @@ The optimizer itself is torch's, whichever it is: it sees fp32 parameters, which
 before its step until just after it (for `fp32`, always).
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from narrowcast.numerics.parts import (
 )
 from narrowcast.precision.dtensor import local_part, placed_like
 from narrowcast.precision.plan.policy import Master
+from narrowcast.precision.weights.side_by_side import parts_of
 
 SCALE = "_scale"
 """What the key of a moment is followed by in that of its scales, where it has 8 bits."""
@@ -76,6 +78,8 @@ class MasterWeights:
         self.parameters = list(parameters)
         self._index = set(self.parameters)
         self._residual: list[Tensor] = []
+        self.are_at_hand = False
+        """Whether the optimizer finds its weights in fp32 now, as in its step."""
         self._generator: torch.Generator | None = None
         if kind == "stochastic" and self.parameters:
             self._generator = torch.Generator(self.parameters[0].device)
@@ -158,7 +162,7 @@ class MasterWeights:
             optimizer.step()
             return
         with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
-        if not type(optimizer).__module__.startswith("torch.optim"):
+        if not all(type(o).__module__.startswith("torch.optim") for o in parts_of(optimizer)):
             self._step_some(optimizer, with_gradient, factors)
             return
         groups = [group["params"] for group in optimizer.param_groups]
@@ -175,29 +179,44 @@ class MasterWeights:
                     group["params"] = params
             first = set()
 
+    @contextlib.contextmanager
+    def at_hand(self, indices: Sequence[int] | None = None) -> Iterator[None]:
+        """Let the optimizer find its weights, or some of them, in fp32 inside the block, and write.
+
+        What it leaves is kept, also where it raises: what it did until then is done.
+        """
+        some = range(len(self.parameters)) if indices is None else indices
+        for i in some:
+            if self.kind == "fp32":
+                self.fit(i)
+            else:
+                self.fp32_params[i].data = self.full(i)
+        self.are_at_hand = True
+        try:
+            yield
+        finally:
+            self.are_at_hand = False
+            for i in some:
+                fp32_param = self.fp32_params[i]
+                fp32_param.grad = None
+                self._store(i, fp32_param.detach())
+                if self.kind != "fp32":
+                    fp32_param.data = torch.empty(0, device=fp32_param.device)
+
     def _step_some(
         self,
         optimizer: torch.optim.Optimizer,
         indices: list[int],
         factors: Mapping[nn.Parameter, Tensor],
     ) -> None:
-        for i in indices:
-            if self.kind == "fp32":
-                self.fit(i)
-            else:
-                self.fp32_params[i].data = self.full(i)
-            gradient = self.parameters[i].grad
-            assert gradient is not None
-            self.fp32_params[i].grad = gradient.float()
-        if factors:
-            multiply({self.fp32_params[i]: factors[self.parameters[i]] for i in indices})
-        optimizer.step()
-        for i in indices:
-            fp32_param = self.fp32_params[i]
-            fp32_param.grad = None
-            self._store(i, fp32_param.detach())
-            if self.kind != "fp32":
-                fp32_param.data = torch.empty(0, device=fp32_param.device)
+        with self.at_hand(indices):
+            for i in indices:
+                gradient = self.parameters[i].grad
+                assert gradient is not None
+                self.fp32_params[i].grad = gradient.float()
+            if factors:
+                multiply({self.fp32_params[i]: factors[self.parameters[i]] for i in indices})
+            optimizer.step()
 
     def bytes(self) -> int:
         """Return the size of what is kept beside the working weights."""
@@ -216,19 +235,19 @@ class MasterWeights:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what was kept. The working weights are loaded before."""
+        """Take back what was kept of weights with the same shapes."""
         if state["kind"] != self.kind:
             raise CheckpointError(
                 f"the checkpoint keeps {state['kind']} master weights, the policy asks for "
                 f"{self.kind}; write master={state['kind']}"
             )
+        if self._generator is not None:  # first: one of another device is refused here
+            self._generator.set_state(state["generator"].cpu())
         targets = self._residual
         if self.kind == "fp32":
             targets = [fp32_param.detach() for fp32_param in self.fp32_params]
         for mine, saved in zip(targets, state["beside"], strict=True):
             mine.copy_(saved)
-        if self._generator is not None:
-            self._generator.set_state(state["generator"].cpu())
 
     def _begin(self, i: int, full: Tensor) -> None:
         match self.kind:

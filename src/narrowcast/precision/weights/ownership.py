@@ -7,7 +7,7 @@ look costs a step about half a microsecond of the host for each weight.
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, final
 
@@ -55,18 +55,27 @@ class Ownership:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         weights: Sequence[nn.Parameter],
+        *,
+        held: Mapping[torch.optim.Optimizer, Sequence[nn.Parameter]],
     ) -> None:
+        """Take over: `held` says which of the weights each optimizer has, were there several."""
         self._optimizer, self._weights = optimizer, list(weights)
         self._groups = _groups(optimizer)
         self._kept = _kept(self._weights)
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
-        self._hook = optimizer.register_step_pre_hook(self.own_step)
+        self._hooks = [each.register_step_pre_hook(self.own_step) for each in held]
         self.has_scaled_gradients = False
         """Whether a backward pass of ours has made gradients since they were last cleared."""
-        self._zero_grad = _ZeroGrad(self, self._weights, optimizer)
-        vars(optimizer)["zero_grad"] = self._zero_grad
+        self._zero_grads = {each: _ZeroGrad(self, own, each) for each, own in held.items()}
+        for each, zero_grad in self._zero_grads.items():
+            vars(each)["zero_grad"] = zero_grad
         self._ema_swapped_in = False
+
+    def has_cleared(self, weights: Sequence[nn.Parameter]) -> None:
+        """Note that the gradients of these were cleared: of several optimizers, one's own."""
+        if len(weights) == len(self._weights) or all(p.grad is None for p in self._weights):
+            self.has_scaled_gradients = False
 
     def refuse_changes(self) -> None:
         """Refuse to go on with other weights, other groups or other dtypes than were taken."""
@@ -110,11 +119,13 @@ class Ownership:
 
     def give_back(self) -> None:
         """Let the optimizer be stepped by hand again."""
-        self._hook.remove()
-        if vars(self._optimizer).get("zero_grad") is self._zero_grad:
-            del vars(self._optimizer)["zero_grad"]
-            if self._zero_grad.theirs is not None:
-                vars(self._optimizer)["zero_grad"] = self._zero_grad.theirs
+        for hook in self._hooks:
+            hook.remove()
+        for each, zero_grad in self._zero_grads.items():
+            if vars(each).get("zero_grad") is zero_grad:
+                del vars(each)["zero_grad"]
+                if zero_grad.theirs is not None:
+                    vars(each)["zero_grad"] = zero_grad.theirs
 
 
 @final
@@ -138,13 +149,13 @@ class _ZeroGrad:
     def __call__(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as torch's own would."""
         ownership, optimizer = self._ownership(), self._optimizer()
-        if ownership is not None:
-            ownership.has_scaled_gradients = False
         for p in self._weights:
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:
                 p.grad.detach_().zero_()
+        if ownership is not None:
+            ownership.has_cleared(self._weights)
         if self.theirs is not None:
             self.theirs(set_to_none)
         elif optimizer is not None:

@@ -1,8 +1,7 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
 import contextlib
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,11 +20,14 @@ from narrowcast.precision.modules.rewrite import (
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.regions import EmulatedProducts
 from narrowcast.precision.swap import restore as restore_modules
+from narrowcast.precision.weights.copies import copy_as_it_is, copy_in_full
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.lost_updates import LostUpdates
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
+from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
 from narrowcast.precision.weights.ownership import Ownership
+from narrowcast.precision.weights.side_by_side import parts_of
 
 
 class TrainedWeights:
@@ -38,14 +40,20 @@ class TrainedWeights:
         self.all = [*names, *(p for p in held if p not in names)]
         self.names = [names.get(p, f"weight {i}") for i, p in enumerate(self.all)]
         self.device = self.all[0].device
-        self._model, self._optimizer = model, optimizer
-        self._lowered: list[nn.Parameter] = []
+        self._model, self.optimizer = model, optimizer
+        parts = dict.fromkeys((optimizer, *parts_of(optimizer)))
+        self.held = {each: [p for g in each.param_groups for p in g["params"]] for each in parts}
+        """Which weights each optimizer was given: the one, or several and the whole of them."""
+        self._lowered: set[nn.Parameter] = set()
+        self._narrow: dict[str, nn.Parameter] = {}
+        self._storage: tuple[object, ...] = ()
         self.masters = MasterWeights([], [], "none")
         self._emulated = False
         self.fused: FusedAdamW | None = None
         self.average: WeightAverage | None = None
         self._master_index: dict[nn.Parameter, int] = {}
         self._ownership: Ownership | None = None
+        self._own_writes: OwnWrites | None = None
 
     def apply(self, plan: Plan, *, fused: bool, seed: int = 0) -> None:
         """Carry out a plan on the model, and let the optimizer hold the master weights.
@@ -53,25 +61,36 @@ class TrainedWeights:
         `seed` is that of rounding by chance, where the master weights are `stochastic`.
         """
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
-        lowered = rewrite(self._model, plan)
+        trained = self._trained()
+        lowered = rewrite(self._model, plan, trained)
         for p, full in lowered:
             if as_sharded(p) is not None:
                 replace_values(p, full.to(p.dtype))
-        self._lowered = [p for p, _ in lowered]
-        trained = set(self.all)
+        self._lowered = {p for p, _ in lowered}
+        for p in self._lowered:
+            copy_in_full(p, self.full)
+        self._storage = _storage(self._model, plan, trained)
+        narrow = (torch.bfloat16, torch.float16)
+        named = zip(self.names, self.all, strict=True)
+        self._narrow = {n: p for n, p in named if p not in self._lowered and p.dtype in narrow}
         self.masters = MasterWeights(
-            [p for p, _ in lowered if p in trained],
-            [full for p, full in lowered if p in trained],
+            [p for p, _ in lowered],
+            [full for _, full in lowered],
             plan.policy.master or "none",
             seed=seed,
         )
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
-        self.masters.adopt(self._optimizer)
+        self.masters.adopt(self.optimizer)
         self._emulated = plan.emulated and plan.policy.master == "none"
         self.fused = None
         if fused:
-            self.fused = FusedAdamW(self._optimizer, self.all, self.masters, policy=plan.policy)
-        self._ownership = Ownership(self._model, self._optimizer, self.all)
+            self.fused = FusedAdamW(self.optimizer, self.all, self.masters, policy=plan.policy)
+        self._ownership = Ownership(self._model, self.optimizer, self.all, held=self.held)
+        self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
+
+    def refuse_impossible(self, plan: Plan) -> None:
+        """Refuse a plan that these weights cannot be kept by; change nothing."""
+        refuse_hidden_weights(self.optimizer, set(self.all), plan)
 
     @property
     def ownership(self) -> Ownership:
@@ -90,7 +109,7 @@ class TrainedWeights:
         stay so keep their codes. Where nothing is kept in another way, no tensor is touched; else
         two fp32 copies of the weights that are changed exist for a moment.
         """
-        if _storage(self._model, before) == _storage(self._model, plan):
+        if self._storage == _storage(self._model, plan, self._trained()):
             restore_modules(self._model)
             rewrite_modules(self._model, plan)
             self._emulated = plan.emulated and plan.policy.master == "none"
@@ -109,25 +128,32 @@ class TrainedWeights:
         if self._ownership is not None:
             self._ownership.give_back()
             self._ownership = None
+        if self._own_writes is not None:
+            self._own_writes.give_back()
         if self.fused is not None and not keep_codes:
             self.fused.release()
-        full = [self.full(p) for p in self._lowered]
+        full = [(p, self.full(p)) for p in self._lowered]
         restore_modules(self._model)
         originals = dict(zip(self.masters.fp32_params, self.masters.parameters, strict=True))
-        for parameter, value in zip(self._lowered, full, strict=True):
+        for parameter, value in full:
             parameter.grad = None
+            copy_as_it_is(parameter)
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["params"] = [originals.get(p, p) for p in group["params"]]
         for fp32_param, parameter in originals.items():
-            if fp32_param in self._optimizer.state:
-                self._optimizer.state[parameter] = self._optimizer.state.pop(fp32_param)
-        recast(self._optimizer, self.masters.parameters)
+            if fp32_param in self.optimizer.state:
+                self.optimizer.state[parameter] = self.optimizer.state.pop(fp32_param)
+        recast(self.optimizer, self.masters.parameters)
 
     def keep_average(self, *, decay: float) -> None:
         """Keep an average of the weights from now on, whatever plan is carried out later."""
         self.average = WeightAverage(self.all, self.full, decay=decay)
+
+    def _trained(self) -> Set[nn.Parameter]:
+        """Return the weights that are kept as a policy says: the rest stay as they came."""
+        return {p for p in self.all if p.requires_grad}
 
     def with_gradients(self) -> list[int]:
         """Return the places of the weights that have a gradient now."""
@@ -139,12 +165,9 @@ class TrainedWeights:
             p.grad = None
 
     def full(self, weight: nn.Parameter) -> Tensor:
-        """Return a weight with every digit that is kept of it, in fp32 at least."""
+        """Return a weight with every digit that is kept of it, in the dtype it came in."""
         index = self._master_index.get(weight)
-        if index is not None:
-            return self.masters.full(index)
-        kept = weight.detach()
-        return kept.float() if kept.dtype in (torch.bfloat16, torch.float16) else kept
+        return weight.detach() if index is None else self.masters.full(index)
 
     def full_by_name(self) -> dict[str, Tensor]:
         """Return the model's state, its weights with every digit that is kept of them."""
@@ -173,6 +196,7 @@ class TrainedWeights:
         Returns the share of lost updates if it is to be measured: of a sample, or of all weights
         where that costs nothing.
         """
+        self._refuse_narrow()
         if self.fused is not None:
             assert finite is not None
             lost = self.fused.update(
@@ -186,6 +210,16 @@ class TrainedWeights:
             left = [i for i in range(len(self.all)) if i not in moved]
             self.average.update(left, self.full, finite=finite)
         return lost
+
+    def _refuse_narrow(self) -> None:
+        """Refuse to train a weight that came frozen, in 16 bits, and was thawed since."""
+        for name, p in self._narrow.items():
+            if p.grad is not None:
+                raise RecipeError(
+                    f"{name} was frozen at prepare(), in {p.dtype}, and has a gradient now, whose "
+                    "updates those digits would lose; release(), call float() on it, and prepare() "
+                    "again"
+                )
 
     def _factors(self, present: Sequence[int], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
         if factor is None:
@@ -209,32 +243,27 @@ class TrainedWeights:
         # The attributes by which torch's GradScaler tells a fused optimizer to skip.
         told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
         if finite is not None:
-            vars(self._optimizer).update(told)
+            vars(self.optimizer).update(told)
         with torch.enable_grad(), self._optimizer_products(), self.ownership.own_step.let_pass():
-            self.masters.step(self._optimizer, factors)
+            self.masters.step(self.optimizer, factors)
         if finite is not None:
             for name in told:
-                delattr(self._optimizer, name)
+                delattr(self.optimizer, name)
         return None if meter is None else meter.share()
-
-    def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Give the optimizer a saved state, bit for bit."""
-        # torch keeps the tensors it is given, and another run may be using them.
-        self._optimizer.load_state_dict(copy.deepcopy(state))
-        if self.fused is not None:
-            self.fused.restore(state)
 
     def bytes(self) -> dict[str, int]:
         """Return what is held now, by role; gradients as if they were there."""
         moments = [
             value
-            for state in self._optimizer.state.values()
+            for state in self.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
         return {
             "params": sum(map(_size, self.all)),
-            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self.all),
+            "grads": sum(
+                p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self.all if p.requires_grad
+            ),
             "master": self.masters.bytes(),
             "moments": sum(map(_size, moments)),
         }
@@ -250,11 +279,11 @@ class TrainedWeights:
         return (weight.detach(),) if index is None else self.masters.stored(index)
 
 
-def _storage(model: nn.Module, plan: Plan) -> tuple[object, ...]:
+def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[object, ...]:
     """Return all that decides how weights, gradients and moments are kept."""
     policy = plan.policy
     kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_fused_optimizer)
-    return (weight_formats(model, plan), *kept)
+    return (weight_formats(model, plan, trained), *kept)
 
 
 def _size(tensor: Tensor) -> int:

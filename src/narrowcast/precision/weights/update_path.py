@@ -10,6 +10,7 @@ from narrowcast.kernels.tables import is_dense
 from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ownership import OwnStepOnly
+from narrowcast.precision.weights.side_by_side import parts_of
 
 
 def update_path(
@@ -19,7 +20,7 @@ def update_path(
 
     Refuses what was asked for and cannot be: `asked`, or moments that only it can keep.
     """
-    theirs = f"torch.optim.{type(optimizer).__name__}"
+    theirs = " beside ".join(f"torch.optim.{type(o).__name__}" for o in parts_of(optimizer))
     needed = f"moments={policy.moments}" if policy.needs_fused_optimizer else ""
     if asked is False:
         if needed:
@@ -76,6 +77,8 @@ def unsupported_settings(optimizer: torch.optim.Optimizer) -> str:
 
 def _unsupported_reason(optimizer: torch.optim.Optimizer) -> str:
     """Say what about an optimizer the fused step cannot do; nothing where it can stand in."""
+    if len(parts_of(optimizer)) > 1:
+        return "the fused kernel stands in for one optimizer, not for several"
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return f"{type(optimizer).__name__} is not in the fused kernel"
     why = unsupported_settings(optimizer)

@@ -8,9 +8,9 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.config.common_sections import OptimizerSection
+from narrowcast.precision.weights.side_by_side import SideBySide
 from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.side_by_side import SideBySide
 from narrowcast.training.task import ParameterGroup
 
 STEPS = 8
@@ -86,8 +86,8 @@ def test_both_take_the_steps_that_torch_s_two_would(policy):
         assert first_difference(run.full_weights(), dict(plain())) is None
     else:
         # bf16 weights make other gradients; that both layers learnt is what the state shows.
-        assert len(run.optimizer.state) == 4
-        assert all(p.dtype == torch.float32 for p in run.optimizer.state)
+        assert len(run.engine.optimizer.state) == 4
+        assert all(p.dtype == torch.float32 for p in run.engine.optimizer.state)
 
 
 def test_a_loaded_state_goes_on_bit_for_bit():

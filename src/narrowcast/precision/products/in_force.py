@@ -1,0 +1,20 @@
+"""Which region of which prepared model is in force in this thread, by its name.
+
+A module that finds its own here computes as it is; any other enters its own first. A name, because
+`torch.compile` compiles again for another name, but not for another object of the same class.
+"""
+
+import threading
+
+_here = threading.local()
+
+
+def in_force() -> str | None:
+    """Return the name of the region in force; None outside all of them."""
+    name: str | None = getattr(_here, "name", None)
+    return name
+
+
+def put_in_force(name: str | None) -> None:
+    """Let a region be in force, or none; whoever does so puts back what was."""
+    _here.name = name

@@ -1,0 +1,31 @@
+"""What each optimizer of a run needs to go on, with what it belongs to: its class and weights."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.trained import TrainedWeights
+
+
+def optimizer_states(weights: TrainedWeights) -> list[dict[str, Any]]:
+    """Return the state of each optimizer, its class, and its weights in its own order."""
+    names = dict(zip(weights.all, weights.names, strict=True))
+    return [
+        {
+            **each.state_dict(),
+            "class": type(each).__name__,
+            "weights": [f"{names[p]} of {tuple(p.shape)}" for p in weights.held[each]],
+        }
+        for each in parts_of(weights.optimizer)
+    ]
+
+
+def load_optimizer_states(weights: TrainedWeights, states: Sequence[Mapping[str, Any]]) -> None:
+    """Give the optimizers saved states, bit for bit."""
+    for each, state in zip(parts_of(weights.optimizer), states, strict=True):
+        theirs = {key: state[key] for key in state if key not in ("class", "weights")}
+        # torch keeps the tensors it is given, and another run may be using them.
+        each.load_state_dict(copy.deepcopy(theirs))
+        if weights.fused is not None:
+            weights.fused.restore(theirs)

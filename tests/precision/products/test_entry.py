@@ -1,0 +1,180 @@
+"""A model computes in its own policy, however it is entered."""
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.precision.products.in_force import in_force
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+POLICIES = [
+    "bf16",
+    "fp16",
+    "tf32",
+    "fp8-tensor",
+    "bf16, params=bf16, master=split",
+    "fp16, params=fp16, master=fp32",
+    "bf16; encoder: fp32",
+    "fp32; encoder: bf16",
+    "bf16; encoder.layers.0: fp32; head: fp16",
+]
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.norm(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(16, 16)
+        self.gain = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+    def encode(self, x, *, times: int = 1):
+        """Return what the head takes."""
+        for _ in range(times):
+            x = self.encoder(x) @ self.gain
+        return x
+
+    def rows(self, x):
+        for row in x:
+            yield self.encode(row)
+
+
+def fresh(policy, **settings):
+    torch.manual_seed(0)
+    model = Model()
+    return nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy, **settings)
+
+
+WAYS = {
+    "the model": lambda m: m(X),
+    "forward": lambda m: m.forward(X),
+    "a part": lambda m: m.encoder(X),
+    "a layer": lambda m: m.head(X),
+    "a layer of a part": lambda m: m.encoder.layers[0](X),
+    "another layer of a part": lambda m: m.encoder.layers[1](X),
+    "another method": lambda m: m.encode(X, times=2),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_outside_its_passes_a_model_computes_as_inside(policy, way):
+    run = fresh(policy)
+    with run.compute():
+        inside = WAYS[way](run.model)
+    assert in_force() is None
+    outside = WAYS[way](run.model)
+    assert outside.dtype == inside.dtype
+    assert torch.equal(outside, inside)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("around", ["bf16", "tf32", "fp16", "fp32, params=bf16, master=fp32"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16; head: fp32"])
+def test_inside_the_pass_of_another_model_it_is_in_its_own_policy(policy, around, way):
+    run, other = fresh(policy), fresh(around)
+    with run.compute():
+        alone = WAYS[way](run.model)
+    with other.compute():
+        before = WAYS[way](other.model)
+        within = WAYS[way](run.model)
+        after = WAYS[way](other.model)
+    assert torch.equal(within, alone)
+    assert torch.equal(before, after)
+
+
+def test_a_model_in_fp32_is_plain_inside_the_pass_of_another():
+    torch.manual_seed(0)
+    expected = Model()(X)
+    run, other = fresh("fp32"), fresh("bf16")
+    with other.compute():
+        assert torch.equal(run.model(X), expected)
+        assert torch.equal(run.model(X.bfloat16()), run.model(X.bfloat16().float()))
+
+
+def test_a_model_that_is_not_prepared_is_in_the_formats_around_it():
+    torch.manual_seed(0)
+    teacher = Model()
+    run = fresh("bf16")
+    with run.compute():
+        assert torch.equal(teacher(X), run.model(X))
+
+
+def test_a_pass_inside_a_pass_puts_back_what_was():
+    run, other = fresh("bf16"), fresh("fp16")
+    with run.compute():
+        first = run.model(X)
+        with other.compute():
+            with run.compute():
+                assert torch.equal(run.model(X), first)
+            assert torch.equal(other.model(X), fresh("fp16").model(X))
+        assert torch.equal(run.model(X), first)
+        with pytest.raises(ValueError, match="stop"), other.compute():
+            raise ValueError("stop")
+        assert torch.equal(run.model(X), first)
+
+
+def test_gradients_are_those_of_the_policy_too():
+    def gradients(run, inside):
+        if inside:
+            with run.compute():
+                loss = run.model.encode(X).square().mean()
+        else:
+            loss = run.model.encode(X).square().mean()
+        run.backward(loss)
+        return [p.grad for p in run.model.parameters() if p.grad is not None]
+
+    inside, outside = gradients(fresh("bf16"), True), gradients(fresh("bf16"), False)
+    assert all(map(torch.equal, inside, outside))
+
+
+def test_methods_keep_their_names_and_a_generator_its_own_time():
+    run = fresh("bf16")
+    assert run.model.encode.__doc__ == Model.encode.__doc__
+    rows = list(run.model.rows(X[:2]))
+    with run.compute():
+        assert torch.equal(rows[0], run.model.encode(X[0]))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split", "fp32"])
+def test_a_compiled_part_is_in_its_policy_inside_and_outside(policy):
+    run = fresh(policy)
+    part = torch.compile(run.model.encoder, backend="aot_eager", fullgraph=True)
+    with run.compute():
+        inside, expected = part(X), run.model.encoder(X)
+    outside = part(X)
+    assert torch.equal(inside, expected)
+    assert torch.equal(outside, expected)
+
+
+def test_threads_are_apart():
+    import threading
+
+    run, other = fresh("bf16"), fresh("fp32")
+    expected = run.model(X), other.model(X)
+    found = {}
+
+    def compute(key, one):
+        with one.compute():
+            found[key] = one.model(X)
+
+    with run.compute():
+        thread = threading.Thread(target=compute, args=("other", other))
+        thread.start()
+        thread.join()
+        assert torch.equal(run.model(X), expected[0])
+    assert torch.equal(found["other"], expected[1])

@@ -1,0 +1,172 @@
+"""Learning-rate schedules under `prepare`, against the same ones in a plain loop."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+import narrowcast as nc
+from narrowcast.errors import RecipeError, UnsupportedError
+
+METRICS = [1.0, 0.9, 0.9, 0.9, 0.95, 0.5, 0.6, 0.7, 0.8]
+
+
+def parts():
+    torch.manual_seed(0)
+    net = nn.Linear(8, 4)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def batch(step):
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def train(run, step):
+    with run.compute():
+        loss = run.model(batch(step)).square().mean()
+    return run.step(loss)
+
+
+def test_a_plateau_moves_by_its_metric_and_no_step_moves_it():
+    net, optimizer = parts()
+    theirs = ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+    rates = []
+    for step, metric in enumerate(METRICS):
+        optimizer.zero_grad()
+        net(batch(step)).square().mean().backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step(metric)
+    again, ours = parts()
+    scheduler = ReduceLROnPlateau(ours, patience=1, factor=0.5)
+    run = nc.prepare(again, ours, policy="fp32", scheduler=scheduler)
+    found = []
+    for step, metric in enumerate(METRICS):
+        found.append(train(run, step).lr)
+        run.plateau(torch.tensor(metric, dtype=torch.float64) if step % 2 else metric)
+    assert found == rates
+    assert rates[0] > rates[-1]
+    assert torch.equal(net.weight, again.weight)
+    assert run.schedulers == (scheduler,)
+
+
+def test_several_schedules_of_one_optimizer_move_in_their_order():
+    _, optimizer = parts()
+    plain = [LinearLR(optimizer, total_iters=4), ExponentialLR(optimizer, 0.9)]
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        for each in plain:
+            each.step()
+    again, ours = parts()
+    mine = [LinearLR(ours, total_iters=4), ExponentialLR(ours, 0.9), ReduceLROnPlateau(ours)]
+    run = nc.prepare(again, ours, policy="fp32", scheduler=mine)
+    assert [train(run, step).lr for step in range(6)] == rates
+
+
+def build(policy="fp16"):
+    net, optimizer = parts()
+    first, rest = LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 9)
+    sequence = SequentialLR(optimizer, [first, rest], milestones=[2])
+    plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    return nc.prepare(net, optimizer, policy=policy, scheduler=[sequence, plateau])
+
+
+def told(run, steps):
+    rates = []
+    for step in steps:
+        rates.append(train(run, step).lr)
+        run.plateau(METRICS[step])
+    return rates
+
+
+def test_all_schedules_go_on_where_a_saved_run_stood(same_state):
+    straight = build()
+    told(straight, range(4))
+    saved = copy.deepcopy(straight.state_dict())
+    rest = told(straight, range(4, 9))
+    resumed = build()
+    told(resumed, range(2))
+    resumed.load_state_dict(saved)
+    assert told(resumed, range(4, 9)) == rest
+    assert same_state(resumed.state_dict(), straight.state_dict())
+
+
+def test_a_schedule_of_another_optimizer_is_refused_and_nothing_is_changed():
+    net, optimizer = parts()
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(RecipeError, match="learning rate of another SGD than prepare"):
+        nc.prepare(net, optimizer, policy="bf16", scheduler=ExponentialLR(other, 0.9))
+    assert type(net) is nn.Linear
+
+
+def test_a_schedule_that_needs_to_be_told_something_is_refused():
+    class ByEpoch(ExponentialLR):
+        def step(self, epoch):
+            super().step()
+
+    net, optimizer = parts()
+    with pytest.raises(UnsupportedError, match=r"needs `epoch`.*yourself after"):
+        nc.prepare(net, optimizer, policy="bf16", scheduler=by_epoch(ByEpoch, optimizer))
+    with pytest.raises(RecipeError, match=r"has no step\(\)"):
+        nc.prepare(net, optimizer, policy="bf16", scheduler=object())
+    assert type(net) is nn.Linear
+
+
+def by_epoch(kind, optimizer):
+    scheduler = kind.__new__(kind)
+    scheduler.optimizer = optimizer
+    return scheduler
+
+
+def test_a_metric_that_nobody_waits_for_is_refused():
+    net, optimizer = parts()
+    run = nc.prepare(net, optimizer, policy="fp32")
+    with pytest.raises(RecipeError, match="scheduler=ReduceLROnPlateau"):
+        run.plateau(1.0)
+
+
+def test_an_optimizer_that_finds_its_own_rate_trains_as_it_would_alone():
+    adafactor = pytest.importorskip("transformers.optimization").Adafactor
+    net, _ = parts()
+    plain = adafactor(net.parameters())
+    again, _ = parts()
+    run = nc.prepare(again, adafactor(again.parameters()), policy="fp32")
+    for step in range(4):
+        plain.zero_grad()
+        net(batch(step)).square().mean().backward()
+        plain.step()
+        outcome = train(run, step)
+        assert outcome.applied
+        assert math.isnan(outcome.lr)
+    assert torch.equal(net.weight, again.weight)
+
+
+def test_an_optimizer_without_any_rate_trains():
+    class SignDescent(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p -= 2**-6 * p.grad.sign()
+
+    net, _ = parts()
+    before = net.weight.detach().clone()
+    run = nc.prepare(net, SignDescent(net.parameters()), policy="bf16, params=bf16, master=split")
+    outcome = train(run, 0)
+    assert math.isnan(outcome.lr)
+    moved = (run.full_weights()["weight"] - before).abs()
+    assert torch.allclose(moved, torch.tensor(2.0**-6), rtol=2**-16)

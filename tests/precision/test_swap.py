@@ -1,0 +1,218 @@
+"""A prepared model's classes are nobody's to see: not in registries, signatures, copies, calls."""
+
+import copy
+import inspect
+import io
+import pickle
+from abc import ABC, abstractmethod
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+
+POLICIES = ["fp32", "bf16", "fp16", "bf16, params=bf16, master=split", "fp8-tensor"]
+REGISTRY = {}
+MADE = []
+
+
+class Registered(nn.Module):
+    """Keeps a registry of its subclasses, which must say their name."""
+
+    def __init_subclass__(cls, *, called, **kwargs):
+        super().__init_subclass__(**kwargs)
+        REGISTRY[called] = cls
+
+
+class Meta(type(nn.Module)):
+    def __init__(cls, name, bases, namespace):
+        super().__init__(name, bases, namespace)
+        MADE.append(cls)
+
+
+class Block(Registered, called="block"):
+    def __init__(self, width=16):
+        super().__init__()
+        self.width, self.nc_of_mine = width, "kept"
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x, *, gain: float = 1.0):
+        return self.linear(x) * gain
+
+    def another(self):
+        return type(self)()
+
+    def twin(self):
+        cls = self.__class__
+        made = cls.__new__(cls)
+        made.__dict__.update(self.__dict__)
+        return made
+
+
+class WithMeta(nn.Module, metaclass=Meta):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Abstract(nn.Module, ABC):
+    @abstractmethod
+    def forward(self, x): ...
+
+
+class Concrete(Abstract):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def prepared(model, policy="bf16", **settings):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return nc.prepare(model, optimizer, policy=policy, **settings)
+
+
+def step(run, **kwargs):
+    with run.compute():
+        loss = run.model(torch.ones(4, 16), **kwargs).float().square().mean()
+    return run.step(loss)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_registry_sees_the_classes_made_here(policy):
+    before, made = dict(REGISTRY), list(MADE)
+    model = nn.Sequential(Block(), WithMeta(), Concrete())
+    run = prepared(model, policy)
+    assert step(run).applied
+    assert before == REGISTRY
+    assert made == MADE
+    assert isinstance(model[0], Block)
+    assert isinstance(model[2], Abstract)
+    run.release()
+    assert [type(m) for m in model] == [Block, WithMeta, Concrete]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_class_of_a_prepared_module_makes_plain_ones(policy):
+    run = prepared(Block(), policy)
+    fresh = run.model.another()
+    assert type(fresh) is Block
+    assert type(fresh.linear) is nn.Linear
+    assert type(type(run.model)(width=8)) is Block
+    assert type(type(run.model.linear)(8, 8)) is nn.Linear
+    assert fresh(torch.ones(2, 16)).dtype == torch.float32
+    assert type(run.model.twin()) is Block
+
+
+def test_forward_says_what_it_takes():
+    model = Block()
+    before = inspect.signature(model.forward)
+    run = prepared(model, "bf16; linear: fp32")
+    assert inspect.signature(run.model.forward) == before
+    assert inspect.signature(model.linear.forward) == inspect.signature(nn.Linear(1, 1).forward)
+    assert model.forward.__doc__ == Block.forward.__doc__
+
+
+def test_what_a_module_calls_its_own_is_left_to_it():
+    run = prepared(Block(), "fp8-tensor")
+    before = set(vars(Block())) - {"training"}
+    step(run)
+    assert run.release().nc_of_mine == "kept"
+    assert set(vars(run.model)) - {"training"} == before
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_forward_put_on_the_instance_runs_in_the_policy_and_is_given_back(policy):
+    model = Block()
+    calls = []
+
+    def forward(self, x, *, gain: float = 2.0):
+        calls.append(torch.is_autocast_enabled("cpu"))
+        return self.linear(x) * gain
+
+    mine = model.forward = MethodType(forward, model)
+    run = prepared(model, policy)
+    with run.compute():
+        inside = model(torch.ones(4, 16))
+    outside = model(torch.ones(4, 16))
+    assert len(calls) == 2
+    assert torch.equal(inside, outside)
+    assert "gain" in inspect.signature(model.forward).parameters
+    assert step(run).applied
+    assert run.release().forward is mine
+
+
+def test_a_linear_layer_with_a_forward_on_the_instance_keeps_its_products():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].forward = MethodType(lambda self, x: x @ self.weight * 0, model[0])
+    plan = nc.plan(model, "fp8-tensor", hardware=nc.probe("cpu"))
+    assert "forward of its own" in plan.module("0").reason
+    run = prepared(model, "fp8-tensor")
+    with run.compute():
+        assert torch.equal(model(torch.ones(2, 16)), model(torch.zeros(2, 16)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_the_plain_model_with_every_digit(policy, how):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.LayerNorm(16), nn.BatchNorm1d(16))
+    model[1].linear.weight = model[0].linear.weight  # tied
+    run = prepared(model, policy)
+    for _ in range(3):
+        step(run)
+    if how == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))  # our own
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    full = run.full_weights()
+    assert [type(m) for m in copied] == [Block, Block, nn.LayerNorm, nn.BatchNorm1d]
+    assert type(copied[0].linear) is nn.Linear
+    assert copied[0].linear.weight is copied[1].linear.weight
+    assert all(torch.equal(value, full[name]) for name, value in copied.state_dict().items())
+    assert all(p.dtype == torch.float32 for p in copied.parameters())
+    assert all(type(p) is nn.Parameter and not vars(p) for p in copied.parameters())
+
+    again = prepared(copied, policy)
+    assert step(again).applied
+    run.release()
+    assert all(torch.equal(run.model.state_dict()[name], value) for name, value in full.items())
+
+
+def test_a_copy_of_a_part_is_plain_too():
+    run = prepared(nn.Sequential(Block(), Block()), "bf16, params=bf16, master=fp32")
+    step(run)
+    part = copy.deepcopy(run.model[0])
+    assert type(part) is Block
+    assert torch.equal(part.linear.weight, run.full_weights()["0.linear.weight"])
+
+
+def test_a_prepare_that_fails_leaves_the_model_as_it_was():
+    class Stubborn(nn.Linear):
+        def __setattr__(self, name, value):
+            if name == "__class__":
+                raise TypeError("this one keeps its class")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(Block(), Stubborn(16, 16))
+    before, kinds = set(vars(model[0])), [type(m) for m in model.modules()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(TypeError, match="keeps its class"):
+        nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
+    assert [type(m) for m in model.modules()] == kinds
+    assert set(vars(model[0])) == before
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
