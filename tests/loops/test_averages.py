@@ -81,7 +81,8 @@ def test_weights_loaded_into_a_model_of_16_bits_are_those_it_goes_on_from():
     model.load_state_dict(wanted, strict=False)
     found = run.full_weights()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=2.0**-8, atol=0)
+        # Half a spacing of bf16 for what was loaded, another half for digits from before.
+        torch.testing.assert_close(found[name], value, rtol=2.0**-7, atol=0)
 
 
 def plain_swa(trained, *, ema):
