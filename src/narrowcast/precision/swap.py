@@ -58,10 +58,16 @@ def swap(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
     theirs = module.__dict__.pop("forward", None)
     if theirs is not None:
         swap(module, OwnForward, nc_forward=theirs)
-    module.__class__ = _joined(cast(Any, mixin), cast(Any, type(module)))
+    set_class(module, _joined(cast(Any, mixin), cast(Any, type(module))))
     module.__dict__.update(attributes)
     added = module.__dict__.setdefault("nc_added", set())
     added.update(attributes, _declared(mixin))
+
+
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module a class, and nobody else."""
+    # A wrapper may hand on what is set on it to the module that it wraps: Lightning Fabric's does.
+    object.__setattr__(module, "__class__", kind)
 
 
 def restore(model: nn.Module) -> None:
@@ -75,7 +81,7 @@ def restore_module(module: nn.Module) -> None:
     module.__dict__.pop("nc_kernels", None)
     if "nc_plain_class" in module.__dict__:
         plain, attributes = plain_class(module), _plain_attributes(module)
-        module.__class__ = plain
+        set_class(module, plain)
         # Not another dict: somebody may hold this one.
         for name in module.__dict__.keys() - attributes.keys():
             del module.__dict__[name]
