@@ -97,3 +97,31 @@ def test_a_step_never_waits_for_the_device_and_a_skip_moves_nothing(
     assert all(p.isfinite().all() for p in model.parameters())
     steps = {int(state["step"]) for state in optimizer.state.values()}
     assert steps == {3}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_neither_buffers_nor_clipping_by_hand_make_the_host_wait(policy, host_never_waits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 16)).cuda()
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy=policy)
+    x, y = torch.randn(32, 64, device="cuda"), torch.randint(0, 16, (32,), device="cuda")
+    bad = torch.tensor(float("inf"), device="cuda")
+
+    def step(factor=None):
+        run.zero_grad()
+        with run.compute():
+            loss = F.cross_entropy(model(x), y)
+        run.backward(loss if factor is None else loss * factor)
+        run.unscale()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return run.step()
+
+    step()
+    run.sync()
+    with host_never_waits():
+        first = step()
+        kept = [buffer.clone() for buffer in model.buffers()]
+        second = step(bad)
+        after = [buffer.clone() for buffer in model.buffers()]
+    assert (first.applied, second.applied) == (True, False)
+    assert all(map(torch.equal, after, kept))

@@ -117,7 +117,7 @@ def test_the_state_is_tensors_and_plain_data():
 
 def test_another_policy_is_refused_with_the_one_to_write():
     saved = fresh("bf16").state_dict()
-    with pytest.raises(CheckpointError, match=r"written under precision.policy='compute=bf16'"):
+    with pytest.raises(CheckpointError, match=r"written under the policy 'compute=bf16'"):
         fresh("fp16").load_state_dict(saved)
 
 

@@ -218,9 +218,9 @@ def test_a_bad_sample_is_named_in_every_way_to_take_a_step(ready, policy, device
     index = order.indices(first).index(made.task.train_data.number)
     told = next(r for r in records if isinstance(r, FindingRecord) and r.role == "batch")
     assert told.why.startswith(
-        f"the batch itself holds a NaN at index {index} (micro-batch 1 of 1)"
+        f"the batch itself holds a NaN at batch[0][{index}, 0], 1 of 8 values (micro-batch 1 of 1)"
     )
-    assert told.advice.startswith(f"look at sample {index}")
+    assert told.advice.startswith(f"look at batch[0][{index}, 0]")
 
 
 FAULTS = [

@@ -25,6 +25,7 @@ from narrowcast.health.statistics.reading import Reading
 from narrowcast.numerics import format_named
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.wording import Wording
 from narrowcast.runs import FindingRecord, HealthRecord
 
 EVERY = 10
@@ -50,7 +51,8 @@ class Watch:
         device = _device_of(model)
         plan = make_plan(model, policy, hardware=probe(str(device)), only_faster=False)
         self._probes, self._every = Probes(model, plan), every
-        self._findings, self._waits = Findings(), device.type == "cuda"
+        words = Wording(policy=plan.policy)
+        self._findings, self._waits = Findings(lambda: words), device.type == "cuda"
         self._readings: deque[Reading] = deque()
         self._latest: Reading | None = None
         self._steps = 0

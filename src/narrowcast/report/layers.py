@@ -1,17 +1,13 @@
 """The layer table: one row for each module of the plan, blocks that are alike folded into one."""
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowcast.precision.plan.folding import folded, groups_alike
 from narrowcast.report.in_force import Change, InForce
 
-FEWEST_ALIKE = 3
-"""Two alike are as quick to read as a fold."""
-
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 _NONE = "–"
 
 
@@ -52,18 +48,11 @@ class FormatShare:
 
 def layers(modules: Sequence[Mapping[str, Any]], ended: InForce | None = None) -> list[Layer]:
     """Make the rows of the table, in the order of the plan, with what was in force at the end."""
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for module in modules:
-        pattern = _INDEX.sub("*", _text(module, "name"))
-        change = _change(module, ended)
-        groups[(pattern, change.format if change else "", *_treatment(module))].append(module)
-    rows = [
-        row
-        for alike in groups.values()
-        for row in ([alike] if len(alike) >= FEWEST_ALIKE else [[one] for one in alike])
-    ]
-    place = {id(module): i for i, module in enumerate(modules)}
-    rows.sort(key=lambda row: place[id(row[0])])
+    rows = groups_alike(
+        modules,
+        name=lambda module: _text(module, "name"),
+        treatment=lambda module: (_ended(module, ended), *_treatment(module)),
+    )
     return [_layer(row, [_change(module, ended) for module in row]) for row in rows]
 
 
@@ -109,12 +98,17 @@ def _change(module: Mapping[str, Any], ended: InForce | None) -> Change | None:
     return None if change is None or change.returned else change
 
 
+def _ended(module: Mapping[str, Any], ended: InForce | None) -> str:
+    change = _change(module, ended)
+    return change.format if change else ""
+
+
 def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None]) -> Layer:
     steps = sorted({change.step for change in changes if change is not None})
     first = alike[0]
     names = tuple(_text(module, "name") for module in alike)
     return Layer(
-        label=_folded(names),
+        label=folded(names),
         names=names,
         kind=_text(first, "kind"),
         forward=_text(first, "forward"),
@@ -133,28 +127,6 @@ def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None])
 def _treatment(module: Mapping[str, Any]) -> tuple[str, ...]:
     fields = ("kind", "forward", "grad_input", "grad_weight", "params", "output", "how", "reason")
     return (*(_text(module, field) for field in fields), str(_whole(module, "parameters")))
-
-
-def _folded(names: tuple[str, ...]) -> str:
-    if len(names) == 1:
-        return names[0] or "(the model itself)"
-    places = [[int(i) for i in _INDEX.findall(name)] for name in names]
-    ranges = iter([_ranges(sorted(set(column))) for column in zip(*places, strict=True)])
-    return _INDEX.sub(lambda _: next(ranges), names[0])
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Write sorted numbers as ranges in braces: `{0–3, 7}`; a single one stands alone."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    stretches: list[list[int]] = []
-    for n in numbers:
-        if stretches and n == stretches[-1][1] + 1:
-            stretches[-1][1] = n
-        else:
-            stretches.append([n, n])
-    written = (str(a) if a == b else f"{a}–{b}" for a, b in stretches)
-    return "{" + ", ".join(written) + "}"
 
 
 def _text(module: Mapping[str, Any], field: str) -> str:

@@ -33,7 +33,7 @@ class Observer:
     ) -> None:
         """Begin to look; `own()` are the policies that modules with other formats came from."""
         self._prepared, self._every, self._own = prepared, every, own
-        self._findings = Findings()
+        self._findings = Findings(lambda: prepared.engine.log.wording)
         self._readings: deque[tuple[int, Reading]] = deque()
         self._probes: Probes | None = None
         self.looked = 0

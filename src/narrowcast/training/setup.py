@@ -1,5 +1,7 @@
 """From a recipe and a plan to a model that is ready to train."""
 
+from dataclasses import replace
+
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.common_sections import LossScaleSection
@@ -22,7 +24,7 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
     model, settings = task.model, recipe.precision.loss_scale
     device = next(model.parameters()).device
     optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=groups_of(task))
-    return prepare(
+    prepared = prepare(
         model,
         optimizer,
         policy=plan,
@@ -33,6 +35,9 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
     )
+    log = prepared.engine.log
+    log.wording = replace(log.wording, in_recipe=True)
+    return prepared
 
 
 def loss_scales_of(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import UnsupportedError
-from narrowcast.health.diagnose.replay import eagerly
+from narrowcast.health.diagnose.passes import eagerly
 from narrowcast.health.faults.faults import StepFaults
 from narrowcast.precision.step.cuda_graph import Between, GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome

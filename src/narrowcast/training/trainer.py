@@ -23,7 +23,7 @@ from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.peak import peak_bytes
 from narrowcast.hardware.randomness import seed_everything
 from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
-from narrowcast.health.diagnose.replay import ReplayInputs
+from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared

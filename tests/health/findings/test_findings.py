@@ -127,7 +127,7 @@ def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not(
         look(1, ("a", "grad_output", "fp16", tiny), ("a", "output", "fp16", tiny))
     )
     assert whats(found) == [("a", "grad_output", "gradients below fp16")]
-    assert "loss_scale" in found[0].advice
+    assert "a larger LossScale.max" in found[0].advice
 
 
 def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_room():
@@ -145,7 +145,7 @@ def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_
     assert found.why.endswith("the scale is 64")
     room = 65504 / 16 / drawn().abs().max().item()
     possible = 64 * 2 ** math.floor(math.log2(room))
-    assert f"precision.loss_scale.initial={possible} or " in found.advice
+    assert f"loss_scale=LossScale(initial={possible}) or " in found.advice
     assert "growth_interval below 500" in found.advice
     assert ("vanishing", "c", "grad_output") in findings.present  # a wider format would help, too
     assert findings.look(look(10, *tensors), scaling=scaling, loss_scale=64.0) == []
@@ -185,7 +185,7 @@ def test_a_scale_that_came_down_to_its_floor_is_found_once_and_again_after_it_ro
     assert [n for n, found in enumerate(told) if found] == [2, 8]
     assert whats(told[2]) == [("", "loss scale", "loss scale at its floor")]
     assert "from 8 down to 1" in told[2][0].why
-    assert "precision.loss_scale.min" in told[2][0].advice
+    assert "a smaller LossScale.min" in told[2][0].advice
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from narrowcast.precision.gradients.check import check_gradients, clip_factor
-from narrowcast.precision.step.buffers import BufferGuard
 
 
 def gradients(*values):
@@ -50,91 +49,3 @@ def test_clipping_multiplies_by_what_torch_multiplies_by(limit):
     mine = weight.grad * clip_factor(torch.linalg.vector_norm(weight.grad), limit)
     torch.nn.utils.clip_grad_norm_([weight], limit)
     assert torch.equal(mine, weight.grad)
-
-
-YES, NO = torch.tensor(True), torch.tensor(False)
-
-
-def batch_norm_after(*batches):
-    norm = nn.BatchNorm1d(3)
-    guard = BufferGuard(norm)
-    for batch, finite in batches:
-        norm(batch)
-        guard.after_step(finite)
-    return norm
-
-
-GOOD = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
-BAD = torch.full((8, 3), math.nan)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-def test_a_skipped_step_leaves_batch_norm_as_it_was(first):
-    before = () if first else ((GOOD, YES),)
-    expected = batch_norm_after(*before).state_dict()
-    actual = batch_norm_after(*before, (BAD, NO)).state_dict()
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
-
-
-def test_an_applied_step_leaves_batch_norm_as_torch_does():
-    plain = nn.BatchNorm1d(3)
-    plain(GOOD)
-    actual = batch_norm_after((GOOD, YES)).state_dict()
-    assert all(torch.equal(actual[key], value) for key, value in plain.state_dict().items())
-
-
-class Running(nn.Module):
-    """Keeps its statistic by putting a new tensor in the buffer's place."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()))
-        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
-
-    def forward(self, x):
-        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean()
-        return x
-
-
-def test_a_buffer_that_is_replaced_rather_than_written_is_guarded():
-    module = Running()
-    guard = BufferGuard(module)
-    module(torch.tensor([1.0]))
-    guard.after_step(YES)
-    module(torch.tensor([math.inf]))
-    guard.after_step(NO)
-    assert module.mean == 0.5
-
-
-def test_a_bad_buffer_is_restored_though_every_gradient_was_finite():
-    module = Running()
-    guard = BufferGuard(module)
-    module(torch.tensor([math.nan]))
-    guard.after_step(YES)
-    assert module.mean == 0.0
-
-
-def test_infinities_that_belong_to_a_buffer_stay_in_it():
-    module = Running()
-    guard = BufferGuard(module)
-    module.mask.add_(1.0)
-    guard.after_step(YES)
-    assert torch.equal(module.mask, torch.tensor([1.0, -math.inf]))
-
-
-def test_a_buffer_that_changes_its_shape_is_taken_as_it_is():
-    module = Running()
-    guard = BufferGuard(module)
-    module.mean = torch.ones(5)
-    guard.after_step(NO)
-    assert torch.equal(module.mean, torch.ones(5))
-
-
-def test_what_a_checkpoint_loaded_is_trusted():
-    module = Running()
-    guard = BufferGuard(module)
-    module.mean.fill_(7.0)
-    guard.reset()
-    module(torch.tensor([math.nan]))
-    guard.after_step(NO)
-    assert module.mean == 7.0

@@ -231,9 +231,7 @@ def test_a_native_policy_passes_where_no_emulation_is_wanted(h200):
 def test_what_no_device_here_can_run_is_refused_and_not_called_native(cpu):
     products = {**cpu.products, "bf16": Support(how="impossible", reason="the driver forbids it")}
     hardware = type(cpu)(device="cpu", name="x", memory_bytes=1, products=products)
-    with pytest.raises(
-        UnsupportedError, match=r"the driver forbids it; write precision\.policy=fp32"
-    ):
+    with pytest.raises(UnsupportedError, match="the driver forbids it; write the policy fp32"):
         make_plan(Model(), "bf16", hardware=hardware)
 
 
@@ -329,15 +327,6 @@ def test_weights_kept_in_fp8_are_counted_in_both_layouts(h200):
     assert make_plan(model, "fp8-row", hardware=h200).bytes["fp8"] == found.bytes["fp8"]
     wide = make_plan(model, "fp8-tensor, grad_input=bf16", hardware=h200)
     assert wide.bytes["fp8"] == 64 * 32
-
-
-def test_a_plan_is_printed_as_a_table_with_a_reason_for_each_module(cpu, mlp):
-    planned = make_plan(mlp(), "bf16; 3: fp32", hardware=cpu)
-    head, *lines, last = str(planned).splitlines()
-    assert head.split() == ["module", "kind", "forward", "params", "how", "reason"]
-    assert [line.split()[0] for line in lines] == [module.name for module in planned.modules]
-    assert all(m.reason in line for m, line in zip(planned.modules, lines, strict=True))
-    assert last.startswith("compute=bf16; 3: fp32 on a plain CPU: params 0.0 MiB")
 
 
 def test_weights_that_are_frozen_stay_as_they_are_with_nothing_beside_them(cpu, mlp):

@@ -60,3 +60,42 @@ def test_batches_that_are_dicts_of_lists_are_replayed_as_they_would_be_launched(
         assert outcome.applied
     for mine, theirs in zip(launched.model.parameters(), replayed.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def with_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 16))
+    model.cuda()
+    return nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), policy="fp16")
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_takes_back_of_buffers_what_a_launched_one_does():
+    """And leaves what is loaded between two replays, which no host code looks at then."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    launched, replayed = with_batch_norm(), with_batch_norm()
+    step, passes = GraphedStep(replayed.engine), passes_of(replayed)
+
+    def launch(batches, between):
+        loss = passes(batches)
+        return replayed.step(), loss
+
+    bad, loaded = WARM_UP + 3, WARM_UP + 6
+    for number in range(WARM_UP + 9):
+        batches = [batch(2 * number, "cuda"), batch(2 * number + 1, "cuda")]
+        if number in (bad, loaded):
+            batches[1]["x"].fill_(float("inf"))
+        for run in (launched, replayed):
+            if number == loaded:
+                run.model[1].running_mean.fill_(3.0)
+                run.model[1].num_batches_tracked.fill_(100)
+        before = {k: v.clone() for k, v in replayed.model[1].named_buffers()}
+        passes_of(launched)(batches)
+        expected = launched.step()
+        outcome, _ = step(batches, None, passes=passes, launch=launch)
+        assert step.captured is (number >= WARM_UP)
+        assert outcome.applied is expected.applied is (number not in (bad, loaded))
+        for name, value in replayed.model[1].named_buffers():
+            assert torch.equal(value, launched.model[1].get_buffer(name)), (number, name)
+            assert torch.equal(value, before[name]) is (number in (bad, loaded)), (number, name)

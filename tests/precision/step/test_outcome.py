@@ -46,3 +46,11 @@ def test_lost_updates_are_told_only_of_metered_steps_that_were_applied():
     assert outcome(finite=True, norms=[1.0], metered=True)[0].lost_updates == 0.25
     assert outcome(finite=True, norms=[1.0])[0].lost_updates is None
     assert outcome(finite=False, norms=[1.0], metered=True)[0].lost_updates is None
+
+
+def test_printing_waits_for_nothing():
+    made, waits = outcome(finite=True, norms=[1.0])
+    assert str(made) == "<Outcome: step 3, lr 0.1; applied or not is not known yet>"
+    assert not waits
+    assert made.applied
+    assert str(made) == "<Outcome: step 3 applied; grad norm 2.5, loss scale 16, lr 0.1>"

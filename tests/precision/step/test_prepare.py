@@ -118,7 +118,10 @@ def test_no_module_is_to_be_overridden_where_every_gradient_is_bad(mlp):
     run = prepared(mlp(), policy="bf16")
     run.step(loss_of(run, factor=math.nan))
     (finding,) = run.findings()
-    assert finding.advice == "try a lower optimizer.lr, a wider precision.policy, or the data"
+    assert finding.advice == (
+        "try a lower learning rate, a wider policy, or the data; "
+        "narrowcast.explain says which number came first"
+    )
 
 
 def test_training_is_given_up_with_the_module_to_look_at(mlp):
@@ -127,9 +130,25 @@ def test_training_is_given_up_with_the_module_to_look_at(mlp):
     model[3].weight.register_hook(lambda g: g * math.inf)
     for _ in range(2 + 5):
         assert not run.step(loss_of(run)).applied
-    with pytest.raises(DivergedError, match=r"5 steps in a row.*Look at 3.*precision.overrides"):
+    with pytest.raises(
+        DivergedError, match=r'last good step. Look at 3: try policy="fp16; 3: fp32"'
+    ):
         run.step(loss_of(run))
     assert DivergedError.exit_code == 4
+
+
+def test_weights_that_something_else_has_spoilt_are_not_said_to_be_good(mlp):
+    model = mlp()
+    run = prepared(model, policy="bf16", patience=2)
+    run.step(loss_of(run))
+    with torch.no_grad():
+        model[3].weight[0, 0] = math.nan
+    for _ in range(2):
+        assert not run.step(loss_of(run)).applied
+    with pytest.raises(
+        DivergedError, match=r"1 of 6 weights are not finite either.*3\.weight\. Go"
+    ):
+        run.step(loss_of(run))
 
 
 def test_the_floor_is_a_finding_told_once(mlp):
@@ -143,7 +162,7 @@ def test_the_floor_is_a_finding_told_once(mlp):
     assert (finding.step, finding.module) == (2, "3")
     assert "the scale is 1 and may not go lower" in finding.why
     assert finding.since == 1
-    assert finding.advice.startswith("try a lower optimizer.lr")
+    assert finding.advice.startswith("try a lower learning rate")
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16-pure"])

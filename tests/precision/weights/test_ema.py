@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.errors import RecipeError
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
@@ -69,6 +70,100 @@ def test_the_weights_are_back_when_the_block_ends_even_by_an_error(policy):
     with pytest.raises(ValueError, match="on purpose"), run.averaged():
         fail_unless_averaged(model, before)
     assert all(torch.equal(v, before[k]) for k, v in run.full_weights().items())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split", "bf16-pure"])
+def test_what_is_taken_inside_the_block_stays_the_averages(policy):
+    model, run, _ = trained(policy)
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    places = [p.data_ptr() for p in model.parameters()]
+    with run.averaged():
+        taken = model.state_dict()
+        held = [p.detach() for p in model.parameters()]
+        expected = {name: w.clone() for name, w in taken.items()}
+    assert all(torch.equal(taken[name], w) for name, w in expected.items())
+    assert all(map(torch.equal, held, expected.values()))
+    assert not torch.equal(taken["weight"], before["weight"])
+    assert all(torch.equal(model.state_dict()[name], w) for name, w in before.items())
+    assert [p.data_ptr() for p in model.parameters()] == places  # captured steps know them
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split", "bf16-pure"])
+def test_what_is_written_inside_the_block_reaches_neither_weights_nor_averages(policy):
+    model, run, _ = trained(policy)
+    weights = {name: w.clone() for name, w in run.full_weights().items()}
+    kept = [a.clone() for a in run.state_dict()["average"]]
+    with run.averaged(), torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert all(torch.equal(w, weights[name]) for name, w in run.full_weights().items())
+    assert all(map(torch.equal, run.state_dict()["average"], kept))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("policy", ["fp8-delayed", "fp8-tensor", "bf16", "bf16-pure"])
+def test_steps_after_the_block_are_those_without_it(policy, mode):
+    def steps(*, look):
+        model, run, _ = trained(policy, steps=2)
+        for step in range(3):
+            with run.compute():
+                loss = model(torch.full((2, 4), 1.0 + step)).float().square().mean()
+            run.step(loss)
+            if look:
+                with mode(), run.averaged(), run.compute():
+                    model(torch.ones(2, 4))
+        return run.full_weights()
+
+    plain, looked = steps(look=False), steps(look=True)
+    assert all(torch.equal(plain[name], w) for name, w in looked.items())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split"])
+def test_averages_by_name_have_every_digit_and_load_into_the_plain_model(policy):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.norm = nn.Embedding(5, 4), nn.BatchNorm1d(4)
+            self.head, self.frozen = nn.Linear(4, 5, bias=False), nn.Linear(4, 4)
+            self.head.weight = self.embed.weight
+            self.frozen.requires_grad_(False)
+
+        def forward(self, ids):
+            return self.head(self.frozen(self.norm(self.embed(ids))))
+
+    torch.manual_seed(0)
+    model = Tied()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = [p.detach().clone() for p in trained]
+    run = nc.prepare(model, torch.optim.SGD(trained, lr=0.1), policy=policy, ema_decay=DECAY)
+    for _ in range(4):
+        with run.compute():
+            loss = model(torch.arange(5)).float().square().mean()
+        run.step(loss)
+        full = run.full_weights()
+        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        for average, name in zip(expected, names, strict=True):
+            average.add_((full[name].float() - average) * (1 - DECAY))
+    taken = run.averaged_weights()
+    with run.averaged():
+        inside = run.averaged_weights()
+    assert all(torch.equal(taken[name], w) for name, w in inside.items())
+    plain = Tied()
+    plain.load_state_dict(taken)
+    for p, average in zip(
+        (q for q in plain.parameters() if q.requires_grad), expected, strict=True
+    ):
+        torch.testing.assert_close(p.detach(), average, rtol=8 * 2.0**-24, atol=8 * 2.0**-24)
+    assert torch.equal(plain.norm.running_mean, model.norm.running_mean)
+    assert torch.equal(plain.frozen.weight, full["frozen.weight"].float())
+    run.step(model(torch.arange(5)).float().sum())
+    assert all(torch.equal(taken[name], w) for name, w in inside.items())
+
+
+def test_averages_by_name_are_refused_where_none_are_kept():
+    _, run, _ = trained("fp32", decay=None)
+    with pytest.raises(RecipeError, match=r"write ema_decay=0\.999"):
+        run.averaged_weights()
 
 
 def test_without_an_average_the_block_changes_nothing():

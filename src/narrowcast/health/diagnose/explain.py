@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.health.diagnose.replay import ReplayInputs, replay
+from narrowcast.health.diagnose.passes import ReplayInputs
+from narrowcast.health.diagnose.replay import replay
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.precision.step.prepared import Prepared
 

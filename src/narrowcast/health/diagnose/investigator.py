@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import DivergedError
-from narrowcast.health.diagnose.replay import ReplayInputs, replay
+from narrowcast.health.diagnose.passes import ReplayInputs
+from narrowcast.health.diagnose.replay import replay
 from narrowcast.health.diagnose.verdict import Verdict
 from narrowcast.health.faults.faults import Faults, StepFaults
 from narrowcast.precision.step.outcome import Outcome
@@ -108,8 +109,7 @@ class Investigator:
         if verdict is not None:
             # What is wrong with the model is so in the next step too; another batch may be fine.
             self._explained = verdict.origin == "model"
-            overflowed_at = verdict.outgrew_format
-            self._overflowed_at = (verdict.module, verdict.role) if overflowed_at else None
+            self._overflowed_at = verdict.overflowed_at
         explained = verdict is not None or self._explained
         return StepDiagnosis(
             why=why, findings=told, explained=explained, overflowed_at=self._overflowed_at

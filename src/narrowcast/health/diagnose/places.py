@@ -1,8 +1,12 @@
 """Places where numbers are looked at: a module and a role, and the largest number it may hold."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import nn
+
+from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.roles import GRADIENTS, OPERANDS, Role, roundings
@@ -56,9 +60,34 @@ class Formats:
         """Return a place, with its format."""
         return Place(module, role, self._format(module, role))
 
+    def holders(self, model: nn.Module) -> dict[nn.Parameter, str]:
+        """Return the module of each weight; of those that share one, the first that multiplies."""
+        found: dict[nn.Parameter, str] = {}
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter not in found or not self._multiplies(found[parameter]):
+                    found[parameter] = (
+                        name if self._multiplies(name) else found.get(parameter, name)
+                    )
+        return found
+
+    def _multiplies(self, name: str) -> bool:
+        module_plan = self._plans.get(name)
+        return module_plan is not None and multiplies(module_plan.kind)
+
     def _format(self, module: str, role: Role) -> str:
         module_plan = self._plans.get(module)
         if module_plan is None:
             return ""
         # The first: what it cannot hold is where a number stops being finite.
         return roundings(module_plan.policy, role, kind=module_plan.kind)[0]
+
+
+def written(value: float) -> str:
+    """Write a magnitude with two digits: 7.1e4, 312."""
+    if not math.isfinite(value):
+        return "inf"
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.health.diagnose.given import Call
 from narrowcast.health.diagnose.places import Formats, Place
 from narrowcast.precision.nested import tensors_in
 from narrowcast.precision.plan.roles import Role
@@ -26,11 +27,15 @@ class Seen:
     place: Place
     amax: float
     """The largest magnitude; NaN where any number was NaN."""
+    judged: float
+    """The largest number where only that counts, because infinities below may be a mask's."""
+    flows: bool = True
+    """Whether it comes from a weight: a gradient flows back through it."""
 
     @property
     def is_bad(self) -> bool:
         """Whether something was not finite, or so large that it soon will not be."""
-        return not self.amax <= self.place.limit
+        return not self.judged <= self.place.limit
 
 
 class Recorder:
@@ -38,25 +43,27 @@ class Recorder:
 
     def __init__(self, model: nn.Module, formats: Formats) -> None:
         self._model, self._formats = model, formats
-        self._seen: list[tuple[Place, Tensor]] = []
-        self._in_forward = False
+        self._seen: list[tuple[Place, Tensor, bool]] = []
+        self._in_forward, self._depth = False, 0
+        self.calls: list[Call] = []
+        """What modules were given by somebody who is none of the model's, in these passes."""
         self._versions: dict[int, int] = {}
         self._handles: list[Any] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Hold this over forward and backward passes; hooks there already come before these."""
-        named: set[nn.Parameter] = set()
+        holders = self._formats.holders(self._model)
         for name, module in self._model.named_modules():
             self._handles += [
                 module.register_forward_pre_hook(partial(self._see_inputs, name), with_kwargs=True),
                 module.register_forward_hook(partial(self._see_outputs, name)),
             ]
-            for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad and parameter not in named:
-                    named.add(parameter)  # a weight that two modules share is the first one's
-                    place = self._formats.place(name, "grad_weight")
-                    self._handles.append(parameter.register_hook(partial(self._see, place)))
+        for parameter, name in holders.items():
+            if parameter.requires_grad:
+                place = self._formats.place(name, "grad_weight")
+                self._handles.append(parameter.register_hook(partial(self._see, place)))
+        self._depth, self.calls = 0, []
         try:
             yield
         finally:
@@ -83,23 +90,27 @@ class Recorder:
         seen, self._seen = self._seen, []
         if not seen:
             return []
-        numbers = torch.stack([number for _, number in seen]).tolist()
-        return [Seen(place, amax) for (place, _), amax in zip(seen, numbers, strict=True)]
+        numbers = torch.stack([number for _, number, _ in seen]).tolist()
+        pairs = zip(seen, numbers, strict=True)
+        return [Seen(place, amax, judged, flows) for (place, _, flows), (amax, judged) in pairs]
 
     def _see_weights(self) -> None:
         """Look at the weights that have changed since they were last looked at."""
-        for name, module in self._model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                if self._versions.get(id(parameter)) != parameter._version:
-                    self._versions[id(parameter)] = parameter._version
-                    self._see(self._formats.place(name, "weight"), parameter)
+        for parameter, name in self._formats.holders(self._model).items():
+            if self._versions.get(id(parameter)) != parameter._version:
+                self._versions[id(parameter)] = parameter._version
+                self._see(self._formats.place(name, "weight"), parameter)
 
     def _see_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
         if self._in_forward:
+            if self._depth == 1:
+                self.calls.append((module, name, args, kwargs))
             for tensor in tensors_in((args, kwargs)):
                 self._see_forward(name, "input", tensor)
 
     def _see_outputs(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
         place = self._formats.place(name, "grad_output")
         for tensor in tensors_in(output):
             if self._in_forward:
@@ -111,10 +122,12 @@ class Recorder:
         place = self._formats.place(name, role)
         # What no gradient flows through may be a mask, which holds infinities of its own, below;
         # and a module that makes no product may be what masks, or the softmax after it.
-        mask = torch.is_grad_enabled() and not tensor.requires_grad
-        self._see(place, tensor, from_above=mask or not place.format)
+        flows = tensor.requires_grad or not torch.is_grad_enabled()
+        self._see(place, tensor, from_above=not flows or not place.format, flows=flows)
 
-    def _see(self, place: Place, tensor: Tensor, *, from_above: bool = False) -> None:
+    def _see(
+        self, place: Place, tensor: Tensor, *, from_above: bool = False, flows: bool = True
+    ) -> None:
         values = tensor.detach()
         if values.is_sparse:
             values = values._values()
@@ -124,5 +137,7 @@ class Recorder:
             values = values.float()  # torch finds no maximum in 8 bits
         # Regions would look at every call.
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            low, high = torch.aminmax(values)
-            self._seen.append((place, (high if from_above else torch.maximum(-low, high)).float()))
+            low, high = (value.float() for value in torch.aminmax(values))
+            amax = torch.maximum(-low, high)
+            both = torch.stack([amax, high if from_above else amax])
+            self._seen.append((place, both, flows))

@@ -1,15 +1,30 @@
 """A verdict: the first number of a step that was not finite, in words that name its place."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from narrowcast.health.diagnose.places import Place
+from narrowcast.health.diagnose.given import Extreme
+from narrowcast.health.diagnose.places import Place, written
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.wording import Wording
 
 
 @dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """With what the step is finite, as was tried: a smaller loss scale, or a policy."""
+
+    scale: Literal["", "gives way", "too high"] = ""
+    """A scale that is too high moves by itself, unless it is a static one."""
+    policy: Policy | None = None
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+    """All that the policy has and the one in force has not; empty where more is another."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Verdict:
-    """Where a step went wrong first."""
+    """Where a step went wrong first. It prints as a sentence."""
 
     place: Place
     amax: float
@@ -19,8 +34,33 @@ class Verdict:
     micro_batches: int
     evidence: str = ""
     """What was seen around it."""
-    sample: int | None = None
-    """The first bad sample, where the batch itself is to blame."""
+    extreme: Extreme | None = None
+    """The first bad number of the batch, where the batch itself is to blame."""
+    neighbour: str | None = None
+    """The module whose numbers were looked at just before."""
+    remedy: Remedy | None = None
+    """None where nothing was found that would have helped."""
+    wording: Wording = field(default_factory=Wording)
+    """How its owner writes settings."""
+
+    def __str__(self) -> str:
+        return self.told
+
+    def __repr__(self) -> str:
+        return f"<Verdict: {self.told}>"
+
+    def is_same_place(self, other: "Verdict") -> bool:
+        """Say whether both are of one place in one micro-batch."""
+        return (self.place.module, self.place.role, self.micro_batch) == (
+            other.place.module,
+            other.place.role,
+            other.micro_batch,
+        )
+
+    @property
+    def sample(self) -> int | None:
+        """The first bad sample, where the batch itself is to blame."""
+        return None if self.extreme is None else self.extreme.sample
 
     @property
     def module(self) -> str:
@@ -54,6 +94,8 @@ class Verdict:
         """What it is, in a word or two."""
         if self.kind == "nan":
             return "NaN"
+        if self.origin == "data" and self.kind == "large":
+            return "huge number"
         return "overflow" if self.place.role not in ("batch", "weight") else "infinity"
 
     @property
@@ -64,6 +106,13 @@ class Verdict:
         return self.kind == "large" or self.place.role != "weight"
 
     @property
+    def overflowed_at(self) -> tuple[str, str] | None:
+        """The module that a wider format is known to help, and the role that overflowed its own."""
+        if not self.outgrew_format or self.remedy is None:
+            return None
+        return next(iter(self.remedy.exceptions), self.module), self.role
+
+    @property
     def where(self) -> str:
         """The place and the micro-batch."""
         return f"{self.place}, {self._turn}"
@@ -71,27 +120,39 @@ class Verdict:
     @property
     def told(self) -> str:
         """One sentence: where, what, how large, and what was seen around it."""
-        if self.sample is not None:
-            what = "a NaN" if self.kind == "nan" else "an infinity"
-            return f"the batch itself holds {what} at index {self.sample} ({self._turn})"
+        if self.extreme is not None:
+            return f"{self.extreme.told} ({self._turn})"
         size = "" if self.kind == "nan" else f"amax {written(self.amax)}, "
         tail = f"; {self.evidence}" if self.evidence else ""
         return f"{self.place} {self._verb} ({size}{self._turn}){tail}"
 
-    def advice(self, *, loss_scale: float) -> str:
-        """Say what its owner may try."""
-        if self.origin == "data":
-            return f"look at sample {self.sample} of that batch: no format can help"
-        if self.place.role == "weight":
-            return "the weights were bad before the step: resume from an earlier checkpoint"
-        narrow = self.place.format == "fp16"
-        if narrow and self.phase == "backward" and self.kind != "nan" and loss_scale > 1:
-            return "the loss scale was too high for this gradient, and gives way by itself"
-        calmer = "a lower optimizer.lr, or a lower clip_norm"
-        if self.place.format in ("", "fp32"):
-            return f"try {calmer}"
-        wider = "bf16" if narrow else "fp32"
-        return f'try precision.overrides={{"{self.module or "*"}": {wider}}}, {calmer}'
+    def advice(self, *, loss_scale: float | None = None) -> str:
+        """Say what its owner may try; with a loss scale of one, nothing is left to that."""
+        if self.extreme is not None:
+            return f"look at {self.extreme.where}: no format can help"
+        if self.place.role == "weight" and self.remedy is None:
+            return "the weights were bad before the step: go back to an earlier checkpoint"
+        gives_way = loss_scale is None or loss_scale > 1
+        match self.remedy:
+            case Remedy(policy=Policy() as policy, scale=scale, exceptions=exceptions):
+                words = self.wording
+                tried = words.formats(exceptions) if exceptions else words.whole(policy)
+                lower = " and a lower loss scale" if scale else ""
+                return f"try {tried}: with it{lower} this step is finite. Or {self._calmer}"
+            case Remedy(scale="gives way") if gives_way:
+                return "the loss scale was too high for this gradient, and gives way by itself"
+            case Remedy(scale="too high"):
+                smaller = self.wording.loss_scale("initial")
+                return f"the loss scale is too high for this gradient: write a smaller {smaller}"
+            case Remedy():
+                return f"try a wider format for {self.place.module or 'the model'}, {self._calmer}"
+        if self.place.role == "loss":
+            return "no format helps: look at what the loss computes, a logarithm or division of 0"
+        return f"no format helps: try {self._calmer}, or look at the data"
+
+    @property
+    def _calmer(self) -> str:
+        return f"a lower {self.wording.lr}, or a lower clip_norm"
 
     @property
     def _turn(self) -> str:
@@ -112,13 +173,3 @@ class Verdict:
     @property
     def _holds(self) -> float:
         return self.place.limit if self.place.format == "fp16" else math.inf
-
-
-def written(value: float) -> str:
-    """Write a magnitude with two digits: 7.1e4, 312."""
-    if not math.isfinite(value):
-        return "inf"
-    if 1e-3 <= value < 1e4:
-        return f"{value:.3g}"
-    mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa}e{int(exponent)}"

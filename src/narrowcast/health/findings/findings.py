@@ -5,7 +5,7 @@ Made from records alone, so a finished run can be asked as well as one that is r
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from narrowcast.health.findings.rules import (
 )
 from narrowcast.health.findings.scale_rules import floor, low
 from narrowcast.precision.gradients.loss_scale import LossScale
+from narrowcast.precision.plan.wording import Wording
 from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
 
 
@@ -30,6 +31,8 @@ from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
 class Findings:
     """Issues of a run so far; goes into a checkpoint as plain data."""
 
+    wording: Callable[[], Wording] = Wording
+    """How its owner writes settings, which may be others by now."""
     _amax: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _active: dict[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
@@ -50,9 +53,10 @@ class Findings:
         `scaling` are the settings of the loss scale, if there is one, and it was `loss_scale`.
         """
         seen = {(s.module, s.role): s for s in self._tensors(record)}
-        found = [t for s in seen.values() for rule in RULES for t in rule(s)]
-        found += first_nonfinite([*seen.values()])
-        too_low = [] if scaling is None else [*low([*seen.values()], loss_scale, scaling)]
+        words = self.wording()
+        found = [t for s in seen.values() for rule in RULES for t in rule(s, words)]
+        found += first_nonfinite([*seen.values()], words)
+        too_low = [] if scaling is None else [*low([*seen.values()], loss_scale, scaling, words)]
         fp16 = {key for key, s in seen.items() if s.format == "fp16"}
         # One finding for the scale, rather than one for every tensor that it is too low for.
         implied = [t for t in found if too_low and t.kind == "vanishing" and t[1:3] in fp16]
@@ -65,7 +69,7 @@ class Findings:
 
     def step(self, record: StepRecord, *, scaling: LossScale | None = None) -> list[FindingRecord]:
         """Take in a step; return the issues that begin with it."""
-        at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling)]
+        at_floor = [] if scaling is None else [*floor(record.loss_scale, scaling, self.wording())]
         fresh = self._told(at_floor, step=record.step, asked={floor.__name__})
         # Of an overflow at the floor the step log tells, and of the floor with it.
         return (fresh if record.applied else []) + self._of_losses(record)
@@ -74,7 +78,8 @@ class Findings:
         found = []
         told = spike(record.loss, self._losses)
         if told:
-            advice = "look at the data of this step, lower optimizer.lr, or clip_norm=1"
+            lr = self.wording().lr
+            advice = f"look at the data of this step, or try a lower {lr}, or clip_norm=1"
             found.append(Trouble("spike", "", "loss", "loss spike", told, advice))
         if record.applied and math.isfinite(record.loss):
             self._losses.append(record.loss)

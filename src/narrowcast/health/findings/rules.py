@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from narrowcast.precision.plan.roles import GRADIENTS
+from narrowcast.precision.plan.wording import Wording
 
 SATURATED = 1e-3
 """Share of values beyond the range of an 8-bit format above which a layer is said to saturate."""
@@ -54,17 +55,17 @@ class Trouble(NamedTuple):
     advice: str
 
 
-Rule = Callable[[Seen], Iterator[Trouble]]
-"""Looks at one tensor."""
+Rule = Callable[[Seen, Wording], Iterator[Trouble]]
+"""Looks at one tensor, and writes as its owner does."""
 
 
-def overflow(seen: Seen) -> Iterator[Trouble]:
+def overflow(seen: Seen, words: Wording) -> Iterator[Trouble]:
     """Values beyond a format that does not saturate."""
     if seen.format not in EIGHT_BITS and seen.overflow > 0:
-        yield _overflowing(seen, seen.overflow)
+        yield _overflowing(seen, seen.overflow, words)
 
 
-def saturation(seen: Seen) -> Iterator[Trouble]:
+def saturation(seen: Seen, words: Wording) -> Iterator[Trouble]:
     """Values beyond an 8-bit format, which become its largest."""
     if seen.format in EIGHT_BITS and seen.overflow > SATURATED:
         yield Trouble(
@@ -73,14 +74,14 @@ def saturation(seen: Seen) -> Iterator[Trouble]:
             seen.role,
             f"saturation of {seen.format}",
             f"{percent(seen.overflow)} of the values, largest {seen.amax:.3g}",
-            f"try {_wider(seen)}",
+            f"try {_wider(seen, words)}",
         )
 
 
-def vanishing(seen: Seen) -> Iterator[Trouble]:
+def vanishing(seen: Seen, words: Wording) -> Iterator[Trouble]:
     """Gradients that round to zero."""
     if seen.role in GRADIENTS and seen.underflow > VANISHED:
-        larger = "a larger precision.loss_scale.max, if nothing overflows, or "
+        larger = f"a larger {words.loss_scale('max')}, if nothing overflows, or "
         scaled = larger if seen.format == "fp16" else ""
         yield Trouble(
             "vanishing",
@@ -88,11 +89,11 @@ def vanishing(seen: Seen) -> Iterator[Trouble]:
             seen.role,
             f"gradients below {seen.format}",
             f"{percent(seen.underflow)} of the values round to zero",
-            f"try {scaled}{_wider(seen)}",
+            f"try {scaled}{_wider(seen, words)}",
         )
 
 
-def dead(seen: Seen) -> Iterator[Trouble]:
+def dead(seen: Seen, words: Wording) -> Iterator[Trouble]:
     """A module that gives or gets nothing but zeros, look after look."""
     if seen.role not in ("output", "grad_output") or seen.amax > 0 or seen.nonfinite:
         return
@@ -103,11 +104,11 @@ def dead(seen: Seen) -> Iterator[Trouble]:
             seen.role,
             "dead layer",
             f"its {seen.role.replace('_', ' ')} is zero",
-            "look at the activation before it, or lower optimizer.lr",
+            f"look at the activation before it, or try a lower {words.lr}",
         )
 
 
-def drift(seen: Seen) -> Iterator[Trouble]:
+def drift(seen: Seen, words: Wording) -> Iterator[Trouble]:
     """A largest magnitude that has grown far beyond what it was; gradients leap by themselves."""
     if seen.role not in ("input", "weight", "output"):
         return
@@ -122,11 +123,11 @@ def drift(seen: Seen) -> Iterator[Trouble]:
             seen.role,
             "magnitudes grow",
             f"largest {seen.amax:.3g}, usually {usual:.3g}",
-            "lower optimizer.lr, clip gradients (clip_norm=1), or watch it",
+            f"try a lower {words.lr}, clip gradients (clip_norm=1), or watch it",
         )
 
 
-def first_nonfinite(seen: Sequence[Seen]) -> Iterator[Trouble]:
+def first_nonfinite(seen: Sequence[Seen], words: Wording) -> Iterator[Trouble]:
     """Name where what is not finite began, of all tensors in the model's order.
 
     Everything after it in the forward pass is not finite either, and then all gradients; where only
@@ -140,9 +141,9 @@ def first_nonfinite(seen: Sequence[Seen]) -> Iterator[Trouble]:
     first = forward[0] if forward else bad[-1]
     arrived = first is seen[0] and first.role == "input"
     if first.format == "fp16" and not arrived and first.role not in ("weight", "update"):
-        yield _overflowing(first, first.nonfinite)
+        yield _overflowing(first, first.nonfinite, words)
     else:
-        yield _not_finite(first, arrived=arrived)
+        yield _not_finite(first, words, arrived=arrived)
 
 
 RULES: tuple[Rule, ...] = (overflow, saturation, vanishing, dead, drift)
@@ -160,33 +161,38 @@ def spike(loss: float, past: Sequence[float]) -> str:
     return ""
 
 
-def _overflowing(seen: Seen, share: float) -> Trouble:
+def _overflowing(seen: Seen, share: float, words: Wording) -> Trouble:
     return Trouble(
         "overflow",
         seen.module,
         seen.role,
         f"overflow of {seen.format}",
         f"{percent(share)} of the values, largest {seen.amax:.3g}",
-        f"try {_wider(seen)}",
+        f"try {_wider(seen, words)}",
     )
 
 
-def _not_finite(seen: Seen, *, arrived: bool) -> Trouble:
+def _not_finite(seen: Seen, words: Wording, *, arrived: bool) -> Trouble:
     """Tell of NaN or infinities that no wider format would have held."""
     if arrived:
         advice = "look at the data: it came into the model like that"
     elif seen.role in ("weight", "update"):
-        advice = "go back to an earlier checkpoint, and lower optimizer.lr"
+        advice = f"go back to an earlier checkpoint, and try a lower {words.lr}"
     else:
-        advice = "look at the data, lower optimizer.lr, or ask narrowcast.explain what came first"
+        advice = (
+            f"look at the data, try a lower {words.lr}, or ask narrowcast.explain what came first"
+        )
     share = f"{percent(seen.nonfinite)} of the values are NaN or infinite"
     return Trouble("nonfinite", seen.module, seen.role, "not finite", share, advice)
 
 
-def _wider(seen: Seen) -> str:
-    """Return the override that gives a module the format above the one in force."""
+def _wider(seen: Seen, words: Wording) -> str:
+    """Say how a module gets the format above the one in force."""
     wider = "fp32" if seen.format in ("bf16", "tf32") else "bf16"
-    return f'precision.overrides={{"{seen.module}": {wider}}}'
+    # What goes into a module not finite was made by the code around it, in that one's format.
+    made_outside = seen.role == "input" and seen.nonfinite > 0
+    module = seen.module.rpartition(".")[0] if made_outside else seen.module
+    return words.wider(module, wider)
 
 
 def percent(share: float) -> str:

@@ -6,6 +6,7 @@ from narrowcast.health.findings.rules import Seen, Trouble, percent
 from narrowcast.numerics import FP16
 from narrowcast.precision.gradients.loss_scale import LossScale, power_of_two_below
 from narrowcast.precision.plan.roles import GRADIENTS
+from narrowcast.precision.plan.wording import Wording
 
 LOW = 0.5
 """Share of a gradient below the smallest number with all its digits that a larger scale is for."""
@@ -13,7 +14,7 @@ SPARE = 16.0
 """A suggested scale leaves so much above the largest gradient seen: samples miss the rarest."""
 
 
-def floor(scale: float, settings: LossScale) -> Iterator[Trouble]:
+def floor(scale: float, settings: LossScale, words: Wording) -> Iterator[Trouble]:
     """A scale that overflows have brought down to its smallest value."""
     if settings.dynamic and scale <= settings.min < settings.initial:
         yield Trouble(
@@ -23,12 +24,15 @@ def floor(scale: float, settings: LossScale) -> Iterator[Trouble]:
             "loss scale at its floor",
             f"overflows have brought it from {settings.initial:g} down to {scale:g}, and it may "
             "not go lower",
-            "try bf16 for the modules that the skipped steps name (precision.overrides), or a "
-            "smaller precision.loss_scale.min",
+            "try bf16 for the modules that the skipped steps name"
+            f"{' (precision.overrides)' if words.in_recipe else ''}, or a smaller "
+            f"{words.loss_scale('min')}",
         )
 
 
-def low(seen: Sequence[Seen], scale: float, settings: LossScale) -> Iterator[Trouble]:
+def low(
+    seen: Sequence[Seen], scale: float, settings: LossScale, words: Wording
+) -> Iterator[Trouble]:
     """Gradients lost at the lower end of fp16, while at its upper end there is room.
 
     What became zero on the way cannot be seen any more; what is about to, has lost digits.
@@ -40,7 +44,9 @@ def low(seen: Sequence[Seen], scale: float, settings: LossScale) -> Iterator[Tro
     worst = max(gradients, key=_below)
     possible = power_of_two_below(min(settings.max, scale * FP16.largest / (SPARE * largest)))
     if _below(worst) > LOW and possible > scale:
-        interval = f" or a precision.loss_scale.growth_interval below {settings.growth_interval}"
+        initial = words.loss_scale("initial", f"{possible:g}")
+        setting = words.loss_scale("growth_interval")
+        interval = f" or a {setting} below {settings.growth_interval}"
         yield Trouble(
             "low",
             "",
@@ -49,7 +55,7 @@ def low(seen: Sequence[Seen], scale: float, settings: LossScale) -> Iterator[Tro
             f"{percent(_below(worst))} of {worst.module} {worst.role} lies below "
             f"{FP16.smallest_normal:.2g}, where fp16 loses digits and then all; the scale is "
             f"{scale:g}",
-            f"try precision.loss_scale.initial={possible:g}{interval if settings.dynamic else ''}",
+            f"try {initial}{interval if settings.dynamic else ''}",
         )
 
 

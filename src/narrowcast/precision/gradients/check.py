@@ -24,6 +24,24 @@ class Checked:
     finite: Tensor
 
 
+@dataclass(frozen=True)
+class Unscaled:
+    """What was found in gradients when the scale was divided out, before anybody edited them."""
+
+    checked: Checked
+    present: Sequence[int]
+    """The places of the weights that had one."""
+
+    def and_then(self, edited: Checked, present: Sequence[int]) -> Checked:
+        """Return what is true of the step: finite before and after, with the norm after."""
+        norms, before = edited.norms, self.checked.norms
+        if list(present) == list(self.present):
+            # An edit may hide which gradients were bad, and the step says which.
+            norms = torch.where(before.isfinite(), norms, before)
+        finite = self.checked.finite & edited.finite
+        return Checked(norms=norms, norm=edited.norm, finite=finite)
+
+
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Return the fp32 norm of each gradient."""
     return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=torch.float32))
@@ -47,3 +65,13 @@ def check_gradients(
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
     """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients by."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def clip_and_unscale(
+    checked: Checked, inv_scales: Tensor | None, *, clip_norm: float | None
+) -> Tensor | None:
+    """Return what gradients are multiplied by, one factor for all or one for each; None for one."""
+    if clip_norm is None:
+        return inv_scales
+    clip = clip_factor(checked.norm, clip_norm)
+    return clip if inv_scales is None else clip * inv_scales

@@ -39,6 +39,16 @@ class LossScale:
     dynamic: bool = True
     """False: the scale stays as it begins."""
 
+    def __str__(self) -> str:
+        """Say how it moves."""
+        if not self.dynamic:
+            return f"{self.initial:g}, static"
+        strikes = "an overflow" if self.hysteresis == 1 else f"{self.hysteresis} overflows in a row"
+        return (
+            f"{self.initial:g} at first, from {self.min:g} to {self.max:g}; times {self.growth:g} "
+            f"after {self.growth_interval} calm steps, times {self.backoff:g} after {strikes}"
+        )
+
     def __post_init__(self) -> None:
         for name in ("growth", "backoff"):
             value = getattr(self, name)

@@ -13,6 +13,38 @@ from narrowcast.precision.gradients.scale_groups import find_parts, part_of
 from narrowcast.precision.plan.policy import Policy
 
 Settings = LossScale | Mapping[str, LossScale]
+Asked = float | LossScale | Mapping[str, float | LossScale]
+"""What settings may be written as: a number is the scale to begin with."""
+
+
+def settings_from(asked: Asked | None) -> Settings | None:
+    """Return the settings that somebody has written in one of these ways; refuse any other."""
+    if isinstance(asked, Mapping):
+        if not asked:
+            raise RecipeError("loss_scale={} names no loss; write one scale, or one for each loss")
+        return {name: _scale_from(value) for name, value in asked.items()}
+    return None if asked is None else _scale_from(asked)
+
+
+def _scale_from(asked: object) -> LossScale:
+    if isinstance(asked, LossScale):
+        return asked
+    if isinstance(asked, int | float) and not isinstance(asked, bool):
+        return LossScale(initial=asked)
+    instead = "write a LossScale, the number to begin with, or leave it out"
+    if isinstance(asked, torch.amp.GradScaler):
+        instead = (
+            "prepare() scales by itself: leave the scaler and its scale(), unscale_(), step() and "
+            "update() out"
+        )
+        if asked.is_enabled():
+            instead += (
+                f", and write loss_scale=LossScale(initial={asked.get_scale():g}, "
+                f"growth_interval={asked.get_growth_interval()}), or nothing for the default"
+            )
+        else:
+            instead += "; a scale of another beginning is written loss_scale=1024.0"
+    raise RecipeError(f"loss_scale={type(asked).__name__}: that is no loss scale; {instead}")
 
 
 @final

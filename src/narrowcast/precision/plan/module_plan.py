@@ -138,13 +138,12 @@ class ModulePlanner:
             return Support(how="emulated", reason="asked for by emulate=true")
         if found.how == "impossible":
             raise UnsupportedError(
-                f"{format_name} products were asked for, but {found.reason}; "
-                "write precision.policy=fp32"
+                f"{format_name} products were asked for, but {found.reason}; write the policy fp32"
             )
         if found.how == "emulated" and self._emulate is False:
             raise UnsupportedError(
                 f"{format_name} products were asked for without emulation, but {found.reason}; "
-                f"write precision.emulate=null to emulate them, or precision.policy=fp32"
+                "leave out emulate=false to have them emulated, or write the policy fp32"
             )
         return found
 
@@ -180,7 +179,7 @@ class ModulePlanner:
             if self._emulate is False:
                 raise UnsupportedError(
                     f"no native product mixes {policy}; write one format for all three products, "
-                    "or precision.emulate=null to emulate them"
+                    "or leave out emulate=false to have them emulated"
                 )
             return "emulated", "emulated: no native product mixes these formats"
         if policy.scaling == "block" and self._hardware.capability != BLOCKS_AT:

@@ -16,14 +16,15 @@ from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import Policy, suggestion
-from narrowcast.precision.plan.presets import policy_from
+from narrowcast.precision.plan.presets import AnyPolicy, policy_from
+from narrowcast.precision.plan.table import Table, as_html, as_text, table_of
 from narrowcast.precision.swap import plain_class
 
 ASSUMED_ROWS = 8192
 """Rows a linear layer multiplies at once, where nobody says."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What a whole model gets; carried out by `prepare`."""
 
@@ -35,6 +36,8 @@ class Plan:
     """Those that hold weights, multiply, or are an exception, in the model's order."""
     functional: Support
     """How products run that no module makes."""
+    emulate: bool | None = None
+    """What was asked: emulate where needed, everywhere, nowhere."""
     bytes: Mapping[str, int] = field(default_factory=dict)
     """What weights, gradients, master weights and moments will take, by role."""
 
@@ -43,20 +46,19 @@ class Plan:
         """True where functional products are emulated, or their 16-bit weights widened first."""
         return self.functional.how == "emulated" or widens(self.policy)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Write the plan as a table: a line for each module, then what they come to."""
-        rows = [
-            (m.name or "(the model)", m.kind, m.policy.forward, m.policy.params, m.how, m.reason)
-            for m in self.modules
-        ]
-        head = ("module", "kind", "forward", "params", "how", "reason")
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head) - 1)]
-        lines = [
-            "  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip()
-            for row in [head, *rows]
-        ]
-        total = ", ".join(f"{role} {size / 2**20:.1f} MiB" for role, size in self.bytes.items())
-        return "\n".join([*lines, f"{self.policy} on {self.hardware.name}: {total}"])
+        return as_text(self._table)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Show the same table in a notebook."""
+        return as_html(self._table)
+
+    @property
+    def _table(self) -> Table:
+        return table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
@@ -79,7 +81,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module,
-    policy: str | Policy,
+    policy: AnyPolicy,
     *,
     hardware: Hardware,
     overrides: Mapping[str, str] | None = None,
@@ -129,6 +131,7 @@ def make_plan(
         hardware=hardware,
         modules=tuple(modules),
         functional=planner.support(whole.functional),
+        emulate=emulate,
         bytes=totals,
     )
 
@@ -139,5 +142,5 @@ def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
         if not any(fnmatchcase(name, glob) for name in names):
             raise RecipeError(
                 f"precision exception `{glob}: {text}` matches no module"
-                f"{suggestion(glob, names)}; `narrowcast plan` lists the modules"
+                f"{suggestion(glob, names)}; the plan without it lists the modules"
             )

@@ -27,7 +27,7 @@ FP8_FORMATS = ("e4m3", "e5m2")
 COMPUTE_FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS, "mxfp8", "nvfp4")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
     """Formats by role. Fields left out of the text keep the defaults below."""
 
@@ -77,6 +77,9 @@ class Policy:
         return "; ".join(
             [_roles_text(self), *(f"{glob}: {text}" for glob, text in self.exceptions)]
         )
+
+    def __repr__(self) -> str:
+        return f"narrowcast.policy({str(self)!r})"
 
     @property
     def output_format(self) -> str:
@@ -131,15 +134,21 @@ class Policy:
 
         An exception that names a module holds for everything inside it, and wins over `head`.
         """
-        prefixes = _prefixes(name)
         whole = replace(self, exceptions=(), head="")
-        found: Policy | None = None
-        for glob, text in self.exceptions:
-            if name == glob or any(fnmatchcase(prefix, glob) for prefix in prefixes):
-                found = _with_roles(whole, text, where=f"exception {glob}")
-        if found is None and self.head and name.rpartition(".")[2] in HEADS:
+        glob, text = self.exception_for(name)
+        if text:
+            return _with_roles(whole, text, where=f"exception {glob}")
+        if self.head and name.rpartition(".")[2] in HEADS:
             return _with_roles(whole, self.head, where="head")
-        return found or whole
+        return whole
+
+    def exception_for(self, name: str) -> tuple[str, str]:
+        """Return the exception that holds for the module of this name: the last; or nothing."""
+        prefixes = _prefixes(name)
+        for glob, text in reversed(self.exceptions):
+            if name == glob or any(fnmatchcase(prefix, glob) for prefix in prefixes):
+                return glob, text
+        return "", ""
 
     def with_exceptions(self, more: Mapping[str, str]) -> "Policy":
         """Return this policy with further exceptions, which win over those it has."""

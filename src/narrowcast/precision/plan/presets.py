@@ -2,8 +2,12 @@
 
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.policy import Policy, parse_policy
 
@@ -42,13 +46,43 @@ AUTO = "auto"
 NAMES = (*PRESETS, AUTO)
 
 
-def policy_from(text: "str | Policy", hardware: Hardware | None = None) -> Policy:
-    """Return the policy a text stands for; `auto` needs to know the hardware."""
+_OF_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+AnyPolicy = str | Policy | torch.dtype
+"""What a policy may be written as: text, the value, or the dtype of a preset as torch names it."""
+
+
+def policy_from(text: AnyPolicy, hardware: Hardware | None = None) -> Policy:
+    """Return the policy a text or a dtype stands for; `auto` needs to know the hardware."""
     if isinstance(text, Policy):
         return text
+    if isinstance(text, torch.dtype):
+        if text not in _OF_DTYPES:
+            raise RecipeError(
+                f"precision policy: {text} stands for no preset; write torch.bfloat16, "
+                f"torch.float16 or torch.float32, or the name of one: {', '.join(NAMES)}"
+            )
+        text = _OF_DTYPES[text]
+    if not isinstance(text, str):
+        raise RecipeError(_is_no_policy(text))
     known = dict(PRESETS)
     known[AUTO] = PRESETS[recommended(hardware)[0]] if hardware else PRESETS["default"]
     return parse_policy(text, presets=known)
+
+
+def short_text(policy: Policy) -> str:
+    """Write a policy so that it can be read again, with a preset's name where that is shorter."""
+    roles = replace(policy, exceptions=())
+    name = next((name for name, preset in PRESETS.items() if preset == roles), str(roles))
+    return "; ".join([name, *(f"{glob}: {text}" for glob, text in policy.exceptions)])
+
+
+def _is_no_policy(given: object) -> str:
+    what = f"precision policy: {given!r:.80} is none; write"
+    if isinstance(given, Mapping):
+        roles = ", ".join(f"{role}={value}" for role, value in given.items())
+        return f'{what} its roles as text, policy="{roles}"'
+    return f"{what} the name of a preset ({', '.join(NAMES)}), roles as text, or leave it out"
 
 
 def recommended(hardware: Hardware) -> tuple[str, str]:

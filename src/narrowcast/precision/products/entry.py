@@ -8,6 +8,7 @@ evaluate, to generate, one encoder of two, in the middle of another model's pass
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, TracebackType
@@ -39,7 +40,16 @@ class PreparedModel:
     def __init__(self, model: nn.Module) -> None:
         self.name = f"{id(model):x}"
         """The same for as long as the model is there, whatever its formats become."""
-        self.listener: PassListener | None = None
+        self._listener: weakref.ref[PassListener] | None = None
+
+    def tell(self, listener: PassListener) -> None:
+        """Tell somebody of this model's passes, for as long as others hold it."""
+        self._listener = weakref.ref(listener)
+
+    @property
+    def listener(self) -> PassListener | None:
+        """Who is told of passes."""
+        return None if self._listener is None else self._listener()
 
 
 @final

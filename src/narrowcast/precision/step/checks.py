@@ -2,22 +2,22 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import Onlooker, is_swapped
+from narrowcast.precision.weights.ownership import refuse_taken
 
 
 def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model or an optimizer that cannot be prepared."""
+    _refuse_other_kinds(model, optimizer)
     refuse_watched(model, doing="prepare()")
-    if is_swapped(model):
-        raise RecipeError("this model is prepared already; call release() on that first")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the loss inside its step, where no gradient can be guarded; "
@@ -34,7 +34,16 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             f"step() of {type(optimizer).__name__} needs `{needed[0]}`, and evaluates the loss "
             "where no gradient can be guarded; use one whose step takes no closure"
         )
+    refuse_taken(model, optimizer)
+    if is_swapped(model):
+        raise RecipeError("this model is prepared already; call release() on that first")
     for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.is_complex():
+            raise UnsupportedError(
+                f"{name} is {weight.dtype}, and weights are trained as real numbers; keep "
+                "nn.Parameter(torch.view_as_real(…)) in its place, and call "
+                "torch.view_as_complex on it in forward()"
+            )
         if weight.requires_grad and weight.dtype != torch.float32:
             raise UnsupportedError(
                 f"{name} is {weight.dtype}; weights are taken in fp32 and kept as the policy's "
@@ -50,10 +59,43 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             raise UnsupportedError(
                 f"{name} has sparse gradients, whose norm is not taken; write sparse=False"
             )
-    if not any(group["params"] for group in optimizer.param_groups):
+    _refuse_strangers(model, optimizer)
+
+
+def _refuse_other_kinds(model: object, optimizer: object) -> None:
+    """Refuse arguments of `prepare` that are no model, or no optimizer."""
+    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
+        raise RecipeError(
+            "prepare() was given the optimizer before the model; write prepare(model, optimizer)"
+        )
+    if not isinstance(model, nn.Module):
+        raise RecipeError(
+            f"prepare() was given a {type(model).__name__} for a model; give it an nn.Module: "
+            "prepare(model, optimizer)"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RecipeError(
+            f"prepare() was given a {type(optimizer).__name__} for an optimizer; give it one that "
+            "holds the parameters: prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))"
+        )
+
+
+def _refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model and an optimizer that have no weight in common."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not held:
         raise RecipeError("the optimizer holds no parameters; give it model.parameters()")
-    if next(model.parameters(), None) is None:
+    names = {p: name for name, p in model.named_parameters()}
+    if not names:
         raise RecipeError("the model has no parameters; there is nothing to prepare")
+    if not any(p in names for p in held):
+        first, name = next(iter(names.items()))
+        raise RecipeError(
+            f"none of the {len(held)} parameters of the {type(optimizer).__name__} (the first is "
+            f"{tuple(held[0].shape)}) is one of the {len(names)} of the {type(model).__name__} "
+            f"({name} is {tuple(first.shape)}); build the optimizer from this model's "
+            "parameters(), after it was copied or its layers replaced"
+        )
 
 
 def needed_arguments(function: Callable[..., Any]) -> list[str]:
@@ -90,13 +132,19 @@ def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patien
         raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
 
 
-def refuse_unscaled_gradients(*, ours: bool) -> None:
-    """Refuse to unscale gradients that no backward pass of ours has made."""
-    if not ours:
+def refuse_no_gradients(present: Sequence[int], *, doing: str) -> None:
+    """Refuse a step of no weight at all."""
+    if not present:
+        raise RecipeError(f"{doing} found no gradients; call backward(loss) first, or step(loss)")
+
+
+def refuse_fp16_gradients(gradients: Sequence[Tensor]) -> None:
+    """Refuse to unscale gradients in the format whose small numbers the scale is there for."""
+    if any(g.dtype == torch.float16 for g in gradients):
         raise RecipeError(
-            "step() found gradients that backward() of the prepared model did not make, and would "
-            "divide a loss scale out of them that is not in them; write step(loss), or "
-            "backward(loss), in place of loss.backward()"
+            "unscale() would leave gradients in fp16 without their loss scale, where small ones "
+            "vanish; write grads=fp32 in the policy, or give prepare() a clip_norm and leave "
+            "unscale() out"
         )
 
 

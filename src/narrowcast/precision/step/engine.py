@@ -8,6 +8,7 @@ numbers go on their way to the host). `Prepared.step` is these three in a row.
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.first_scales import FirstScales
 from narrowcast.precision.fp8.state import Fp8Model
-from narrowcast.precision.gradients.check import Checked, check_gradients, clip_factor
+from narrowcast.precision.gradients.check import clip_and_unscale
 from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.gradients.scale_groups import scale_parts
 from narrowcast.precision.gradients.scale_request import ScaleRequest, Settings
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.products.entry import Pass, entry_of
-from narrowcast.precision.products.regions import tf32_products
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
     refuse_foreign_plan,
@@ -33,6 +34,12 @@ from narrowcast.precision.step.checks import (
 from narrowcast.precision.step.isolation import grads_and_buffers_kept
 from narrowcast.precision.step.outcome import Outcome, pack
 from narrowcast.precision.step.schedules import Schedules
+from narrowcast.precision.step.step_gradients import (
+    add_gradients,
+    look_at_gradients,
+    move_scales,
+    unscale_gradients,
+)
 from narrowcast.precision.step.step_log import Losing, StepLog
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
@@ -56,9 +63,10 @@ class Engine:
         patience: int,
         meter_every: int,
         fused_optimizer: bool | None,
+        emulate: bool | None,
     ) -> None:
         self.model, self.optimizer, self.schedules = model, optimizer, schedules
-        self._clip_norm, self._meter_every = clip_norm, meter_every
+        self._clip_norm, self._meter_every, self.emulate = clip_norm, meter_every, emulate
         self.weights = TrainedWeights(model, optimizer)
         # What can be refused is refused before anything is changed.
         self._request = ScaleRequest(
@@ -72,15 +80,16 @@ class Engine:
         fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
         self.weights.refuse_impossible(plan)
         self.weights.apply(plan, fused=fused)
-        self._take(plan, scales, path)
         self.buffers = BufferGuard(model)
+        self._take(plan, scales, path)
         if ema_decay is not None:
             self.weights.keep_average(decay=ema_decay)
         self.log = StepLog(
             schedules,
             patience=patience,
-            weights=len(self.weights.all),
+            weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
             scaled=self.scales.value is not None,
+            wording=Wording(policy=plan.policy),
         )
         self.log.params_lose = _lose(plan.policy)
         self.steps_begun = 0
@@ -103,6 +112,7 @@ class Engine:
         self.fp8.take_over(before)
         self.log.scaled = self.scales.value is not None
         self.log.params_lose = _lose(plan.policy)
+        self.log.wording = replace(self.log.wording, policy=plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
     def refuse_impossible(self, plan: Plan, *, loss_scale: Settings | None = None) -> None:
@@ -111,29 +121,31 @@ class Engine:
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Return what holds over the forward pass and the loss; make fp8 weights ready for it."""
-        if not torch.compiler.is_compiling():
-            self.take_back_first_scales()
+        if torch.compiler.is_compiling():
+            return self.entry.region()
+        self.take_back_first_scales()
         self.fp8.refresh()
-        return self.entry.region() if torch.compiler.is_compiling() else Pass(self.entry)
+        return Pass(self.entry)
 
     def backward(self, loss: Tensor, *, name: str, retain_graph: bool) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs."""
-        self.weights.ownership.has_scaled_gradients = True
-        scale = self.scales.of_loss(name)
-        scaled = loss if scale is None else loss.float() * scale.value
-        if not self.scales.per_loss:
-            self._run_backward(scaled, retain_graph=retain_graph)
-            return
-        others = [p.grad for p in self.weights.all]
-        self.weights.forget_gradients()
-        self._run_backward(scaled, retain_graph=retain_graph)
-        with torch.no_grad():
-            fresh = [p.grad for p in self.weights.all if p.grad is not None]
-            if fresh:
-                self.scales.take_unscaled(name, fresh)
-            for p, other in zip(self.weights.all, others, strict=True):
-                if other is not None:
-                    p.grad = other if p.grad is None else p.grad.add_(other)
+        watch, scaled = self.weights.ownership.gradients, self.scales.value is not None
+        watch.before_backward(scaled=scaled)
+        with self.buffers.passes_again():
+            add_gradients(
+                loss,
+                name=name,
+                retain_graph=retain_graph,
+                scales=self.scales,
+                weights=self.weights,
+                entry=self.entry,
+            )
+        watch.after_backward(scaled=scaled)
+
+    def unscale(self) -> None:
+        """Divide the loss scale out of the gradients now, before the step does. Does not wait."""
+        if self.scales.value is not None:
+            unscale_gradients(self.scales, self.weights)
 
     def begin_step(self) -> None:
         """Refuse to go on where every step would be skipped; else let the host catch up."""
@@ -154,10 +166,7 @@ class Engine:
         `present` are the places of the weights that have one. Nothing here waits where the
         optimizer skips by itself, so a CUDA graph can capture it.
         """
-        inv_scale = self.scales.inv_scale(present)
-        checked = check_gradients(
-            [self.weights.all[i].grad for i in present], inv_scale, take_norms=self.weights.norms
-        )
+        checked, inv_scale = look_at_gradients(present, self.scales, self.weights)
         one = torch.ones_like(checked.norm)
         scale = one if self.scales.value is None else self.scales.value.clone()
         lost = None
@@ -165,14 +174,14 @@ class Engine:
         if on_device or bool(checked.finite):
             lost = self.weights.update(
                 present,
-                factor=self._factor(checked, inv_scale),
+                factor=clip_and_unscale(checked, inv_scale, clip_norm=self._clip_norm),
                 finite=checked.finite if on_device else None,
                 metered=metered,
             )
-        at_floor = self.scales.update(checked, present)
+        at_floor = move_scales(checked, present, self.scales, self.weights)
         growth = self.scales.growth_since(scale)
         self.fp8.advance(checked.finite, loss_growth=growth)
-        self.buffers.after_step(checked.finite)
+        self.buffers.after_passes(checked.finite)
         self.weights.forget_gradients()
         return pack(
             finite=checked.finite,
@@ -187,6 +196,8 @@ class Engine:
     def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:
         """Send a step's numbers on their way to the host, and return what will hold them."""
         self.steps_begun += 1
+        self.buffers.end_step()
+        self.weights.ownership.gradients.end_step()
         outcome = Outcome(
             packed,
             step=self.steps_begun,
@@ -221,7 +232,9 @@ class Engine:
             self.first_scales.unchanged(),
             self.fp8.unchanged(),
             self.scales.set_to(values),
-            grads_and_buffers_kept(self.model),
+            self.weights.ownership.gradients.aside(),
+            self.buffers.aside(),
+            grads_and_buffers_kept(self.model, self.weights.all),
         ):
             yield
 
@@ -250,6 +263,7 @@ class Engine:
     def _take(self, plan: Plan, scales: Scales, path: str) -> None:
         """Let a plan be in force that the weights are kept by already."""
         self.plan, self.entry = plan, entry_of(self.model)
+        self.entry.model.tell(self.buffers)
         self.scales, self.update_path = scales, path
         self.fp8 = Fp8Model(self.model)
         scale_parts(self._request.parts, scales.parts)
@@ -264,27 +278,6 @@ class Engine:
         torch_fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         on_gpu = self.weights.device.type == "cuda"
         return self.weights.fused is not None or (torch_fused and on_gpu)
-
-    def _run_backward(self, scaled: Tensor, *, retain_graph: bool) -> None:
-        if self.plan.emulated:
-            # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
-            # tensor and steps aside for all that happens in it; that of an edge passes it by.
-            with Pass(self.entry):
-                edge = torch.autograd.graph.get_gradient_edge(scaled)
-                one = torch.ones_like(scaled)
-                torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
-            return
-        # tf32 is a switch of the whole process, so the backward pass needs it thrown as well.
-        native_tf32 = self.plan.policy.functional == "tf32"
-        with tf32_products() if native_tf32 else contextlib.nullcontext():
-            scaled.backward(retain_graph=retain_graph)
-
-    def _factor(self, checked: Checked, inv_scale: Tensor | None) -> Tensor | None:
-        """Return what each gradient is multiplied by, to unscale and clip it; None for by one."""
-        factor = None if self._clip_norm is None else clip_factor(checked.norm, self._clip_norm)
-        if inv_scale is not None:
-            factor = inv_scale if factor is None else factor * inv_scale
-        return factor
 
 
 def _lose(policy: Policy) -> Losing:

@@ -31,8 +31,8 @@ def refuse_foreign_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -
         )
     if state["policy"] != mine["policy"]:
         raise CheckpointError(
-            f"the checkpoint was written under precision.policy={state['policy']!r}, this run "
-            f"has {mine['policy']!r}; write the policy of the checkpoint"
+            f"the checkpoint was written under the policy {state['policy']!r}, and this run has "
+            f"{mine['policy']!r}; write the policy of the checkpoint"
         )
     if changed := _first_difference(outline_of(state), state[OUTLINE], "", ("", " as saved")):
         raise CheckpointError(

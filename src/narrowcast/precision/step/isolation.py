@@ -1,19 +1,22 @@
 """Passes that leave no trace: what a backward pass adds to, and what a forward pass writes."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 
 @contextlib.contextmanager
-def grads_and_buffers_kept(model: nn.Module) -> Iterator[None]:
+def grads_and_buffers_kept(
+    model: nn.Module, weights: Iterable[nn.Parameter] = ()
+) -> Iterator[None]:
     """Begin the block without gradients; give gradients and buffers back afterwards, bit for bit.
 
-    What a module keeps elsewhere, in attributes of its own, is not known here.
+    `weights` are some that need not be the model's. What a module keeps elsewhere, in attributes of
+    its own, is not known here.
     """
-    gradients = [(p, p.grad) for p in model.parameters()]
+    gradients = [(p, p.grad) for p in {*model.parameters(), *weights}]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()

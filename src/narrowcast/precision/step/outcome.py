@@ -69,7 +69,14 @@ class Outcome:
         self._why = ""
 
     def __repr__(self) -> str:
-        return f"Outcome(step={self.step})"
+        """Say what is known without waiting for the device."""
+        numbers = self._arrived
+        if numbers is None:
+            return f"<Outcome: step {self.step}, lr {self.lr:g}; applied or not is not known yet>"
+        became = "applied" if numbers.finite else f"skipped: {self._why}"
+        norm = f"grad norm {numbers.norm:.4g}, " if numbers.finite else ""
+        told = f"{became}; {norm}loss scale {numbers.scale:g}, lr {self.lr:g}"
+        return f"<Outcome: step {self.step} {told}>"
 
     @property
     def applied_on_device(self) -> Tensor:

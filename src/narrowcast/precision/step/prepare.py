@@ -1,14 +1,15 @@
 """`prepare`: make a model train in a policy's formats, with any torch optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from narrowcast.hardware import probe
 from narrowcast.precision.gradients.loss_scale import LossScale
+from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.plan import Plan, make_plan
-from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.checks import refuse_senseless, refuse_what_cannot_be
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.prepared import Prepared
@@ -25,10 +26,10 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
-    policy: str | Policy | Plan = "default",
+    policy: AnyPolicy | Plan = "default",
     clip_norm: float | None = None,
     scheduler: AnyScheduler | Sequence[AnyScheduler] | None = None,
-    loss_scale: LossScale | Mapping[str, LossScale] | None = None,
+    loss_scale: Asked | None = None,
     scale_groups: Sequence[str] = (),
     ema_decay: float | None = None,
     patience: int = PATIENCE,
@@ -39,27 +40,30 @@ def prepare(
     """Make a model train in a policy's formats, with any torch optimizer.
 
     The model and the optimizer are changed in place; several optimizers are given as a list, each
-    with weights of its own. A `scheduler`, or each of several, moves with every applied step; a
-    `ReduceLROnPlateau` does by `Prepared.plateau`. `loss_scale` is a scale's settings, or several
-    by the name of the loss; left out, a policy that needs one gets the default. `scale_groups` are
-    globs of modules that have a further scale of their own. `meter_every=0` turns off the
-    lost-update meter. `emulate` is as for `plan`, unless a plan is given. `fused_optimizer` says
-    whether AdamW and Adam are taken over by a kernel that updates all weights in one pass over
-    memory: None where that runs and can stand in, False nowhere, True or it is refused (without a
-    GPU its arithmetic is then done in plain torch). `Prepared.update_path` tells what is in force.
+    with weights of its own. `policy` is a text, a `Policy`, a plan made before, or a dtype by
+    torch's name. A `scheduler`, or each of several, moves with every applied step; a
+    `ReduceLROnPlateau` does by `Prepared.plateau`. `loss_scale` is a scale's settings, the number
+    it begins with, or several by the name of the loss; left out, a policy that needs one gets the
+    default. `scale_groups` are globs of modules that have a further scale of their own.
+    `meter_every=0` turns off the lost-update meter. `emulate` is as for `plan`, unless a plan is
+    given. `fused_optimizer` says whether AdamW and Adam are taken over by a kernel that updates all
+    weights in one pass over memory: None where that runs and can stand in, False nowhere, True or
+    it is refused (without a GPU its arithmetic is then done in plain torch).
+    `Prepared.update_path` tells what is in force.
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
         refuse_what_cannot_be(model, each)
     whole = as_one(optimizers, model)
     refuse_senseless(clip_norm=clip_norm, ema_decay=ema_decay, patience=patience)
+    settings = settings_from(loss_scale)
     if isinstance(policy, Plan):
         plan = policy
     else:
         hardware = probe(str(next(model.parameters()).device))
         plan = make_plan(model, policy, hardware=hardware, emulate=emulate)
-    if loss_scale is None and plan.policy.needs_loss_scale:
-        loss_scale = LossScale()
+    if settings is None and plan.policy.needs_loss_scale:
+        settings = LossScale()
     return Prepared(
         Engine(
             model,
@@ -67,11 +71,12 @@ def prepare(
             plan,
             clip_norm=clip_norm,
             schedules=Schedules(scheduler, optimizer=whole),
-            loss_scale=loss_scale,
+            loss_scale=settings,
             scale_groups=scale_groups,
             ema_decay=ema_decay,
             patience=patience,
             meter_every=meter_every,
             fused_optimizer=fused_optimizer,
+            emulate=emulate,
         )
     )

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.gradients.loss_scale import LossScale
-from narrowcast.precision.gradients.scale_request import Settings
+from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
-from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.step.checks import refuse_unscaled_gradients
+from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.presets import AnyPolicy
+from narrowcast.precision.step.checks import refuse_no_gradients
+from narrowcast.precision.step.describe import described
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
@@ -35,6 +37,9 @@ class Prepared:
         self.engine = engine
         """The parts of a step, for those who replay it, look into it or measure it."""
         self.model = engine.model
+
+    def __repr__(self) -> str:
+        return described(self.engine)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: model and optimizer are held in common with the user."""
@@ -74,8 +79,10 @@ class Prepared:
         """The settings of the loss scale in force; None without one. Of several, the first."""
         return self.engine.scales.settings
 
-    def change(self, plan: Plan, *, loss_scale: Settings | None = None) -> list[PrecisionChange]:
-        """Carry out another plan from the next step on; return the modules it changes.
+    def change(
+        self, policy: AnyPolicy | Plan, *, loss_scale: Asked | None = None
+    ) -> list[PrecisionChange]:
+        """Carry out another policy or plan from the next step on; return the modules it changes.
 
         Between two steps only. The optimizer, its learning rates and schedule, all counts, the
         average of the weights and what buffers hold stay what they are; weights, master weights and
@@ -84,7 +91,8 @@ class Prepared:
         begins with `loss_scale`, or the settings `prepare` was given, or the default. Delayed fp8
         scales go on in the modules that have had them. Waits for the device.
 
-        Make the plan with `make_plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+        Of a policy a plan is made for this run's device, emulated as `prepare` was told. Plans of
+        your own are made with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
         weights = self.engine.weights
         weights.ownership.refuse_ema_swapped_in(doing="change()")
@@ -93,8 +101,11 @@ class Prepared:
                 "change() was called between backward() and step(), and gradients have the formats "
                 "and the scale of the old policy; call it after step()"
             )
-        before = self.plan
-        self.engine.change(plan, loss_scale=loss_scale)
+        before, plan = self.plan, policy
+        if not isinstance(plan, Plan):
+            hardware, emulate = before.hardware, self.engine.emulate
+            plan = make_plan(self.model, plan, hardware=hardware, emulate=emulate)
+        self.engine.change(plan, loss_scale=settings_from(loss_scale))
         return changes_between(before, plan)
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
@@ -114,6 +125,23 @@ class Prepared:
             )
         self.engine.backward(loss, name=name, retain_graph=retain_graph)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient there is, whoever made it; so does `optimizer.zero_grad()`.
+
+        A step clears the gradients it has used. What passes through the model between two steps,
+        another run's loss or a `loss.backward()`, leaves more: write this at the head of the step.
+        """
+        self.engine.weights.ownership.zero_grad(set_to_none=set_to_none)
+
+    def unscale(self) -> None:
+        """Divide the loss scale out of the gradients now, so that you can clip or edit them.
+
+        Call it after the last `backward` of a step. Afterwards every weight's `.grad` is the true
+        gradient; `step` does not unscale again. Without a loss scale gradients are true anyway, and
+        this does nothing. Does not wait for the device.
+        """
+        self.engine.unscale()
+
     @torch.no_grad()
     def step(self, loss: Tensor | None = None) -> Outcome:
         """Update the weights, unless a gradient is not finite; then skip, and say so.
@@ -126,12 +154,9 @@ class Prepared:
         engine = self.engine
         engine.begin_step()
         present = engine.weights.with_gradients()
-        if not present:
-            raise RecipeError("step() found no gradients; call backward(loss) first, or step(loss)")
-        ownership = engine.weights.ownership
-        if engine.scales.value is not None:
-            refuse_unscaled_gradients(ours=ownership.has_scaled_gradients)
-        ownership.has_scaled_gradients = False
+        refuse_no_gradients(present, doing="step()")
+        scaled = engine.scales.value is not None
+        engine.weights.ownership.gradients.before_step(scaled=scaled)
         metered = engine.is_metered
         packed = engine.queue_update(present, metered=metered)
         return engine.end_step(packed, present, metered=metered)
@@ -182,7 +207,10 @@ class Prepared:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the model use the averaged weights inside the block; without an average, nothing."""
+        """Let the model use the averaged weights inside the block; without an average, nothing.
+
+        In the formats of the weights; `averaged_weights` has every digit.
+        """
         weights = self.engine.weights
         if weights.average is None:
             yield
@@ -193,6 +221,13 @@ class Prepared:
             weights.average.in_place_of_weights(),
         ):
             yield
+
+    def averaged_weights(self) -> dict[str, Tensor]:
+        """Return a copy of the averages in fp32, by name, which the plain model loads.
+
+        Buffers, and weights that are not trained, are as they are now.
+        """
+        return self.engine.weights.averaged_by_name()
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name.

@@ -3,10 +3,14 @@
 Only here does the learning-rate schedule move, and only for a step that was applied.
 """
 
+from collections.abc import Mapping
 from typing import Literal
+
+from torch import Tensor
 
 from narrowcast.errors import DivergedError
 from narrowcast.precision.fp8.first_scales import StepCounts
+from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.step.outcome import NO_MODULE, Outcome
 from narrowcast.precision.step.schedules import Schedules
 from narrowcast.precision.step.stats import Stats
@@ -25,12 +29,22 @@ NOTHING_MOVED = "no weight moved"
 class StepLog:
     """Steps in flight, steps counted, and what was found."""
 
-    def __init__(self, schedules: Schedules, *, patience: int, weights: int, scaled: bool) -> None:
+    def __init__(
+        self,
+        schedules: Schedules,
+        *,
+        patience: int,
+        weights: Mapping[str, Tensor],
+        scaled: bool,
+        wording: Wording,
+    ) -> None:
         self.stats = Stats()
         self.scaled = scaled
         self.params_lose: Losing = "never"
         """Whether rounding may be why an update is lost."""
         self._schedules, self._patience, self._weights = schedules, patience, weights
+        self.wording = wording
+        """How advice to the run's owner is written."""
         self._in_flight: list[Outcome] = []
         self._findings: list[FindingRecord] = []
 
@@ -58,16 +72,28 @@ class StepLog:
     def refuse_to_go_on(self) -> None:
         """Give up, once every step would be skipped.
 
-        Asked at the beginning of a step, so that the outcome of the one before it is known.
+        Asked at the beginning of a step, so that the outcome of the one before it is known. Waits
+        for the device only where training ends.
         """
         stats = self.stats
         if stats.overflows_at_floor < self._patience:
             return
-        raise DivergedError(
+        fact = (
             f"step {stats.steps}: {stats.overflows_at_floor} steps in a row had gradients that are "
-            f"not finite{', with the loss scale at its smallest' if self.scaled else ''}; the "
-            "weights are those of the last good step",
-            f"Look at {stats.bad_module}: {_remedy(stats.bad_module)}",
+            f"not finite{', with the loss scale at its smallest' if self.scaled else ''}"
+        )
+        bad = [name for name, weight in self._weights.items() if not weight.isfinite().all()]
+        if bad:
+            lr = self.wording.lr
+            raise DivergedError(
+                f"{fact}; {len(bad)} of {len(self._weights)} weights are not finite either, "
+                f"the first {bad[0]}",
+                "Go back to an earlier checkpoint, and look at what else writes to the weights, "
+                f"such as a hook, or try a lower {lr}",
+            )
+        raise DivergedError(
+            f"{fact}; the weights are those of the last good step",
+            f"Look at {stats.bad_module}: {_remedy(stats.bad_module, self.wording)}",
         )
 
     def _count(self, outcome: Outcome) -> str:
@@ -82,7 +108,7 @@ class StepLog:
                 self._tell_of_standing_still(outcome)
             self._schedules.step()
             return ""
-        count = f"{len(outcome.bad_parameters)} of {self._weights} weights"
+        count = f"{len(outcome.bad_parameters)} of {len(self._weights)} weights"
         why = f"gradients of {count} are not finite, nearest the loss {outcome.bad_module}"
         if outcome.next_scale != outcome.loss_scale:
             why += f"; loss scale {outcome.loss_scale:g} → {outcome.next_scale:g}"
@@ -97,7 +123,7 @@ class StepLog:
                     what=AT_FLOOR if self.scaled else "overflow",
                     why=why + (floor if self.scaled else ""),
                     action=f"the step is skipped; after {self._patience} in a row training stops",
-                    advice=_remedy(self._one_to_blame(outcome)),
+                    advice=_remedy(self._one_to_blame(outcome), self.wording),
                 )
             )
         return why
@@ -123,11 +149,16 @@ class StepLog:
 
     def _one_to_blame(self, outcome: Outcome) -> str:
         """Return the module nearest the loss; where every gradient is bad that says nothing."""
-        everywhere = len(outcome.bad_parameters) == self._weights > 1
+        everywhere = len(outcome.bad_parameters) == len(self._weights) > 1
         return NO_MODULE if everywhere else outcome.bad_module
 
 
-def _remedy(module: str) -> str:
+def _remedy(module: str, words: Wording) -> str:
+    # Which number came first is not known here, and so not what would help.
+    ask = "" if words.in_recipe else "; narrowcast.explain says which number came first"
     if module == NO_MODULE:
-        return "try a lower optimizer.lr, a wider precision.policy, or the data"
-    return f'try precision.overrides={{"{module}": fp32}}, a lower optimizer.lr, or the data'
+        wider = "a wider precision.policy" if words.in_recipe else "a wider policy"
+        return f"try a lower {words.lr}, {wider}, or the data{ask}"
+    if words.policy.for_module(module).forward == "fp32":
+        return f"try a lower {words.lr}, or the data{ask}"
+    return f"try {words.wider(module, 'fp32')}, a lower {words.lr}, or the data{ask}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.dtensor import local_part
+from narrowcast.precision.dtensor import local_part, replace_values
 from narrowcast.precision.weights.master import in_buckets
 
 Full = Callable[[nn.Parameter], Tensor]
@@ -52,12 +52,22 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Let the model use the averages inside the block."""
-        kept = [p.detach().clone() for p in self._parameters]
+        """Let the model use the averages inside the block.
+
+        They lie in memory of their own, so that what is taken inside stays what it was, and the
+        weights are back where captured steps look for them.
+        """
+        kept = [p.detach() for p in self._parameters]
         try:
             for parameter, average in zip(self._parameters, self.averages, strict=True):
-                parameter.detach().copy_(average)
+                replace_values(parameter, average.to(parameter.dtype, copy=True))
+            self._let_know()
             yield
         finally:
             for parameter, value in zip(self._parameters, kept, strict=True):
-                parameter.detach().copy_(value)
+                replace_values(parameter, value)
+            self._let_know()
+
+    def _let_know(self) -> None:
+        """Let whoever keeps something made from weights, as fp8 does, see that they are others."""
+        torch.autograd.graph.increment_version(self._parameters)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.precision.weights.gradient_watch import GradientWatch
 
 # Mapped over all weights in every step: a loop in Python would take several times as long.
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
@@ -55,6 +56,7 @@ class Ownership:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         weights: Sequence[nn.Parameter],
+        names: Sequence[str],
         *,
         held: Mapping[torch.optim.Optimizer, Sequence[nn.Parameter]],
     ) -> None:
@@ -65,17 +67,22 @@ class Ownership:
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
         self._hooks = [each.register_step_pre_hook(self.own_step) for each in held]
-        self.has_scaled_gradients = False
-        """Whether a backward pass of ours has made gradients since they were last cleared."""
-        self._zero_grads = {each: _ZeroGrad(self, own, each) for each, own in held.items()}
+        self.gradients = GradientWatch(self._weights, names)
+        """Tells gradients that were made by the run from those that were not."""
+        self._zero_grads = {
+            each: _ZeroGrad(self.gradients, own, each) for each, own in held.items()
+        }
         for each, zero_grad in self._zero_grads.items():
             vars(each)["zero_grad"] = zero_grad
         self._ema_swapped_in = False
+        # Weakly, and only these: an activation may well be shared with another model.
+        self.modules = weakref.WeakSet(m for m in model.modules() if m._parameters)
+        _TAKEN.add(self)
 
-    def has_cleared(self, weights: Sequence[nn.Parameter]) -> None:
-        """Note that the gradients of these were cleared: of several optimizers, one's own."""
-        if len(weights) == len(self._weights) or all(p.grad is None for p in self._weights):
-            self.has_scaled_gradients = False
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Clear all gradients, those of the optimizer's own weights too."""
+        for zero_grad in self._zero_grads.values():
+            zero_grad(set_to_none)
 
     def refuse_changes(self) -> None:
         """Refuse to go on with other weights, other groups or other dtypes than were taken."""
@@ -100,6 +107,10 @@ class Ownership:
                 "before prepare()"
             )
 
+    def trains(self, weight: nn.Parameter) -> bool:
+        """Say whether a weight is among those taken over."""
+        return any(weight is mine for mine in self._weights)
+
     @contextlib.contextmanager
     def ema_swapped_in(self) -> Iterator[None]:
         """Let the working weights hold something else inside the block, which nobody is to read."""
@@ -119,6 +130,7 @@ class Ownership:
 
     def give_back(self) -> None:
         """Let the optimizer be stepped by hand again."""
+        _TAKEN.discard(self)
         for hook in self._hooks:
             hook.remove()
         for each, zero_grad in self._zero_grads.items():
@@ -126,6 +138,34 @@ class Ownership:
                 del vars(each)["zero_grad"]
                 if zero_grad.theirs is not None:
                     vars(each)["zero_grad"] = zero_grad.theirs
+
+
+_TAKEN: "weakref.WeakSet[Ownership]" = weakref.WeakSet()
+"""What is taken over now, by runs that somebody still holds."""
+
+
+def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model, a part of one or an optimizer that a run has in its hands already."""
+    if any(isinstance(hook, OwnStepOnly) for hook in optimizer._optimizer_step_pre_hooks.values()):
+        raise RecipeError(
+            "this optimizer is prepared already; go on with what prepare() returned then, or call "
+            "release() on that first"
+        )
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for taken in list(_TAKEN):
+        for name, module in model.named_modules():
+            if module in taken.modules:
+                raise RecipeError(
+                    f"{name or 'this model'} is prepared already; go on with what prepare() "
+                    "returned then, or call release() on that first; models that share a module "
+                    "are prepared as one, an nn.ModuleList of them"
+                )
+        for name, p in model.named_parameters():
+            if p in held and taken.trains(p):
+                raise RecipeError(
+                    f"{name} is trained by another run already; prepare the models that share it "
+                    "as one, an nn.ModuleList of them, or release() the other run first"
+                )
 
 
 @final
@@ -138,24 +178,18 @@ class _ZeroGrad:
 
     def __init__(
         self,
-        ownership: Ownership,
+        gradients: GradientWatch,
         weights: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self._ownership, self._optimizer = weakref.ref(ownership), weakref.ref(optimizer)
+        self._gradients, self._optimizer = gradients, weakref.ref(optimizer)
         self._weights = weights
         self.theirs: Any = vars(optimizer).get("zero_grad")
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as torch's own would."""
-        ownership, optimizer = self._ownership(), self._optimizer()
-        for p in self._weights:
-            if set_to_none:
-                p.grad = None
-            elif p.grad is not None:
-                p.grad.detach_().zero_()
-        if ownership is not None:
-            ownership.has_cleared(self._weights)
+        self._gradients.clear(self._weights, set_to_none=set_to_none)
+        optimizer = self._optimizer()
         if self.theirs is not None:
             self.theirs(set_to_none)
         elif optimizer is not None:

@@ -85,7 +85,9 @@ class TrainedWeights:
         self.fused = None
         if fused:
             self.fused = FusedAdamW(self.optimizer, self.all, self.masters, policy=plan.policy)
-        self._ownership = Ownership(self._model, self.optimizer, self.all, held=self.held)
+        self._ownership = Ownership(
+            self._model, self.optimizer, self.all, self.names, held=self.held
+        )
         self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
 
     def refuse_impossible(self, plan: Plan) -> None:
@@ -159,6 +161,10 @@ class TrainedWeights:
         """Return the places of the weights that have a gradient now."""
         return [i for i, p in enumerate(self.all) if p.grad is not None]
 
+    def gradients(self, present: Sequence[int]) -> list[Tensor]:
+        """Return the gradients of the weights in these places, which have one."""
+        return [g for i in present if (g := self.all[i].grad) is not None]
+
     def forget_gradients(self) -> None:
         """Let go of every gradient."""
         for p in self.all:
@@ -178,9 +184,25 @@ class TrainedWeights:
             for name, value in kept.items()
         }
 
+    def averaged_by_name(self) -> dict[str, Tensor]:
+        """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
+        if self.average is None:
+            raise RecipeError("no average is kept; write ema_decay=0.999, or such, in prepare()")
+        weights = dict(self._model.named_parameters(remove_duplicate=False))
+        averages = dict(zip(self.all, self.average.averages, strict=True))
+        state = self._model.state_dict()
+        for name, p in weights.items():
+            if name in state:
+                state[name] = averages[p] if p in averages else self.full(p)
+        return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient."""
         return norms_of(gradients) if self.fused is None else self.fused.norms(gradients)
+
+    def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
+        """Multiply the gradients in these places, by one factor or by one for each."""
+        multiply(self._factors(present, factor))
 
     def update(
         self,

@@ -1,0 +1,223 @@
+"""The passes of a step, taken again aside with every module watched; once, or as often as needed.
+
+A skipped step has moved no weight, so its micro-batches, its loss scale and its random numbers give
+the same passes again. They are made in eager mode, and leave no trace in the run.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.hardware.randomness import RandomState, drawing_from
+from narrowcast.health.diagnose.given import Extreme, arguments_zeroed, extremes_of, zeroed
+from narrowcast.health.diagnose.places import Formats, Place, written
+from narrowcast.health.diagnose.recording import Recorder, Seen
+from narrowcast.health.diagnose.verdict import Verdict
+from narrowcast.health.statistics.watched import probes_off
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.trial import plan_tried
+
+Around = Callable[[int], contextlib.AbstractContextManager[Any]]
+"""What holds over the passes of a micro-batch, by its number: the faults of a rehearsal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayInputs:
+    """What a step was given: all that is needed to take it again while its weights are there."""
+
+    batches: Sequence[Any]
+    scales: Sequence[Tensor]
+    random: RandomState
+
+    @classmethod
+    def before(cls, prepared: Prepared, batches: Sequence[Any]) -> "ReplayInputs":
+        """Return what a step that is about to be taken is given. Waits for nothing."""
+        device = next(prepared.model.parameters()).device
+        scales = prepared.engine.scale_values()
+        return cls(batches=batches, scales=scales, random=RandomState.now(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """A step that can be taken again, without its update."""
+
+    prepared: Prepared
+    inputs: ReplayInputs
+    loss_of: Callable[[Any], Tensor]
+    around: Around | None
+    backward: Callable[[Tensor, int], None] | None
+
+    def take(
+        self,
+        *,
+        plan: Plan | None = None,
+        zero: Collection[Extreme] = (),
+        scales: Sequence[Tensor] | None = None,
+        extremes: list[Extreme] | None = None,
+    ) -> Verdict | None:
+        """Take the passes and say where they went wrong first; None where they do not.
+
+        `plan` is in force instead of the run's, zeros in the place of what is in `zero`, and
+        `scales` are those of the losses. What the passes that went wrong were given, and no
+        product survives, is added to `extremes`. Waits for the device after each micro-batch, and
+        ends with the first that went wrong.
+        """
+        prepared, engine = self.prepared, self.prepared.engine
+        plan = plan or prepared.plan
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(engine.isolated(self.inputs.scales if scales is None else scales))
+            stack.enter_context(probes_off(prepared.model))
+            stack.enter_context(drawing_from(self.inputs.random))
+            stack.enter_context(eagerly())
+            if plan is not prepared.plan:
+                stack.enter_context(plan_tried(engine, plan))
+            recorder = Recorder(prepared.model, Formats(plan))
+            for number, batch in enumerate(self.inputs.batches, start=1):
+                verdict = self._take_one(recorder, batch, number, zero=zero)
+                if verdict is not None:
+                    if extremes is not None:
+                        extremes += extremes_of(batch, recorder.calls)
+                    return verdict
+            return _look_at_sums(prepared, Formats(plan), self._count)
+
+    @property
+    def _count(self) -> int:
+        return len(self.inputs.batches)
+
+    def _take_one(
+        self, recorder: Recorder, batch: Any, number: int, *, zero: Collection[Extreme]
+    ) -> Verdict | None:
+        given = zeroed(batch, zero) if zero else batch
+        faults = contextlib.nullcontext() if self.around is None else self.around(number)
+        clean = arguments_zeroed(self.prepared.model, zero) if zero else contextlib.nullcontext()
+        with faults, contextlib.ExitStack() as stack:  # in this order: a fault is to be seen
+            with clean, self.prepared.compute():
+                stack.enter_context(recorder.watching())  # and what is zeroed, as zeros
+                with recorder.forward():
+                    loss = self.loss_of(given)
+            recorder.see_loss(loss)
+            self._backpropagate(loss)
+        seen = recorder.read()
+        first = _first(seen)
+        if first is None:
+            return None
+        return Verdict(
+            place=seen[first].place,
+            amax=seen[first].amax,
+            micro_batch=number,
+            micro_batches=self._count,
+            evidence=_evidence(seen, first),
+            neighbour=_neighbour(seen, first),
+        )
+
+    def _backpropagate(self, loss: Tensor) -> None:
+        if self.backward is None:
+            self.prepared.backward(loss / self._count)
+        else:
+            self.backward(loss, self._count)
+
+
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Let compiled models run as they are written, inside the block."""
+    # Nothing is compiled where the compiler was never loaded, which takes seconds.
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _first(seen: Sequence[Seen]) -> int | None:
+    """Return the place in time of the first bad number.
+
+    An infinity below, which passes for a mask's, was none if it is there until something breaks.
+    """
+    first = next((i for i, each in enumerate(seen) if each.is_bad), None)
+    if first is None or seen[first].place.in_backward:
+        return first
+    flowing = [i for i in range(first) if seen[i].flows and seen[i].place.role != "weight"]
+    for i in reversed(flowing):
+        if math.isfinite(seen[i].amax):
+            break
+        first = i
+    return first
+
+
+def _look_at_sums(prepared: Prepared, formats: Formats, count: int) -> Verdict | None:
+    """Find gradients that were fine in each micro-batch, and are not all together."""
+    found: list[tuple[Place, Tensor]] = []
+    for parameter, name in formats.holders(prepared.model).items():
+        if parameter.grad is not None:
+            norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float32)
+            found.append((formats.place(name, "grad_weight"), norm))
+    if not found:
+        return None
+    norms = torch.stack([norm for _, norm in found]).tolist()
+    if math.isfinite(sum(norm * norm for norm in norms)) and max(norms) ** 2 < 3.4e38:
+        return None
+    largest = max(range(len(norms)), key=lambda i: _badness(norms[i]))
+    return Verdict(
+        place=found[largest][0],
+        amax=norms[largest],
+        micro_batch=count,
+        micro_batches=count,
+        evidence="each micro-batch was finite, and the norm of their sum is not",
+    )
+
+
+def _badness(norm: float) -> float:
+    return math.inf if math.isnan(norm) else norm
+
+
+def _evidence(seen: Sequence[Seen], first: int) -> str:
+    """Say what was seen around the first bad number."""
+    place, before = seen[first].place, seen[:first]
+    match place.role:
+        case "input":
+            last = _last(before, roles=("output",))
+            if last is None:
+                return "it came into the model like that"
+            return f"made between {last.place.module or 'the model'} and it"
+        case "output":
+            return _operands(before, place.module)
+        case "loss":
+            return "every output before it was finite"
+        case "grad_weight":
+            amax = _largest(before, place.module, "grad_output")
+            return "" if amax is None else f"from a grad_output of {written(amax)}"
+        case "grad_output":
+            return "every gradient nearer the loss was finite"
+        case _:
+            return ""
+
+
+def _operands(before: Sequence[Seen], module: str) -> str:
+    """Say what a module made its output from."""
+    found = {role: _largest(before, module, role) for role in ("input", "weight")}
+    parts = [f"{role} of {written(amax)}" for role, amax in found.items() if amax is not None]
+    if len(parts) < 2:
+        return ""
+    held = found["input"] is not None and not math.isfinite(found["input"])
+    return f"from {' and '.join(parts)}" + ("" if held else ", both finite")
+
+
+def _neighbour(seen: Sequence[Seen], first: int) -> str | None:
+    """Return the module whose number of the kind was seen last before the first bad one."""
+    role = seen[first].place.role
+    last = _last(seen[:first], roles=("output",) if role == "input" else (role,))
+    return None if last is None else last.place.module
+
+
+def _last(seen: Sequence[Seen], *, roles: Iterable[str]) -> Seen | None:
+    return next((each for each in reversed(seen) if each.place.role in roles), None)
+
+
+def _largest(seen: Sequence[Seen], module: str, role: str) -> float | None:
+    found = [s.amax for s in seen if s.place.module == module and s.place.role == role]
+    return max(found) if found else None

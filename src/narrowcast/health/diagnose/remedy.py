@@ -1,0 +1,123 @@
+"""What would have kept a step finite: a lower loss scale, or wider formats; found by trying them.
+
+A product that a module's own code makes has the format of that module, one in the model's own code
+or in the loss that of the whole policy. Rather than derive which it was, each is tried.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from narrowcast.health.diagnose.passes import Passes
+from narrowcast.health.diagnose.verdict import Remedy, Verdict
+from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.widening import WHOLE, in_fp32, widened
+
+TRIES = 8
+"""Policies that are tried for one verdict, each of which takes about as long as a step or two."""
+
+RANKS = {"fp32": 2, "bf16": 1, "tf32": 1}
+"""Formats by what they can hold; all others are below."""
+
+
+def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
+    """Return what makes the passes finite, with as few modules changed as were found to suffice.
+
+    None where not even fp32 does. Waits for the device.
+    """
+    trials = Trials(passes)
+    if verdict.phase == "backward" and trials.lower_scale_helps():
+        return Remedy(scale=trials.about_scale)
+    whole = passes.prepared.plan.policy
+    everything = in_fp32(whole)
+    if everything == whole or trials.of(everything) is not None:
+        return None
+    policy, current, tries = whole, verdict, 0
+    while tries < TRIES:
+        for candidate in _candidates(policy, current):
+            tries += 1
+            again = trials.of(candidate)
+            if again is None:
+                return trials.remedy(candidate)
+            if not again.is_same_place(current):
+                policy, current = candidate, again  # that one is healed, and shows the next
+                break
+        else:
+            break
+    return trials.remedy(everything)
+
+
+class Trials:
+    """Passes in other formats, with the smallest loss scale: what that heals, no format need."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._plan = passes, passes.prepared.plan
+        settings, scales = passes.prepared.loss_scale, passes.inputs.scales
+        smallest = None if settings is None else settings.min if settings.dynamic else 1.0
+        self._lowest = [scale.clamp(max=smallest) for scale in scales]
+        pairs = zip(self._lowest, scales, strict=True)
+        self._can_be_lower = not all(torch.equal(low, scale) for low, scale in pairs)
+        dynamic = settings is not None and settings.dynamic
+        self.about_scale: Literal["gives way", "too high"] = "gives way" if dynamic else "too high"
+        """What is wrong with the scale, where a lower one helps."""
+
+    def lower_scale_helps(self) -> bool:
+        """Say whether the passes are finite in the formats in force with the smallest scale."""
+        return self._can_be_lower and self._passes.take(scales=self._lowest) is None
+
+    def of(self, policy: Policy) -> Verdict | None:
+        """Take the passes under a policy."""
+        return self._passes.take(plan=self._planned(policy), scales=self._lowest)
+
+    def remedy(self, policy: Policy) -> Remedy:
+        """Return a policy that was found to help, and whether the loss scale must help it."""
+        before = self._plan.policy
+        whole = replace(policy, exceptions=()) != replace(before, exceptions=())
+        fresh = {g: text for g, text in policy.exceptions if (g, text) not in before.exceptions}
+        if whole:  # on the way there a module may have become an exception to what it was
+            same = {g for g, text in fresh.items() if text == policy.forward}
+            others = [pair for pair in policy.exceptions if pair[0] not in same]
+            policy = replace(policy, exceptions=tuple(others))
+        alone = not (policy.needs_loss_scale and self._can_be_lower)
+        alone = alone or self._passes.take(plan=self._planned(policy)) is None
+        return Remedy(
+            scale="" if alone else self.about_scale,
+            policy=policy,
+            exceptions={} if whole else fresh,
+        )
+
+    def _planned(self, policy: Policy) -> Plan:
+        model, plan = self._passes.prepared.model, self._plan
+        return make_plan(model, policy, hardware=plan.hardware, emulate=plan.emulate or None)
+
+
+def _candidates(policy: Policy, verdict: Verdict) -> Iterator[Policy]:
+    """Yield policies that may heal a verdict, those that change least first."""
+    for wider in ("bf16", "fp32"):
+        for name in _suspects(verdict):
+            if _rank(policy, name) < RANKS[wider]:
+                yield widened(policy, name, wider)
+
+
+def _suspects(verdict: Verdict) -> list[str]:
+    """Return the modules whose formats a bad number may have been made in, the likeliest first."""
+    module, around = verdict.module, verdict.module.rpartition(".")[0]
+    made_before = [] if verdict.neighbour is None else [verdict.neighbour]
+    if verdict.role == "loss":
+        names = []
+    elif verdict.kind == "large" or verdict.role in ("output", "weight", "grad_weight"):
+        names = [module, around]  # what it casts, or multiplies itself
+    elif verdict.role == "grad_output":
+        names = [*made_before, module, around]
+    else:
+        names = [around, module]
+    return list(dict.fromkeys([*filter(None, names), WHOLE]))
+
+
+def _rank(policy: Policy, name: str) -> int:
+    here = policy if name == WHOLE else policy.for_module(name)
+    formats = (here.forward, here.grad_input, here.grad_weight, here.output_format)
+    return min(RANKS.get(each, 0) for each in formats)

@@ -1,0 +1,54 @@
+"""How advice is written: as settings of a recipe, or as arguments in a loop of one's own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.presets import short_text
+from narrowcast.precision.plan.widening import widened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """The words for what to change, for somebody who wrote a recipe or who called `prepare`."""
+
+    policy: Policy = field(default_factory=Policy)
+    """What is in force, and changed."""
+    in_recipe: bool = False
+
+    def formats(self, exceptions: Mapping[str, str]) -> str:
+        """Say how modules get other formats."""
+        if not self.in_recipe:
+            return self.whole(self.policy.with_exceptions(exceptions))
+        pairs = [f'"{glob}": {_quoted(text)}' for glob, text in exceptions.items()]
+        return f"precision.overrides={{{', '.join(pairs)}}}"
+
+    def wider(self, module: str, name: str) -> str:
+        """Say how one module, or the whole model, computes in a format."""
+        policy = widened(self.policy, module, name)
+        return (
+            self.formats({module: dict(policy.exceptions)[module]})
+            if module
+            else self.whole(policy)
+        )
+
+    def whole(self, policy: Policy) -> str:
+        """Say how the whole model gets another policy."""
+        key = "precision.policy" if self.in_recipe else "policy"
+        return f'{key}="{short_text(policy)}"'
+
+    @property
+    def lr(self) -> str:
+        """The learning rate."""
+        return "optimizer.lr" if self.in_recipe else "learning rate"
+
+    def loss_scale(self, setting: str, value: str = "") -> str:
+        """Name a setting of the loss scale, with a value if there is one to write."""
+        given = f"={value}" if value else ""
+        if self.in_recipe:
+            return f"precision.loss_scale.{setting}{given}"
+        return f"loss_scale=LossScale({setting}{given})" if given else f"LossScale.{setting}"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if "," in text else text

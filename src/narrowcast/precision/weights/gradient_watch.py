@@ -1,0 +1,147 @@
+"""Whose the gradients of the weights are: made by backward passes of the run, or by others.
+
+A pass of another run's loss that goes through the model leaves gradients in it, and so does a
+`loss.backward()`. With a loss scale they are not scaled as the run's are, and without one the run
+would add them to its own though nobody asked for it. A look costs the host some fifty nanoseconds
+for each weight.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import final
+
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.precision.gradients.check import Unscaled
+
+_GRAD = attrgetter("grad")  # mapped over all weights
+_Marks = list[tuple[Tensor | None, int]]
+
+
+@final
+class GradientWatch:
+    """Knows the gradients that backward passes of the run have made since its last step."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self._weights, self._names = weights, names
+        self._are_ours = False
+        self._cleared = False
+        """Whether somebody has called `zero_grad` since the last step."""
+        self._cleared_weights: set[nn.Parameter] = set()
+        """The weights of the optimizers of which that is so."""
+        self._marks: _Marks = []
+        """Gradients as they were last made or cleared; with a loss scale only."""
+        self.unscaled: Unscaled | None = None
+        """What was found when the scale was divided out of them before the step."""
+
+    def before_backward(self, *, scaled: bool) -> None:
+        """Refuse to add to gradients that this run did not make, unless they are wanted there."""
+        if self._are_ours and not scaled:
+            return
+        gradients = list(map(_GRAD, self._weights))
+        if not any(g is not None for g in gradients):
+            self._are_ours, self.unscaled = False, None
+            return
+        if self.unscaled is not None:
+            raise RecipeError(
+                "backward() was called after unscale(), and would add scaled gradients to unscaled "
+                "ones; call every backward() of a step first, then unscale(), then step()"
+            )
+        if not scaled and self._cleared:
+            return
+        name = self._first_foreign()
+        if name and self._are_ours:
+            raise RecipeError(_changed(name, before="this backward()"))
+        if name and self._cleared:
+            raise RecipeError(_unscaled(name))
+        if name:
+            raise RecipeError(
+                f"{name} has a gradient that no backward() of this run made: since its last step "
+                "another run's loss, or loss.backward(), has passed through the model; write "
+                "run.zero_grad() (or optimizer.zero_grad()) at the head of the step to drop them"
+            )
+
+    def after_backward(self, *, scaled: bool) -> None:
+        """Take the gradients that are there for the run's own."""
+        self._are_ours = True
+        self._cleared_weights.clear()
+        self._marks = self._now() if scaled else []
+
+    def before_step(self, *, scaled: bool, doing: str = "step()") -> None:
+        """Refuse to divide a loss scale out of gradients that it is not in, or no longer."""
+        if scaled and self.unscaled is None:
+            if not self._are_ours:
+                raise RecipeError(_unscaled(""))
+            if name := self._first_foreign():
+                raise RecipeError(_changed(name, before=doing))
+        self._marks = []  # or they would outlive the update
+
+    def clear(self, weights: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
+        """Clear the gradients of weights, as torch does: all, or those of one optimizer of some."""
+        for p in weights:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.detach_().zero_()
+        self._cleared_weights.update(weights)
+        none_left = all(g is None for g in map(_GRAD, self._weights))
+        if none_left or len(self._cleared_weights) == len(self._weights):
+            self._are_ours, self._cleared, self.unscaled = False, True, None
+            self._marks = [] if set_to_none else self._now()
+        elif self._marks:
+            known, now = dict(zip(self._weights, self._marks, strict=True)), self._now()
+            known.update(
+                pair for pair in zip(self._weights, now, strict=True) if pair[0] in weights
+            )
+            self._marks = [known[p] for p in self._weights]
+
+    def end_step(self) -> None:
+        """Forget the gradients of a step that has ended."""
+        self._are_ours, self._cleared, self.unscaled, self._marks = False, False, None, []
+        self._cleared_weights.clear()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Begin the block as if no gradients had been made; know afterwards what was known."""
+        known = self._are_ours, self._cleared, self.unscaled, self._marks
+        self.end_step()
+        try:
+            yield
+        finally:
+            self._are_ours, self._cleared, self.unscaled, self._marks = known
+
+    def _first_foreign(self) -> str:
+        """Return the name of a weight whose gradient is not the one that is known; none of zeros.
+
+        Waits for the device only where there is one: `model.zero_grad(set_to_none=False)`, of which
+        nobody tells, leaves zeros.
+        """
+        known = self._marks or [(None, 0)] * len(self._weights)
+        for i, ((now, version), (then, seen)) in enumerate(zip(self._now(), known, strict=True)):
+            if now is None or (now is then and version == seen):
+                continue
+            if bool(now.any()):
+                return self._names[i]
+        return ""
+
+    def _now(self) -> _Marks:
+        return [(g, 0 if g is None else g._version) for g in map(_GRAD, self._weights)]
+
+
+def _changed(name: str, *, before: str) -> str:
+    return (
+        f"the gradient of {name} was changed between backward() and {before}, while the loss scale "
+        "is in it; call run.unscale() after the last backward(), and clip, edit or add to "
+        "gradients after that"
+    )
+
+
+def _unscaled(name: str) -> str:
+    where = f" (that of {name} is one)" if name else ""
+    return (
+        f"there are gradients{where} that backward() of the prepared model did not make, and a "
+        "loss scale would be divided out of them that is not in them; write step(loss), or "
+        "backward(loss), in place of loss.backward()"
+    )
