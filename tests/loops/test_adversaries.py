@@ -99,6 +99,7 @@ def gan_with_a_module_in_common(trained, **settings):
         with run.compute():
             loss_d = loss_of_discriminator(g, d, real, z)
         run.step(loss_d)
+        run.zero_grad()
         with run.compute():
             loss_g = loss_of_generator(g, d, z)
         run.backward(loss_g)
@@ -131,12 +132,13 @@ def test_a_gan_with_a_module_in_common_trains_in_a_narrow_policy(trained, near, 
 
 def test_a_module_in_common_is_prepared_once_and_the_second_time_refused():
     g, d, opt_g, opt_d = parts_with_a_module_in_common()
-    nc.prepare(d, opt_d, policy="bf16, params=bf16, master=split")
+    run = nc.prepare(d, opt_d, policy="bf16, params=bf16, master=split")
     before = {name: value.clone() for name, value in g.state_dict().items()}
     with pytest.raises(RecipeError, match="share a module"):
         nc.prepare(g, opt_g, policy="bf16, params=bf16, master=split")
     after = g.state_dict()
     assert all(v.dtype == after[k].dtype and torch.equal(v, after[k]) for k, v in before.items())
+    run.release()
 
 
 def test_gradients_that_the_other_network_left_are_refused_rather_than_added(trained):

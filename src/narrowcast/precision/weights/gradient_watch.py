@@ -91,11 +91,9 @@ class GradientWatch:
             self._are_ours, self._cleared, self.unscaled = False, True, None
             self._marks = [] if set_to_none else self._now()
         elif self._marks:
-            known, now = dict(zip(self._weights, self._marks, strict=True)), self._now()
-            known.update(
-                pair for pair in zip(self._weights, now, strict=True) if pair[0] in weights
-            )
-            self._marks = [known[p] for p in self._weights]
+            cleared = set(weights)
+            pairs = zip(self._weights, self._marks, self._now(), strict=True)
+            self._marks = [now if p in cleared else known for p, known, now in pairs]
 
     def end_step(self) -> None:
         """Forget the gradients of a step that has ended."""

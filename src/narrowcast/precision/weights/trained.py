@@ -177,7 +177,7 @@ class TrainedWeights:
 
     def full_by_name(self) -> dict[str, Tensor]:
         """Return the model's state, its weights with every digit that is kept of them."""
-        # Found by themselves: a wrapper may save its weights under other names than it has for them.
+        # Found by themselves: a wrapper may save weights under other names than it has for them.
         kept = self._model.state_dict(keep_vars=True)
         return {
             name: self.full(value) if isinstance(value, nn.Parameter) else _detached(value)
