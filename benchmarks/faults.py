@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import DataSection, FaultSection, Recipe, Section
 from narrowcast.hardware import probe
-from narrowcast.health.diagnose.places import ROLES
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.plan.plan import make_plan
+from narrowcast.precision.plan.roles import ROLES
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, Record, StepRecord, describe_environment
 from narrowcast.training.data import Order

@@ -149,6 +149,22 @@ def test_a_forward_put_on_the_instance_runs_in_the_policy_and_is_given_back(poli
     assert run.release().forward is mine
 
 
+def test_a_forward_that_wraps_ours_goes_on_through_another_policy():
+    run = prepared(Block(), "bf16")
+    ours, calls = run.model.forward, []
+    run.model.forward = lambda *args, **kwargs: calls.append(1) or ours(*args, **kwargs)
+    assert step(run).applied
+    run.change("fp16")
+    assert step(run).applied
+    assert len(calls) == 2
+    expected = copy.deepcopy(Block())
+    expected.load_state_dict(run.full_weights())
+    del run.model.forward
+    again = prepared(expected, "fp16")
+    x = torch.ones(2, 16)
+    assert torch.equal(run.model(x), again.model(x))
+
+
 def test_a_linear_layer_with_a_forward_on_the_instance_keeps_its_products():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[0].forward = MethodType(lambda self, x: x @ self.weight * 0, model[0])

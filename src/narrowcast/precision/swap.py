@@ -16,6 +16,10 @@ from typing import Any, SupportsIndex, cast
 from torch import Tensor, nn
 
 
+_KEPT = "nc_kept_forward"
+"""Marks a module whose `forward` on the instance stays before any class's."""
+
+
 class Mixin(nn.Module):
     """Base of what `swap` puts in front of a module's own class."""
 
@@ -55,9 +59,8 @@ class OwnForward(Mixin):
 def swap(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
     """Give a module the behaviour of `mixin` in front of its own."""
     module.__dict__.setdefault("nc_plain_class", type(module))
-    theirs = module.__dict__.pop("forward", None)
-    if theirs is not None:
-        swap(module, OwnForward, nc_forward=theirs)
+    if "forward" in module.__dict__ and _KEPT not in module.__dict__:
+        swap(module, OwnForward, nc_forward=module.__dict__.pop("forward"))
     set_class(module, _joined(cast(Any, mixin), cast(Any, type(module))))
     module.__dict__.update(attributes)
     added = module.__dict__.setdefault("nc_added", set())
@@ -81,6 +84,9 @@ def restore_module(module: nn.Module) -> None:
     module.__dict__.pop("nc_kernels", None)
     if "nc_plain_class" in module.__dict__:
         plain, attributes = plain_class(module), _plain_attributes(module)
+        if "forward" in module.__dict__:
+            # Put there since: it calls ours, which must not call it.
+            attributes[_KEPT] = True
         set_class(module, plain)
         # Not another dict: somebody may hold this one.
         for name in module.__dict__.keys() - attributes.keys():
@@ -135,7 +141,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     ours = module.__dict__.get("nc_added", set()) | {"nc_added", "nc_plain_class", "nc_kernels"}
     plain = {name: value for name, value in module.__dict__.items() if name not in ours}
     if "nc_forward" in module.__dict__:
-        plain["forward"] = module.__dict__["nc_forward"]
+        plain.setdefault("forward", module.__dict__["nc_forward"])
     return plain
 
 

@@ -359,3 +359,25 @@ def test_what_a_loss_hands_to_the_model_itself_is_found_by_the_arguments_name():
     assert verdict.told.startswith(
         "what the model is given holds a negative infinity at x[1, 2, 3], 1 of 160 values"
     )
+
+
+def test_a_batch_that_gradients_are_asked_of_is_a_batch_too():
+    model = nn.Linear(WIDTH, 1)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    x = torch.ones(4, WIDTH)
+    x[3, 2] = -math.inf
+    verdict = nc.explain(run, [x.requires_grad_()], lambda batch: model(batch).mean())
+    assert verdict.told.startswith("the batch itself holds a negative infinity at batch[3, 2]")
+
+
+def test_one_number_alone_may_be_bad_and_tensors_that_hold_none_may_be_there():
+    model = nn.Linear(WIDTH, 1)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    batch = {
+        "empty": torch.zeros(0, 3),
+        "words": torch.arange(3),
+        "sparse": torch.eye(2).to_sparse(),
+        "weight": torch.tensor(math.nan),
+    }
+    verdict = nc.explain(run, [batch], lambda b: model(torch.ones(1, WIDTH)).mean() * b["weight"])
+    assert "a NaN at batch['weight'], 1 of 1 values" in verdict.told

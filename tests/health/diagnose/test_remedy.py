@@ -234,13 +234,33 @@ def test_what_is_tried_leaves_the_model_as_it_was(policy):
         loss = model(data).square().mean()
     run.step(loss)
     before = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
-    plan, region, fp8 = run.plan, run.engine.region, run.engine.fp8
+    plan, entry, fp8 = run.plan, run.engine.entry, run.engine.fp8
     with run.compute():
         expected = model(data)
     verdict = nc.explain(run, [data], lambda b: model(b * 1e18 * 1e18).mean())
     assert verdict is not None
     after = [(type(m), {k: id(v) for k, v in vars(m).items()}) for m in model.modules()]
     assert after == before
-    assert (run.plan, run.engine.region, run.engine.fp8) == (plan, region, fp8)
+    assert (run.plan, run.engine.entry, run.engine.fp8) == (plan, entry, fp8)
     with run.compute():
         assert torch.equal(model(data), expected)
+
+
+def test_where_there_is_no_memory_to_try_formats_the_verdict_stands():
+    torch.manual_seed(0)
+    model = linear()
+    model(x())
+    run = prepared(model, "fp16")
+    classes = [type(module) for module in model.modules()]
+    taken = []
+
+    def loss_of(batch):
+        taken.append(None)
+        if len(taken) > 1:
+            raise torch.OutOfMemoryError
+        return mean_of(model(batch), batch)
+
+    verdict = nc.explain(run, [x()], loss_of)
+    assert verdict.module == "part.layer"
+    assert verdict.advice().startswith("try a wider format for part.layer")
+    assert [type(module) for module in model.modules()] == classes

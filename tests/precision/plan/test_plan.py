@@ -337,6 +337,7 @@ def test_weights_that_are_frozen_stay_as_they_are_with_nothing_beside_them(cpu, 
     nothing = {"grads": 0, "master": 0, "moments": 0}
     assert planned.module("0").bytes == {"params": 4 * (32 * 32 + 32), **nothing}
     assert planned.module("0").reason.endswith("(frozen: kept as it is)")
+    assert planned.module("0").policy.params == "fp32"
     assert planned.module("3").bytes["params"] == 4 * 32 * 16 + 2 * 16
     assert planned.module("3").reason.endswith("(in part frozen: kept as it is)")
     wide = make_plan(model, "bf16", hardware=cpu)
@@ -345,3 +346,21 @@ def test_weights_that_are_frozen_stay_as_they_are_with_nothing_beside_them(cpu, 
     narrow = make_plan(model, "bf16", hardware=cpu)
     assert narrow.module("0").bytes["params"] == 2 * (32 * 32 + 32)
     assert "frozen" in narrow.module("0").reason
+
+
+def test_a_recurrent_layer_with_a_frozen_weight_is_planned_in_fp32(cpu):
+    lstm = nn.LSTM(8, 8)
+    lstm.bias_hh_l0.requires_grad_(False)
+    planned = make_plan(lstm, "bf16, params=bf16, master=split", hardware=cpu).module("")
+    assert planned.policy.params == "fp32"
+    assert planned.bytes["params"] == 4 * sum(p.numel() for p in lstm.parameters())
+    assert "in part frozen" in planned.reason
+
+
+def test_a_trained_weight_is_not_widened_by_a_frozen_neighbour(cpu):
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    planned = make_plan(model, "bf16, params=bf16, master=split", hardware=cpu)
+    assert planned.module("1").policy.params == "bf16"
+    assert planned.module("1").bytes["params"] == 4 * 8

@@ -198,3 +198,17 @@ def test_a_learning_rate_may_be_set_in_a_saved_state():
     run = build()
     run.load_state_dict(saved)
     assert run.optimizer.param_groups[0]["lr"] == 1
+
+
+def test_what_somebody_saves_beside_it_is_theirs():
+    saved = train(build()).state_dict()
+    saved["epoch"] = {"number": 3}
+    build().load_state_dict(saved)
+
+
+def test_a_state_goes_through_torch_s_own_files(tmp_path, same_state):
+    run = train(build("two", policy="fp16, params=fp16"))
+    torch.save(run.state_dict(), tmp_path / "state.pt")
+    again = build("two", policy="fp16, params=fp16")
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert same_state(again.state_dict(), run.state_dict())

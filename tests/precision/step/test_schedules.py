@@ -150,6 +150,12 @@ def test_an_optimizer_that_finds_its_own_rate_trains_as_it_would_alone():
         assert outcome.applied
         assert math.isnan(outcome.lr)
     assert torch.equal(net.weight, again.weight)
+    narrow, _ = parts()
+    run = nc.prepare(narrow, adafactor(narrow.parameters()), policy="bf16, params=bf16")
+    for step in range(4):
+        assert train(run, step).applied
+    # Four relative steps in gradients of bf16: alike to a few of their spacings.
+    assert torch.allclose(run.full_weights()["weight"], net.weight, rtol=0.05, atol=0.01)
 
 
 def test_an_optimizer_without_any_rate_trains():

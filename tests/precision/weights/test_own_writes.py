@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import narrowcast as nc
 from narrowcast.errors import RecipeError, UnsupportedError
@@ -271,19 +271,19 @@ def test_a_step_that_moves_some_or_is_told_to_move_none_is_no_finding(policy):
         run.release()
 
 
+@pytest.mark.parametrize("average", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.75)}])
 @pytest.mark.parametrize("policy", ["fp32", "fp32, params=bf16, master=split"])
-def test_torch_s_averaged_model_averages_full_weights(policy):
-    """As docs/ideas/master-weights.md says: by way of a plain twin of the model."""
+def test_torch_s_averaged_model_averages_full_weights(policy, average):
+    """As docs/ideas/master-weights.md says: of copies, which have every digit."""
     net, theirs = model(), model()
     net.insert(1, nn.BatchNorm1d(16))
     theirs.insert(1, nn.BatchNorm1d(16))
-    averaged, twin = AveragedModel(net), copy.deepcopy(net)
     run = nc.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), policy=policy)
-    plain_sgd, wanted = torch.optim.SGD(theirs.parameters(), lr=0.1), AveragedModel(theirs)
+    averaged, wanted = AveragedModel(net, **average), AveragedModel(theirs, **average)
+    plain_sgd = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for step in range(5):
         run.step(given_loss(net, step))
-        twin.load_state_dict(run.full_weights())
-        averaged.update_parameters(twin)
+        averaged.update_parameters(copy.deepcopy(net))
         plain_sgd.zero_grad()
         given_loss(theirs, step).backward()
         plain_sgd.step()

@@ -166,3 +166,29 @@ def test_a_list_of_one_is_that_one():
     run = nc.prepare(net, [adamw], policy="fp32")
     assert run.optimizer is adamw
     assert run.optimizers == (adamw,)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_moments_from_before_prepare_go_on_a_few_weights_at_a_time(master, monkeypatch):
+    monkeypatch.setattr("narrowcast.precision.weights.master.BUCKET", 32)
+    net, theirs = model(), model()
+    ours, plain_ones = two(net), two(theirs)
+
+    def take(net, optimizers):
+        for each in optimizers:
+            each.zero_grad()
+        sum((p * given_gradient(p)).sum() for p in net.parameters()).backward()
+        for each in optimizers:
+            each.step()
+
+    take(net, ours)
+    run = nc.prepare(net, ours, policy=f"fp32, params=bf16, master={master}")
+    for _ in range(3):
+        run.step(sum((p * given_gradient(p)).sum() for p in net.parameters()))
+    for _ in range(4):
+        take(theirs, plain_ones)
+    assert equal(run.full_weights(), dict(theirs.state_dict()))
+    run.release()
+    take(net, ours)
+    take(theirs, plain_ones)
+    assert equal(dict(net.state_dict()), dict(theirs.state_dict()))

@@ -156,8 +156,9 @@ def _has_fields(value: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is data: of real numbers, and made by no weight."""
-    return tensor.is_floating_point() and not tensor.requires_grad and not tensor.is_sparse
+    """Say whether a tensor is data: of real numbers, side by side, and made by no weight."""
+    of_numbers = tensor.is_floating_point() and tensor.layout is torch.strided
+    return of_numbers and (tensor.is_leaf or not tensor.requires_grad)
 
 
 def _extremes(tensor: Tensor) -> Tensor:
@@ -174,16 +175,18 @@ def _zeroed(tensor: Tensor) -> Tensor:
 def _extreme_of(holder: str, path: str, tensor: Tensor) -> Extreme | None:
     if not _is_plain(tensor) or tensor.numel() == 0:
         return None
-    found = _extremes(tensor).nonzero()
-    if not len(found):
+    found = _extremes(tensor.detach())
+    count = int(found.sum())
+    if not count:
         return None
-    index = tuple(found[0].tolist())
+    first = found.flatten().byte().argmax()  # of several that are largest, the first
+    index = tuple(int(i) for i in torch.unravel_index(first, found.shape))
     return Extreme(
         holder=holder,
         path=path,
         index=index,
-        value=float(tensor[index]),
-        count=len(found),
+        value=float(tensor.detach()[index]),
+        count=count,
         of=tensor.numel(),
     )
 

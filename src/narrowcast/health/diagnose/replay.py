@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from narrowcast.health.diagnose.given import Extreme
 from narrowcast.health.diagnose.passes import Around, Passes, ReplayInputs
 from narrowcast.health.diagnose.places import Place
 from narrowcast.health.diagnose.remedy import find_remedy
-from narrowcast.health.diagnose.verdict import Verdict
+from narrowcast.health.diagnose.verdict import Remedy, Verdict
 from narrowcast.precision.step.prepared import Prepared
 
 TENSORS = 6
@@ -44,10 +45,15 @@ def replay(
     verdict = replace(verdict, wording=prepared.engine.log.wording)
     if verdict.role == "weight" and verdict.kind != "large":
         return verdict
-    cause = _cause(verdict, passes, extremes)
-    if cause is not None:
-        return replace(verdict, place=Place("", "batch"), amax=abs(cause.value), extreme=cause)
-    return replace(verdict, remedy=find_remedy(verdict, passes))
+    try:
+        cause = _cause(verdict, passes, extremes)
+        if cause is not None:
+            return replace(verdict, place=Place("", "batch"), amax=abs(cause.value), extreme=cause)
+        return replace(verdict, remedy=find_remedy(verdict, passes))
+    except torch.OutOfMemoryError:
+        # Wider formats hold more. What came first is known all the same.
+        torch.cuda.empty_cache()
+        return replace(verdict, remedy=Remedy())
 
 
 def _cause(verdict: Verdict, passes: Passes, extremes: list[Extreme]) -> Extreme | None:

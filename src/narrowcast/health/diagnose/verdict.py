@@ -13,7 +13,10 @@ from narrowcast.precision.plan.wording import Wording
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """With what the step is finite, as was tried: a smaller loss scale, or a policy."""
+    """With what the step is finite, as was tried: a smaller loss scale, or a policy.
+
+    With neither, nothing is known: there was no memory to try.
+    """
 
     scale: Literal["", "gives way", "too high"] = ""
     """A scale that is too high moves by itself, unless it is a static one."""

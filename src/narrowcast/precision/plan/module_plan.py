@@ -104,7 +104,9 @@ class ModulePlanner:
                 Policy(), scaling="none", reduce=policy.reduce, accumulate=policy.accumulate
             )
         elif kind == "embedding":
-            how, reason = "unchanged", f"kept {policy.params}: a lookup multiplies nothing"
+            whole = bool(fresh) and not any(p.requires_grad for p in fresh)
+            kept = "" if whole else f"kept {policy.params}: "  # a frozen one stays as it came
+            how, reason = "unchanged", f"{kept}a lookup multiplies nothing"
         else:
             kept, policy = _within_shape(policy, module, kind)
             how, why = self._product_support(policy)
@@ -113,11 +115,9 @@ class ModulePlanner:
                 speed, policy = self._where_it_gains(policy, module)
                 how, why = self._product_support(policy)
             reason = "; ".join(filter(None, [kept, why, speed]))
-        frozen = [p for p in module.parameters(recurse=False) if not p.requires_grad]
-        if needs_one_dtype(kind) and frozen and policy.params != "fp32":
-            policy = replace(policy, params="fp32", grads="", master="none", moments="")
         notes = ["exception"] if excepted else []
-        notes += _frozen_note(policy, fresh)
+        frozen, policy = _with_frozen(policy, module, kind)
+        notes += [frozen] if frozen else []
         notes += ["weight tied to an earlier module"] if tied else []
         if notes:
             reason += f" ({', '.join(notes)})"
@@ -192,14 +192,17 @@ class ModulePlanner:
         return "native", f"native: {supports[0].reason}"
 
 
-def _frozen_note(policy: Policy, fresh: Sequence[nn.Parameter]) -> list[str]:
-    """Say that weights stay in another format than the plan's, because nobody trains them."""
-    frozen = [p for p in fresh if not p.requires_grad]
+def _with_frozen(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, Policy]:
+    """Return the policy of a module whose frozen weights stay as they came, and a word on it."""
+    own = list(module.parameters(recurse=kind == "attention"))
+    frozen = [p for p in own if not p.requires_grad]
     if all(p.dtype == plain_format(policy.params).dtype for p in frozen):
-        return []
-    return [
-        "frozen: kept as it is" if len(frozen) == len(fresh) else "in part frozen: kept as it is"
-    ]
+        return "", policy
+    wide = all(p.dtype == plain_format("fp32").dtype for p in frozen)
+    if wide and (len(frozen) == len(own) or needs_one_dtype(kind)):
+        policy = replace(policy, params="fp32", grads="", master="none", moments="")
+    note = "frozen: kept as it is"
+    return note if len(frozen) == len(own) else f"in part {note}", policy
 
 
 def widens(policy: Policy) -> bool:

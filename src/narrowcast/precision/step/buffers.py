@@ -7,23 +7,45 @@ a buffer is looked at where a pass begins and where it ends, and torch counts wh
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, final
+from operator import attrgetter, eq, is_
+from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
 from narrowcast.precision.dtensor import shards_of
 
+_VERSION, _SHAPE = attrgetter("_version"), attrgetter("shape")
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
-class _Mark(NamedTuple):
-    """Which tensor a buffer is, and how often torch has counted a write to it."""
 
-    buffer: Tensor | None
-    version: int
+@final
+class _Marks:
+    """Which tensor each buffer is, and how often torch has counted a write to it.
 
-    def is_of(self, other: "_Mark") -> bool:
-        return self.buffer is other.buffer and self.version == other.version
+    Taken of all buffers several times a step: a loop in Python would take longer than the launches.
+    """
+
+    def __init__(self, buffers: list[Tensor | None]) -> None:
+        self.buffers = buffers
+        try:
+            self.versions: list[int] = list(map(_VERSION, buffers))
+        except (AttributeError, RuntimeError):  # there is none, or one made in inference mode
+            self.versions = [0 if b is None or b.is_inference() else b._version for b in buffers]
+
+    def differing(self, other: "_Marks") -> set[int]:
+        """Return the places of those that are not what they were."""
+        same = map(eq, self.versions, other.versions)
+        found = {i for i, each in enumerate(same) if not each}
+        same = map(is_, self.buffers, other.buffers)
+        return found | {i for i, each in enumerate(same) if not each}
+
+    def take(self, other: "_Marks", places: Iterable[int]) -> None:
+        """Let these be as marked there."""
+        for i in places:
+            self.buffers[i], self.versions[i] = other.buffers[i], other.versions[i]
 
 
 @final
@@ -36,25 +58,29 @@ class BufferGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # By where they live: a module may put a new tensor in a buffer's place.
-        self._homes = [
+        homes = [
             (module, name)
             for module in model.modules()
             for name, _ in module.named_buffers(recurse=False)
         ]
-        norms = [isinstance(module, _NormBase) for module, _ in self._homes]
-        self._norms = [i for i, is_norm in enumerate(norms) if is_norm]
+        # By where they live: a module may put a new tensor in a buffer's place.
+        self._holders, self._names = [module._buffers for module, _ in homes], [n for _, n in homes]
+        self._norms = [(i, m) for i, (m, _) in enumerate(homes) if isinstance(m, _NormBase)]
         # A captured step knows where these lie, so they are written over rather than replaced.
-        self._before = [torch.empty(0)] * len(self._homes)
+        self._before = [torch.empty(0)] * len(homes)
         """What each held at the time of its mark in `_seen`."""
+        self._alike: dict[tuple[int, ...], list[list[int]]] = {}
+        """Places of some buffers, by dtype and device: one operation can be on all of those."""
         self._seen = self._marks()
-        self._left: list[_Mark] | None = None
+        self._left: _Marks | None = None
         """Marks at the end of the last pass of this step; none before a pass has ended."""
         self._silent: set[int] = set()
         """Those of batch norms in training in this step: torch does not count what these write."""
         self._moving: set[int] = set()
         """All that passes have ever written: a captured step copies them whatever marks say."""
         self._depth = self._began_at = 0
+        self._inside: set[bool] = set()
+        """Whether passes inside the one that has begun are with gradients, or without, or both."""
         self._is_current = True
         """Whether `_before` is what buffers held when the last step ended."""
         self._was_asked = False
@@ -64,7 +90,10 @@ class BufferGuard:
     def begin_pass(self) -> None:
         """Keep what buffers hold before a pass. One without gradients is no part of a step."""
         self._depth += 1
-        if not self._began_at and self._homes and torch.is_grad_enabled():
+        with_gradients = torch.is_grad_enabled()
+        if self._began_at > 0:
+            self._inside.add(with_gradients)
+        elif self._began_at == 0 and self._names and with_gradients:
             self._began_at = self._depth
             self._look_before_pass()
 
@@ -72,8 +101,13 @@ class BufferGuard:
         """Note how a pass left the buffers: what is written from here on is the user's."""
         if self._depth == self._began_at:
             self._began_at = 0
-            self._left = self._marks()
-            self._moving |= _differing(self._left, self._seen)
+            # A region is entered before `no_grad()` as well as after it.
+            if self._inside != {False}:
+                self._left = self._marks()
+                self._moving |= self._left.differing(self._seen)
+            elif self._left is None:
+                self._silent = set()
+            self._inside.clear()
         self._depth -= 1
 
     @torch.no_grad()
@@ -84,16 +118,14 @@ class BufferGuard:
         """
         self._was_asked = True
         places = self._written_by_passes()
-        for some in self._alike(places):
+        for some in self._groups(places):
             self._give_back(some, finite)
-        if self._left is not None and places:
-            now = self._marks()
-            for i in places:
-                self._left[i] = now[i]
+        if self._left is not None:
+            self._left.take(self._marks(), places)
 
     def end_step(self) -> None:
         """Forget the passes of a step that has ended."""
-        if not self._homes:
+        if not self._names:
             return
         untold = self._left is None and not self._began_at and self._was_asked
         self._left, self._silent, self._was_asked = None, set(), False
@@ -101,13 +133,13 @@ class BufferGuard:
         if untold:
             # There is no other time to look where the model is called without telling.
             now = self._marks()
-            self._look_at(_differing(now, self._seen) | self._in_training(), now)
+            self._look_at(now.differing(self._seen) | self._in_training(), now)
         elif self._began_at:  # steps inside one long region
             self._look_before_pass()
 
     def restore(self) -> None:
         """Take back what the passes since the last step wrote."""
-        if self._homes:
+        if self._names:
             device = self._before[0].device
             self.after_passes(torch.zeros((), dtype=torch.bool, device=device))
             self.end_step()
@@ -115,119 +147,114 @@ class BufferGuard:
     def reset(self) -> None:
         """Trust the buffers as they are now (after loading a checkpoint)."""
         self._left, self._silent, self._is_current = None, set(), True
-        self._look_at(range(len(self._homes)), self._marks())
+        self._look_at(range(len(self._names)), self._marks())
 
     @contextlib.contextmanager
     def passes_again(self) -> Iterator[None]:
         """Let the block run parts of the step's passes again, as checkpointed ones do backwards."""
-        before = self._marks() if self._left is not None else []
+        before = self._marks() if self._left is not None else None
         began_at, self._began_at = self._began_at, -1
         try:
             yield
         finally:
             self._began_at = began_at
-            if before and self._left is not None:
-                self._left = _moved_on(self._left, before, self._marks())
+            if before is not None and self._left is not None:
+                self._move_on(self._left, before)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Take no note of the passes in the block, whose writes are undone before it ends."""
-        before, began_at, self._began_at = self._marks(), self._began_at, -1
+        before, began_at = self._marks(), self._began_at
+        self._began_at = -1  # no pass begins here
         try:
             yield
         finally:
-            now, self._began_at = self._marks(), began_at
-            self._seen = _moved_on(self._seen, before, now)
+            self._began_at = began_at
+            self._move_on(self._seen, before)
             if self._left is not None:
-                self._left = _moved_on(self._left, before, now)
+                self._move_on(self._left, before)
+
+    def _move_on(self, marks: _Marks, before: _Marks) -> None:
+        """Bring marks that stood before up to now: what was written between is no news."""
+        now = self._marks()
+        marks.take(now, now.differing(before) - before.differing(marks))
 
     def _look_before_pass(self) -> None:
         now, silent = self._marks(), self._in_training()
         if self._left is None:
-            written = _differing(now, self._seen) | silent | self._moving
+            written = now.differing(self._seen) | silent | self._moving
         else:
             # Not by a pass of this step, then: by the user, and so to stay.
-            written = _differing(now, self._left) | (silent - self._silent)
+            written = now.differing(self._left) | (silent - self._silent)
         self._silent |= silent
         self._look_at(written, now)
 
     @torch.no_grad()
-    def _look_at(self, places: Iterable[int], now: Sequence[_Mark]) -> None:
+    def _look_at(self, places: Iterable[int], now: _Marks) -> None:
         """Keep what buffers hold."""
-        fitting = []
-        for i in places:
-            self._seen[i] = now[i]
-            buffer = now[i].buffer
-            if buffer is None:
-                continue
-            if self._fits(i):
-                fitting.append(i)
-            else:
-                self._before[i] = shards_of([buffer])[0].detach().clone()
-        for some in self._alike(fitting):
-            torch._foreach_copy_([self._before[i] for i in some], self._buffers(some))
+        self._seen.take(now, places)
+        found = [i for i in sorted(places) if now.buffers[i] is not None]
+        fitting = self._fitting(found, now)
+        for i in set(found).difference(fitting):
+            self._before[i] = self._shards([i], now)[0].detach().clone()
+            self._alike.clear()
+        for some in self._groups(fitting):
+            torch._foreach_copy_([self._before[i] for i in some], self._shards(some, now))
 
     def _written_by_passes(self) -> list[int]:
         """Return the places of what the passes of this step wrote, and nobody after them."""
         now = self._marks()
         if self._left is None and not self._began_at:
             # Nobody told of a pass. What torch has counted may be the user's.
-            norms = self._in_training() if self._is_current else set()
-            return [i for i in sorted(norms) if now[i].is_of(self._seen[i]) and self._fits(i)]
+            written = self._in_training() if self._is_current else set()
+            return self._fitting(sorted(written - now.differing(self._seen)), now)
         left = now if self._left is None or self._began_at else self._left
-        written = self._silent | _differing(left, self._seen)
-        return [i for i in sorted(written) if now[i].is_of(left[i]) and self._fits(i)]
+        written = self._silent | left.differing(self._seen)
+        return self._fitting(sorted(written - now.differing(left)), now)
 
     def _give_back(self, places: Sequence[int], finite: Tensor) -> None:
-        buffers = self._buffers(places)
-        now = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        before = torch.cat([self._before[i].reshape(-1) for i in places])
+        buffers = self._shards(places, self._marks())
+        now = _flatten_dense_tensors(buffers)
+        before = _flatten_dense_tensors([self._before[i] for i in places])
         good = finite.to(now.device)
         if now.is_floating_point() or now.is_complex():
             # A bad value may stand in a branch that no gradient comes from; a mask may hold -inf.
             # A number less itself is zero if it is finite; torch asks in twice as many operations.
             good = good & ((now - now == 0) | (before - before != 0))
-        kept = torch.where(good, now, before).split([buffer.numel() for buffer in buffers])
-        torch._foreach_copy_(buffers, [k.view(b.shape) for k, b in zip(kept, buffers, strict=True)])
+        kept = _unflatten_dense_tensors(torch.where(good, now, before), buffers)
+        torch._foreach_copy_(buffers, kept)
+
+    def _marks(self) -> _Marks:
+        return _Marks(list(map(dict.get, self._holders, self._names)))
 
     def _in_training(self) -> set[int]:
-        return {i for i in self._norms if self._homes[i][0].training}
+        return {i for i, norm in self._norms if norm.training}
 
-    def _buffer(self, i: int) -> Tensor | None:
-        module, name = self._homes[i]
-        return module._buffers.get(name)
-
-    def _buffers(self, places: Iterable[int]) -> list[Tensor]:
+    def _shards(self, places: Iterable[int], now: _Marks) -> list[Tensor]:
         """Return what of buffers lies on this device."""
-        return shards_of(b for i in places if (b := self._buffer(i)) is not None)
+        return shards_of(b for i in places if (b := now.buffers[i]) is not None)
 
-    def _marks(self) -> list[_Mark]:
-        buffers = [module._buffers.get(name) for module, name in self._homes]
-        return [_Mark(b, 0 if b is None or b.is_inference() else b._version) for b in buffers]
+    def _fitting(self, places: list[int], now: _Marks) -> list[int]:
+        """Return where a buffer can hold what it held: one of another shape or dtype is trusted."""
+        before = [self._before[i] for i in places]
+        if _outlines(self._shards(places, now)) == _outlines(before):
+            return places
+        pairs = zip(places, before, strict=True)
+        return [i for i, b in pairs if _outlines(self._shards([i], now)) == _outlines([b])]
 
-    def _fits(self, i: int) -> bool:
-        """Whether a buffer can be given what it held: one of another shape or dtype is trusted."""
-        before, now = self._before[i], self._buffers([i])
-        return bool(now) and not now[0].is_inference() and _outline(now[0]) == _outline(before)
-
-    def _alike(self, places: Iterable[int]) -> list[list[int]]:
-        """Return places by dtype and device: one operation can be on all of those."""
-        found: dict[object, list[int]] = {}
-        for i in places:
-            found.setdefault((self._before[i].dtype, self._before[i].device), []).append(i)
-        return list(found.values())
-
-
-def _differing(some: Sequence[_Mark], others: Sequence[_Mark]) -> set[int]:
-    pairs = enumerate(zip(some, others, strict=True))
-    return {i for i, (one, other) in pairs if not one.is_of(other)}
+    def _groups(self, places: list[int]) -> list[list[int]]:
+        key = tuple(places)
+        if key not in self._alike:
+            found: dict[object, list[int]] = {}
+            for i in places:
+                found.setdefault((self._before[i].dtype, self._before[i].device), []).append(i)
+            self._alike = {key: list(found.values())}
+        return self._alike[key]
 
 
-def _moved_on(marks: Sequence[_Mark], before: Sequence[_Mark], now: Sequence[_Mark]) -> list[_Mark]:
-    """Return marks as of now where they stood before: what was written between was not news."""
-    triples = zip(marks, before, now, strict=True)
-    return [new if mark.is_of(old) else mark for mark, old, new in triples]
-
-
-def _outline(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _outlines(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
+    """Return what must agree for one tensor to be given the values of another."""
+    # One made in inference mode cannot be written to outside it.
+    frozen = map(Tensor.is_inference, tensors)
+    parts = map(_SHAPE, tensors), map(_DTYPE, tensors), map(_DEVICE, tensors)
+    return list(zip(*parts, frozen, strict=True))

@@ -34,7 +34,8 @@ def refuse_foreign_state(state: Mapping[str, Any], *, mine: Mapping[str, Any]) -
             f"the checkpoint was written under the policy {state['policy']!r}, and this run has "
             f"{mine['policy']!r}; write the policy of the checkpoint"
         )
-    if changed := _first_difference(outline_of(state), state[OUTLINE], "", ("", " as saved")):
+    parts = {part: state[part] for part in mine}  # what else somebody saved with it is theirs
+    if changed := _first_difference(outline_of(parts), state[OUTLINE], "", ("", " as saved")):
         raise CheckpointError(
             f"the state was changed after it was saved: {changed}; give what state_dict() returned"
         )

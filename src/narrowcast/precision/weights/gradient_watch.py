@@ -8,7 +8,7 @@ for each weight.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import final
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.precision.gradients.check import Unscaled
 
 _GRAD = attrgetter("grad")  # mapped over all weights
-_Marks = list[tuple[Tensor | None, int]]
+_Marks = tuple[list[Tensor | None], list[int]]
 
 
 @final
@@ -31,7 +31,7 @@ class GradientWatch:
         """Whether somebody has called `zero_grad` since the last step."""
         self._cleared_weights: set[nn.Parameter] = set()
         """The weights of the optimizers of which that is so."""
-        self._marks: _Marks = []
+        self._marks = self._none
         """Gradients as they were last made or cleared; with a loss scale only."""
         self.unscaled: Unscaled | None = None
         """What was found when the scale was divided out of them before the step."""
@@ -67,7 +67,7 @@ class GradientWatch:
         """Take the gradients that are there for the run's own."""
         self._are_ours = True
         self._cleared_weights.clear()
-        self._marks = self._now() if scaled else []
+        self._marks = self._now() if scaled else self._none
 
     def before_step(self, *, scaled: bool, doing: str = "step()") -> None:
         """Refuse to divide a loss scale out of gradients that it is not in, or no longer."""
@@ -76,7 +76,7 @@ class GradientWatch:
                 raise RecipeError(_unscaled(""))
             if name := self._first_foreign():
                 raise RecipeError(_changed(name, before=doing))
-        self._marks = []  # or they would outlive the update
+        self._marks = self._none  # or they would outlive the update
 
     def clear(self, weights: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
         """Clear the gradients of weights, as torch does: all, or those of one optimizer of some."""
@@ -89,15 +89,17 @@ class GradientWatch:
         none_left = all(g is None for g in map(_GRAD, self._weights))
         if none_left or len(self._cleared_weights) == len(self._weights):
             self._are_ours, self._cleared, self.unscaled = False, True, None
-            self._marks = [] if set_to_none else self._now()
-        elif self._marks:
-            cleared = set(weights)
-            pairs = zip(self._weights, self._marks, self._now(), strict=True)
-            self._marks = [now if p in cleared else known for p, known, now in pairs]
+            self._marks = self._none if set_to_none else self._now()
+        else:
+            (known, counts), (gradients, versions), cleared = self._marks, self._now(), set(weights)
+            places = [i for i, p in enumerate(self._weights) if p in cleared]
+            for i in places:
+                known[i], counts[i] = gradients[i], versions[i]
 
     def end_step(self) -> None:
         """Forget the gradients of a step that has ended."""
-        self._are_ours, self._cleared, self.unscaled, self._marks = False, False, None, []
+        self._are_ours, self._cleared = False, False
+        self.unscaled, self._marks = None, self._none
         self._cleared_weights.clear()
 
     @contextlib.contextmanager
@@ -116,16 +118,24 @@ class GradientWatch:
         Waits for the device only where there is one: `model.zero_grad(set_to_none=False)`, of which
         nobody tells, leaves zeros.
         """
-        known = self._marks or [(None, 0)] * len(self._weights)
-        for i, ((now, version), (then, seen)) in enumerate(zip(self._now(), known, strict=True)):
-            if now is None or (now is then and version == seen):
-                continue
-            if bool(now.any()):
-                return self._names[i]
+        (gradients, versions), (known, counts) = self._now(), self._marks
+        if versions == counts and all(map(is_, gradients, known)):
+            return ""
+        pairs = zip(gradients, versions, strict=True), zip(known, counts, strict=True)
+        for name, (now, version), (then, count) in zip(self._names, *pairs, strict=True):
+            is_known = now is then and version == count
+            if now is not None and not is_known and bool(now.any()):
+                return name
         return ""
 
     def _now(self) -> _Marks:
-        return [(g, 0 if g is None else g._version) for g in map(_GRAD, self._weights)]
+        gradients = list(map(_GRAD, self._weights))
+        return gradients, [0 if g is None else g._version for g in gradients]
+
+    @property
+    def _none(self) -> _Marks:
+        count = len(self._weights)
+        return [None] * count, [0] * count
 
 
 def _changed(name: str, *, before: str) -> str:

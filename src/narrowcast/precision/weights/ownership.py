@@ -107,9 +107,10 @@ class Ownership:
                 "before prepare()"
             )
 
-    def trains(self, weight: nn.Parameter) -> bool:
-        """Say whether a weight is among those taken over."""
-        return any(weight is mine for mine in self._weights)
+    @property
+    def weights(self) -> set[nn.Parameter]:
+        """The weights that were taken over."""
+        return set(self._weights)
 
     @contextlib.contextmanager
     def ema_swapped_in(self) -> Iterator[None]:
@@ -149,7 +150,8 @@ def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if any(isinstance(hook, OwnStepOnly) for hook in optimizer._optimizer_step_pre_hooks.values()):
         raise RecipeError(
             "this optimizer is prepared already; go on with what prepare() returned then, or call "
-            "release() on that first"
+            "release() on that first; where nobody has that any more, build model and optimizer "
+            "anew"
         )
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for taken in list(_TAKEN):
@@ -160,8 +162,9 @@ def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "returned then, or call release() on that first; models that share a module "
                     "are prepared as one, an nn.ModuleList of them"
                 )
+        shared = held & taken.weights
         for name, p in model.named_parameters():
-            if p in held and taken.trains(p):
+            if p in shared:
                 raise RecipeError(
                     f"{name} is trained by another run already; prepare the models that share it "
                     "as one, an nn.ModuleList of them, or release() the other run first"

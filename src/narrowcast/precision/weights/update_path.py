@@ -20,7 +20,7 @@ def update_path(
 
     Refuses what was asked for and cannot be: `asked`, or moments that only it can keep.
     """
-    theirs = " beside ".join(f"torch.optim.{type(o).__name__}" for o in parts_of(optimizer))
+    theirs = " beside ".join(map(_name_of, parts_of(optimizer)))
     needed = f"moments={policy.moments}" if policy.needs_fused_optimizer else ""
     if asked is False:
         if needed:
@@ -48,6 +48,12 @@ def update_path(
         why = needed or "fused_optimizer=True"
         return True, f"the fused optimizer in plain torch: {why} was asked"
     return False, f"{theirs}: without a GPU torch's own is as fast"
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    kind = type(optimizer)
+    package = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+    return f"{package}.{kind.__name__}"
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
