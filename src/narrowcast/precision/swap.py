@@ -15,7 +15,6 @@ from typing import Any, SupportsIndex, cast
 
 from torch import Tensor, nn
 
-
 _KEPT = "nc_kept_forward"
 """Marks a module whose `forward` on the instance stays before any class's."""
 
