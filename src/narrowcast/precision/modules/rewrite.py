@@ -72,7 +72,8 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
                 formats = ProductFormats.of(module_plan.policy)
                 swap(module, kind, nc_formats=formats, nc_history=None)
             case "embedding":
-                continue
+                if isinstance(module, nn.EmbeddingBag):
+                    swap(module, MatchingInput)  # its weights of samples must be of one dtype
             case _:
                 policy = module_plan.policy
                 if policy.functional != around.format_name:

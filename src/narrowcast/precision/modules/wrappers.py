@@ -59,7 +59,7 @@ class RoundedNorm(Mixin):
 
 
 class MatchingInput(Mixin):
-    """A recurrent layer that takes inputs in the format of its weights, whatever they come in."""
+    """A layer that takes inputs in the format of its weights, whatever they come in."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast floating-point arguments to the dtype of the weights."""

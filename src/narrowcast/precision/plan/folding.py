@@ -31,7 +31,7 @@ def groups_alike(
 def folded(names: Sequence[str]) -> str:
     """Write names that differ in indices as one: `blocks.{0–11}.mlp.up`."""
     if len(names) == 1:
-        return names[0] or "(the model itself)"
+        return names[0] or ". (the model itself)"
     places = [[int(i) for i in _INDEX.findall(name)] for name in names]
     ranges = iter([_ranges(sorted(set(column))) for column in zip(*places, strict=True)])
     return _INDEX.sub(lambda _: next(ranges), names[0])

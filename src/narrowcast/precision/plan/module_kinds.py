@@ -36,6 +36,12 @@ def kind_of(module: nn.Module) -> Kind:
     return "normalisation" if is_leaf and _CALLED_A_NORM.search(type(module).__name__) else "other"
 
 
+def may_be_complex(module: nn.Module, kind: Kind) -> bool:
+    """Say whether a module of its own making has a weight that `view_as_complex` would take."""
+    own = module.parameters(recurse=False)
+    return kind == "other" and any(weight.dim() > 1 and weight.shape[-1] == 2 for weight in own)
+
+
 def multiplies(kind: Kind) -> bool:
     """Return whether a module of this kind multiplies."""
     return kind not in ("embedding", "normalisation")

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
-from narrowcast.precision.plan.module_kinds import Kind, multiplies, needs_one_dtype
+from narrowcast.precision.plan.module_kinds import Kind, may_be_complex, multiplies, needs_one_dtype
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
 from narrowcast.precision.swap import has_own_forward, plain_class
 
@@ -116,6 +116,9 @@ class ModulePlanner:
                 how, why = self._product_support(policy)
             reason = "; ".join(filter(None, [kept, why, speed]))
         notes = ["exception"] if excepted else []
+        if policy.params != "fp32" and may_be_complex(module, kind):
+            policy = replace(policy, params="fp32", grads="", master="none", moments="")
+            notes.append("params kept fp32: pairs may be complex numbers, of which bf16 has none")
         frozen, policy = _with_frozen(policy, module, kind)
         notes += [frozen] if frozen else []
         notes += ["weight tied to an earlier module"] if tied else []

@@ -6,7 +6,6 @@ and the report shows it: they read one value and cannot disagree.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
-from narrowcast.precision.plan.policy import Policy, suggestion
+from narrowcast.precision.plan.policy import ITSELF, Policy, matches, suggestion
 from narrowcast.precision.plan.presets import AnyPolicy, policy_from
 from narrowcast.precision.plan.table import Table, as_html, as_text, table_of
 from narrowcast.precision.swap import plain_class
@@ -110,13 +109,14 @@ def make_plan(
             inside_attention |= {id(child) for child in module.modules()} - {id(module)}
         if id(module) in inside_attention:
             continue
-        named = any(fnmatchcase(name, glob) for glob, _ in whole.exceptions)
+        named = any(matches(name, glob) for glob, _ in whole.exceptions)
         named |= name.rpartition(".")[0] in uncalled
         if named and plain_class(module).forward is nn.Module.forward:
             uncalled.add(name)  # a list of modules: what it is excepted from, they are
             named = False
         own = list(module.parameters(recurse=kind == "attention"))
-        if kind == "other" and not own and not (named and name):
+        itself = not name and any(glob == ITSELF for glob, _ in whole.exceptions)
+        if kind == "other" and not own and not (named and name) and not itself:
             continue
         fresh = [p for p in own if id(p) not in seen]
         tied = len(own) > len(fresh)
@@ -139,7 +139,7 @@ def make_plan(
 def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
     names = [name for name, _ in model.named_modules()]
     for glob, text in policy.exceptions:
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not any(matches(name, glob) for name in names):
             raise RecipeError(
                 f"precision exception `{glob}: {text}` matches no module"
                 f"{suggestion(glob, names)}; the plan without it lists the modules"

@@ -27,6 +27,10 @@ FP8_FORMATS = ("e4m3", "e5m2")
 COMPUTE_FORMATS = ("fp32", "tf32", "bf16", "fp16", *FP8_FORMATS, "mxfp8", "nvfp4")
 
 
+ITSELF = "."
+"""What names the model itself in an exception: its own weights and products."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
     """Formats by role. Fields left out of the text keep the defaults below."""
@@ -146,7 +150,7 @@ class Policy:
         """Return the exception that holds for the module of this name: the last; or nothing."""
         prefixes = _prefixes(name)
         for glob, text in reversed(self.exceptions):
-            if name == glob or any(fnmatchcase(prefix, glob) for prefix in prefixes):
+            if name == glob or any(matches(prefix, glob) for prefix in prefixes):
                 return glob, text
         return "", ""
 
@@ -300,6 +304,11 @@ def _roles_text(policy: Policy) -> str:
     if changed.get("params", "fp32") != "fp32":
         changed.setdefault("master", policy.master)
     return ", ".join(f"{role}={value}" for role, value in changed.items())
+
+
+def matches(name: str, glob: str) -> bool:
+    """Say whether a glob names a module; `.` is the model itself, without what is inside it."""
+    return fnmatchcase(name, glob) or (not name and glob == ITSELF)
 
 
 def _prefixes(name: str) -> list[str]:

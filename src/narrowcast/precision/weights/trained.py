@@ -202,7 +202,7 @@ class TrainedWeights:
 
     def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
         """Multiply the gradients in these places, by one factor or by one for each."""
-        multiply(self._factors(present, factor))
+        multiply(_factors([self.all[i] for i in present], factor))
 
     def update(
         self,
@@ -219,38 +219,20 @@ class TrainedWeights:
         Returns the share of lost updates if it is to be measured: of a sample, or of all weights
         where that costs nothing.
         """
-        self._refuse_narrow()
+        _refuse_thawed(self._narrow)
         if self.fused is not None:
             assert finite is not None
             lost = self.fused.update(
                 present, factor=factor, finite=finite, metered=metered, average=self.average
             )
         else:
-            factors = self._factors(present, factor)
+            factors = _factors([self.all[i] for i in present], factor)
             lost = self._update_by_torch(factors, finite=finite, metered=metered)
         if self.average is not None:
             moved = set() if self.fused is None else set(present)
             left = [i for i in range(len(self.all)) if i not in moved]
             self.average.update(left, self.full, finite=finite)
         return lost
-
-    def _refuse_narrow(self) -> None:
-        """Refuse to train a weight that came frozen, in 16 bits, and was thawed since."""
-        for name, p in self._narrow.items():
-            if p.grad is not None:
-                raise RecipeError(
-                    f"{name} was frozen at prepare(), in {p.dtype}, and has a gradient now, whose "
-                    "updates those digits would lose; release(), call float() on it, and prepare() "
-                    "again"
-                )
-
-    def _factors(self, present: Sequence[int], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
-        if factor is None:
-            return {}
-        weights = [self.all[i] for i in present]
-        if factor.dim() == 0:
-            return dict.fromkeys(weights, factor)
-        return dict(zip(weights, factor.unbind(), strict=True))
 
     def _update_by_torch(
         self, factors: Mapping[nn.Parameter, Tensor], *, finite: Tensor | None, metered: bool
@@ -276,17 +258,12 @@ class TrainedWeights:
 
     def bytes(self) -> dict[str, int]:
         """Return what is held now, by role; gradients as if they were there."""
-        moments = [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        states = self.optimizer.state.values()
+        moments = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        graded = [p for p in self.all if p.requires_grad]
         return {
             "params": sum(map(_size, self.all)),
-            "grads": sum(
-                p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self.all if p.requires_grad
-            ),
+            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in graded),
             "master": self.masters.bytes(),
             "moments": sum(map(_size, moments)),
         }
@@ -311,6 +288,25 @@ def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _factors(weights: Sequence[nn.Parameter], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
+    if factor is None:
+        return {}
+    if factor.dim() == 0:
+        return dict.fromkeys(weights, factor)
+    return dict(zip(weights, factor.unbind(), strict=True))
+
+
+def _refuse_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
+    """Refuse to train a weight that came frozen, in 16 bits, and was thawed since."""
+    for name, p in narrow.items():
+        if p.grad is not None:
+            raise RecipeError(
+                f"{name} was frozen at prepare(), in {p.dtype}, and has a gradient now, whose "
+                "updates those digits would lose; release(), call float() on it, and prepare() "
+                "again"
+            )
 
 
 def _size(tensor: Tensor) -> int:
