@@ -14,6 +14,7 @@ import copy
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -242,10 +243,11 @@ class LoopMachine(RuleBasedStateMachine):
 
     # Passes and steps.
 
-    @rule(seed=SEEDS, bad=st.sampled_from([False, False, False, True]))
-    def backward(self, seed: int, bad: bool) -> None:
+    @rule(seed=SEEDS, bad=st.sampled_from([False, False, False, True]), inside=st.booleans())
+    def backward(self, seed: int, bad: bool, inside: bool = True) -> None:
         x, y = batch(seed, bad=bad)
-        with self.run.compute():
+        # A model called outside `compute()` is in its policy, and its loss is yours.
+        with self.run.compute() if inside else nullcontext():
             loss = self.mine.loss(x, y)
         plain = self.plain.forward(x, y)
         assert not self.exact or _same(loss.detach(), plain.detach())
