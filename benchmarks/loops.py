@@ -59,6 +59,7 @@ def main() -> None:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+    environment = describe_environment()
     began = time.perf_counter()
     run_state_machine_as_test(seed(options.seed)(machine.LoopMachine), settings=chosen)
     seconds = time.perf_counter() - began
@@ -74,7 +75,7 @@ def main() -> None:
         print(f"- {count} × {message}")
     if options.json:
         figures = {
-            "environment": describe_environment(),
+            "environment": environment,
             "examples": options.examples,
             "events": events,
             "seed": options.seed,
