@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import narrowcast as nc
 from narrowcast.numerics import BF16, FP16, TF32
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.precision.products.regions import EmulatedProducts
+from narrowcast.precision.products.modes import EmulatedProducts
 
 # torch's own tracer makes an instance of every autograd function it meets, and warns of it.
 pytestmark = [
@@ -108,3 +110,76 @@ def test_a_policy_that_returns_is_not_compiled_again(cpu):
         counts.append(len(traced))
     torch._dynamo.reset()
     assert counts == [1, 2, 3, *[3] * 3]
+
+
+class Turning(nn.Module):
+    """Angles in an island, attention by hand outside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[-2], dtype=torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            angles = torch.einsum("i,j->ij", positions, 10000.0 ** (-torch.arange(16) / 16))
+        x = self.layer(x * angles.cos())
+        return torch.softmax(x @ x.mT, -1) @ x, angles
+
+
+def test_an_island_is_one_in_a_compiled_model_too_and_no_product_is_native():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    graphs = []
+
+    def note(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    model, x = Turning(), torch.randn(2, 64, 16)
+    run = nc.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16", emulate=True
+    )
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=note), fullgraph=True)
+    grads = []
+    for call in (model, compiled):
+        with run.compute():
+            output, angles = call(x)
+            loss = output.pow(2).mean()
+        run.backward(loss)
+        grads.append((output, *(p.grad.clone() for p in model.parameters())))
+        model.zero_grad()
+        assert torch.equal(angles, torch.outer(torch.arange(64.0), 1e4 ** (-torch.arange(16) / 16)))
+    assert all(map(torch.equal, *grads))
+    assert len(graphs) == 2
+    products = [n for g in graphs for n in g.graph.nodes if "mm" in str(n.target)]
+    assert products
+    assert all(a.meta["val"].dtype == torch.float32 for n in products for a in n.all_input_nodes)
+
+
+# The tracer looks at what a graph goes on with.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda c: c.__name__)
+def test_a_recurrent_layer_is_left_out_of_the_graph_and_computes_as_ever(kind):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = kind(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.head(self.layer(x)[0])
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(3, 2, 8)
+    run = nc.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16", emulate=True
+    )
+    found = []
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        with run.compute():
+            output = call(x)
+        run.backward(output.pow(2).mean())
+        found.append((output, *(p.grad.clone() for p in model.parameters())))
+        model.zero_grad()
+    assert all(map(torch.equal, *found))

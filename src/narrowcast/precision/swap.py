@@ -197,6 +197,7 @@ def _with_signature(forward: Any, plain: Any) -> Any:
     """
     given = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
     made: Any = FunctionType(forward.__code__, *given)
+    vars(made).update(vars(forward))  # what others have marked it with
     made.__kwdefaults__, made.__doc__ = forward.__kwdefaults__, plain.__doc__
     made.__wrapped__ = plain
     return made

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.modules.wrappers import EmulatedLinear
@@ -111,3 +112,46 @@ def test_evaluation_leaves_the_native_history_alone(device):
         native(torch.randn(16, 64, device=device))
     native.nc_history.whole.advance(torch.tensor(True, device=device))
     assert not native.nc_history.amax[0].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-row", "fp8-delayed"])
+def test_a_gradient_penalty_through_a_native_layer_is_that_of_an_emulated_one(device, name):
+    require(device, PRESETS[name])
+    found = []
+    for layer in pair(PRESETS[name], device):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).to(device)
+        x.requires_grad_()
+        out = layer(x).float().pow(2).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (slope.float().norm(dim=1) - 1).pow(2).mean().backward(inputs=[layer.bias])
+        out = layer(x).float().sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (grad,) = torch.autograd.grad(slope.float().pow(2).sum(), layer.weight)
+        found.append((layer.bias.grad, grad))
+    for native, emulated in zip(*found, strict=True):
+        assert (native - emulated).norm() <= 2.0**-6 * emulated.norm()
+
+
+def test_the_gradient_of_a_native_weight_is_not_differentiated_in_silence():
+    require("cpu", PRESETS["fp8-tensor"])
+    layer, _ = pair(PRESETS["fp8-tensor"], "cpu")
+    x = torch.randn(16, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).float().pow(2).sum(), layer.weight, create_graph=True)
+    with pytest.raises(UnsupportedError, match="write bf16 for this layer"):
+        grad.pow(2).sum().backward()
+
+
+def test_a_native_layer_has_gradients_of_each_sample():
+    require("cpu", PRESETS["fp8-tensor"])
+    layer, _ = pair(PRESETS["fp8-tensor"], "cpu")
+    x = torch.randn(4, 16, 64)
+
+    def loss(weight, x):
+        return torch.func.functional_call(layer, {"weight": weight}, (x,)).float().pow(2).mean()
+
+    weight = layer.weight.detach()
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, x)
+    for found, sample in zip(each, x, strict=True):
+        (alone,) = torch.autograd.grad(layer(sample).float().pow(2).mean(), layer.weight)
+        assert_close(found, alone)

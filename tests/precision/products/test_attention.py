@@ -7,7 +7,7 @@ from torch import nn
 
 from narrowcast.numerics import BF16, FP32
 from narrowcast.precision.products.attention import multi_head_attention
-from narrowcast.precision.products.regions import EmulatedProducts
+from narrowcast.precision.products.modes import EmulatedProducts
 
 BATCH, TARGET, SOURCE, WIDTH, HEADS = 3, 5, 5, 16, 4
 # Some sums of up to 16 fp32 terms in another order, through a softmax: a few last digits.

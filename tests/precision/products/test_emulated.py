@@ -11,8 +11,8 @@ from narrowcast.numerics import BF16, FP16, FP32, TF32, quantize
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.emulated import linear_product, rounded_call
+from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.products.operands import ProductFormats
-from narrowcast.precision.products.regions import EmulatedProducts
 
 ROWS, IN, OUT = 32, 64, 32
 pytestmark = pytest.mark.usefixtures("guarded")

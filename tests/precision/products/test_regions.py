@@ -5,7 +5,8 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.numerics import BF16, FP16, FP32, TF32
-from narrowcast.precision.products.regions import EmulatedProducts, Region, tf32_products
+from narrowcast.precision.products.modes import EmulatedProducts
+from narrowcast.precision.products.regions import Region, tf32_products
 
 pytestmark = pytest.mark.usefixtures("guarded")
 

@@ -210,6 +210,11 @@ class AmaxHistory:
                 _count(cast_stats, x.detach(), target, scale)
         return scale
 
+    def scale_of_past(self, role: str) -> Tensor | None:
+        """Return the scale of a role if it is decided; note nothing. Waits for the device."""
+        scale_inv = self.scale_inv(role)[0]
+        return scale_inv.reciprocal() if scale_inv > 0 else None
+
 
 def _count(cast_stats: Tensor, x: Tensor, target: Format, scale: Tensor) -> None:
     """Add what a cast loses of one row in eight."""

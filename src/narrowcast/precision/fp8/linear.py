@@ -9,9 +9,10 @@ gradient of the output is read once for both backward products.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.fp8 import Quantized
 from narrowcast.numerics import BF16
 from narrowcast.precision.fp8.blockwise import BlockScaling
@@ -19,7 +20,12 @@ from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.fp8.rowwise import RowScaling
 from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, dtype_of
 from narrowcast.precision.fp8.tensorwise import TensorScaling
+from narrowcast.precision.products import differentiable
+from narrowcast.precision.products.autocast import autocast_off
+from narrowcast.precision.products.differentiable import Scales
+from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
+from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 
 SCALINGS: dict[str, Scaling] = {
@@ -42,19 +48,26 @@ class Fp8Linear(Mixin, nn.Linear):
     nc_weight_is_of: tuple[int, int, int, bool] | None = None
     """Which weight, which version of it, the scales of which step it was made from, and whether to
     train: between training and evaluation weights may be exchanged through `.data`, uncounted."""
+    nc_autocast: str | None = None
+    """The device type whose autocast is on around this layer, if one is: off, it is an island."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
         """Multiply in this layer's formats; returns the output format's dtype."""
+        if self.nc_autocast is not None and not torch.is_autocast_enabled(self.nc_autocast):
+            return F.linear(input, self.weight, self.bias)
+        if is_transformed():  # kernels know no transforms; emulated products have the same values
+            formats, history = self.nc_formats, self.nc_history
+            output = linear_product(input, self.weight, self.bias, formats=formats, history=history)
+            return output.to(dtype_of(formats.output))
         if not torch.compiler.is_compiling():
             self.nc_refresh()
         made = self.nc_weight
         assert made is not None, "the weight was never quantised; call the model inside compute()"
         rows = input.reshape(-1, input.shape[-1])
         x_scale, grad_scale = self.nc_scales()
-        output: Tensor = _apply(
-            rows, self.weight, self.bias, *made, *x_scale, *grad_scale, self.nc_formats
-        )
-        return output.view(*input.shape[:-1], self.out_features)
+        output = _apply(rows, self.weight, self.bias, *made, *x_scale, *grad_scale, self.nc_formats)
+        shaped: Tensor = output.view(*input.shape[:-1], self.out_features)
+        return shaped
 
     def nc_scales(self) -> tuple[Scale, Scale]:
         """Return the scales of the input and of the gradient of the output."""
@@ -159,11 +172,44 @@ class _Fp8Product(torch.autograd.Function):
         )
         ctx.formats, ctx.bias_dtype = formats, None if bias is None else bias.dtype
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        if not torch.compiler.is_compiling():
+            ctx.weight = weight  # for second derivatives
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _Fp8Product.second(ctx, grad)
+        return _Fp8Product.gradients(ctx, grad)
+
+    @staticmethod
+    def second(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of which that of the input can be differentiated again.
+
+        It is a product of gradient and weight alone. That of the weight would need the input, of
+        which only fp8 codes were kept; who differentiates it is told so.
+        """
+        with torch.no_grad():
+            _, grad_weight, *rest = _Fp8Product.gradients(ctx, grad)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            formats: ProductFormats = ctx.formats
+            matrix = ctx.weight.float()
+            if formats.one_rounding:
+                matrix = differentiable.forward_weight(matrix, formats, None)
+            with autocast_off(grad.device.type), torch._C.DisableTorchFunction():
+                grad_x, *_ = differentiable.gradients(
+                    grad, grad, matrix, formats=formats, scales=Scales(), needs=(True, False, False)
+                )
+            assert grad_x is not None
+            grad_x = grad_x.to(ctx.x_dtype)
+        if grad_weight is not None:
+            grad_weight = _final(grad_weight, grad, ctx.weight)
+        return grad_x, grad_weight, *rest
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, by fp8 products."""
         formats: ProductFormats = ctx.formats
         scaling = SCALINGS[formats.scaling]
         x, x_scale_inv, weight, weight_scale_inv, scale_inv, cast_stats = ctx.saved_tensors
@@ -203,4 +249,21 @@ class _Fp8Product(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, *[None] * 9
 
 
+class _Final(torch.autograd.Function):
+    """A gradient of a weight, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, grad_weight: Tensor, *_: Tensor) -> Tensor:
+        return grad_weight.view_as(grad_weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        raise UnsupportedError(
+            "the gradient of an fp8 layer's weight was differentiated again, for which its input "
+            "would have to be kept in full; write bf16 for this layer (`name: bf16`), or "
+            "emulate=true"
+        )
+
+
 _apply: Any = _Fp8Product.apply
+_final: Any = _Final.apply

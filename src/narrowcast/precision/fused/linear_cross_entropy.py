@@ -59,8 +59,10 @@ def linear_cross_entropy(
         return _here(hidden, head, targets, terms, plain=plain)
     if region.emulated or region.reduce != "fp32" or not plain:
         return _here(hidden, head, targets, terms, plain=False)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _in_region(region, hidden, head, targets, terms)
+    if region.is_plain:
+        hidden = hidden.float()
+    with region():
+        return _here(hidden, head, targets, terms, plain=True)
 
 
 def _refuse(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms) -> None:
@@ -110,16 +112,6 @@ def _region_entered_by(head: nn.Linear) -> Region | None:
     """Return the region a head would enter here; None where it is in force or there is none."""
     entry = head.nc_entry if isinstance(head, InRegion) else None
     return entry.region if isinstance(entry, Entry) and entry.name != in_force() else None
-
-
-def _in_region(
-    region: Region, hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
-) -> Tensor:
-    # On its own, because torch.compile cannot trace one context inside another in one function.
-    if region.format_name == "fp32":
-        hidden = hidden.float()
-    with region():
-        return _here(hidden, head, targets, terms, plain=True)
 
 
 def _here(

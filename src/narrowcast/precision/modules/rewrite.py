@@ -20,6 +20,7 @@ from narrowcast.precision.modules.wrappers import (
     Fp32Norm,
     MatchingInput,
     RoundedNorm,
+    Untraced,
 )
 from narrowcast.precision.plan.module_kinds import kind_of, multiplies, needs_one_dtype
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
@@ -70,7 +71,8 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
             case "linear" if _needs_own_products(module_plan, around):
                 kind = EmulatedLinear if module_plan.how == "emulated" else Fp8Linear
                 formats = ProductFormats.of(module_plan.policy)
-                swap(module, kind, nc_formats=formats, nc_history=None)
+                autocast = device_type if around.is_of_16_bits else None
+                swap(module, kind, nc_formats=formats, nc_history=None, nc_autocast=autocast)
             case "embedding":
                 if isinstance(module, nn.EmbeddingBag):
                     swap(module, MatchingInput)  # its weights of samples must be of one dtype
@@ -80,10 +82,9 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
                     emulated = around.emulated or module_plan.how == "emulated" or widens(policy)
                     region = Region(policy.functional, emulated, device_type, policy.reduce)
                     regions[module_plan.name] = region
-                narrow = policy.params != "fp32" or plan.policy.params != "fp32"
-                if module_plan.kind == "recurrent" and (narrow or plan.emulated):
-                    # Its neighbours may be in 16 bits, or it alone; an autocast would not mind.
-                    swap(module, MatchingInput)
+                if module_plan.kind == "recurrent":
+                    emulated = regions.get(module_plan.name, around).emulated
+                    _rewrite_recurrent(module, module_plan, plan, emulated=emulated)
     return regions
 
 
@@ -174,6 +175,16 @@ def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
             formats = {_format_of_16_bits(each) for each in plans}
             if len(formats) == 1 and (one := formats.pop()):
                 swap(module, GeluMlp, nc_layers=ends, nc_dtype=_dtype(one))
+
+
+def _rewrite_recurrent(
+    module: nn.Module, module_plan: ModulePlan, plan: Plan, *, emulated: bool
+) -> None:
+    if module_plan.policy.params != "fp32" or plan.policy.params != "fp32" or plan.emulated:
+        # Its neighbours may be in 16 bits, or it alone; an autocast would not mind.
+        swap(module, MatchingInput)
+    if emulated:
+        swap(module, Untraced)
 
 
 def _format_of_16_bits(module_plan: ModulePlan | None) -> str:

@@ -1,14 +1,18 @@
 """What `prepare` turns modules into: the same objects, with a class of these before their own."""
 
+import contextlib
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.nested import cast_floats, first_tensor, map_tensors
+from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.emulated import linear_product
+from narrowcast.precision.products.modes import sees_reductions
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import Mixin
 
@@ -18,9 +22,13 @@ class EmulatedLinear(Mixin, nn.Linear):
 
     nc_formats: ProductFormats
     nc_history: AmaxHistory | None
+    nc_autocast: str | None = None
+    """The device type whose autocast is on around this layer, if one is: off, it is an island."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
         """Multiply in this layer's formats."""
+        if self.nc_autocast is not None and not torch.is_autocast_enabled(self.nc_autocast):
+            return F.linear(input, self.weight, self.bias)
         return linear_product(
             input, self.weight, self.bias, formats=self.nc_formats, history=self.nc_history
         )
@@ -52,7 +60,9 @@ class RoundedNorm(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Round, normalise with fp32 sums, round."""
         x = first_tensor(args, kwargs)
-        with torch.autocast(x.device.type, enabled=False):
+        # A mode that sees the sums leaves them in fp32, which without autocast would be an island.
+        off = contextlib.nullcontext() if sees_reductions() else autocast_off(x.device.type)
+        with off:
             rounded = cast_floats((args, kwargs), self.nc_dtype)
             args, kwargs = cast_floats(rounded, next(iter(self.parameters()), x).dtype)
             return super().forward(*args, **kwargs).to(self.nc_dtype).to(x.dtype)
@@ -65,6 +75,19 @@ class MatchingInput(Mixin):
         """Cast floating-point arguments to the dtype of the weights."""
         dtype = next(iter(self.parameters())).dtype
         args, kwargs = cast_floats((args, kwargs), dtype)
+        return super().forward(*args, **kwargs)
+
+
+class Untraced(Mixin):
+    """A recurrent layer that `torch.compile` leaves to torch.
+
+    By itself it gives up on them too, but then tries what they call, and torch 2.13 takes a dtype
+    for a number there under a function mode.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer as it is."""
         return super().forward(*args, **kwargs)
 
 

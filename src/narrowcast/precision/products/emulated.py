@@ -6,16 +6,17 @@ add them in fp32. A tensor keeps its dtype on the way: fp32 values lie on the fo
 model runs unchanged, and no native 16-bit product is ever asked of a CPU that lacks it.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowcast.numerics import FP32, TF32, Format
 from narrowcast.numerics.carriers import CHUNK
+from narrowcast.precision.products import differentiable
+from narrowcast.precision.products.autocast import autocast_off
+from narrowcast.precision.products.differentiable import Scales
 from narrowcast.precision.products.operands import (
     ProductFormats,
     is_delayed,
@@ -23,6 +24,7 @@ from narrowcast.precision.products.operands import (
     operand,
     rounded,
 )
+from narrowcast.precision.products.straight import is_transformed, straight, unseen
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -43,6 +45,9 @@ class PastScales(Protocol):
     def scale(self, x: Tensor, target: Format, role: str) -> Tensor:
         """Return the scale of a role that is in force, and take note of this matrix."""
 
+    def scale_of_past(self, role: str) -> Tensor | None:
+        """Return the scale of a role that past steps have decided, and take note of nothing."""
+
 
 @_traced_if_right
 def linear_product(
@@ -54,35 +59,47 @@ def linear_product(
     history: PastScales | None = None,
 ) -> Tensor:
     """Return input · weightᵀ + bias, with each of the three products in its own format."""
-    scales: tuple[Tensor, Tensor] | None = None
-    if history is not None and is_delayed(formats.forward):
-        assert isinstance(formats.forward, Format)
-        scales = (
-            history.scale(x, formats.forward, "input"),
-            history.scale(weight, formats.forward, "weight"),
-        )
-    # Under a native region around it, autocast would round these operands a second time.
-    with torch.autocast(x.device.type, enabled=False):
-        result: Tensor = _linear_product(x, weight, bias, formats, scales, history)
-    return result
+    # Under a region around it, autocast would round these operands a second time.
+    with autocast_off(x.device.type):
+        if is_transformed():
+            scales = _scales_of_past(formats, history)
+            return differentiable.transformed_linear(
+                x, weight, bias, formats=formats, scales=scales
+            )
+        past: tuple[Tensor, Tensor] | None = None
+        if history is not None and is_delayed(formats.forward):
+            assert isinstance(formats.forward, Format)
+            past = (
+                history.scale(x, formats.forward, "input"),
+                history.scale(weight, formats.forward, "weight"),
+            )
+        trained = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+        linked = trained and not torch.compiler.is_compiling()
+        result = _linear_product(x, weight, bias, formats, past, history, linked)
+        output: Tensor = result[0] if linked else result
+        return output
 
 
-def _unseen(method: _Method) -> _Method:
-    """Let what a method calls pass by function modes, each of which would look at every call."""
+def _scales_of_past(formats: ProductFormats, history: PastScales | None) -> Scales:
+    """Return the scales in force inside a transform, which takes note of nothing.
 
-    @functools.wraps(method)
-    def run(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return method(*args)
-        with torch._C.DisableTorchFunction():
-            return method(*args)
-
-    return cast(_Method, run)
+    Its gradients are seldom those of the loss that is trained, and so have scales of their own.
+    """
+    if history is None or not is_delayed(formats.forward):
+        return Scales()
+    return Scales(history.scale_of_past("input"), history.scale_of_past("weight"))
 
 
 class _LinearProduct(torch.autograd.Function):
+    """The three products of a linear layer.
+
+    Where both input and weight have gradients there is a second output, the link: no number of it
+    is ever read, but a gradient that it receives is one of the input. Second derivatives go that
+    way, and the input itself need not be kept for them beside its rounded values.
+    """
+
     @staticmethod
-    @_unseen
+    @unseen
     def forward(
         ctx: Any,
         x: Tensor,
@@ -91,7 +108,8 @@ class _LinearProduct(torch.autograd.Function):
         formats: ProductFormats,
         scales: tuple[Tensor, Tensor] | None,
         history: PastScales | None,
-    ) -> Tensor:
+        linked: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         rows = x.reshape(-1, x.shape[-1]).float()  # (rows, in)
         wide_weight = weight.float()  # (out, in)
         x_scale, weight_scale = scales if scales is not None else (None, None)
@@ -110,35 +128,70 @@ class _LinearProduct(torch.autograd.Function):
             output = _rounded_fresh(output, formats.output).add_(rounded_bias)
         else:
             output = torch.ops.aten.addmm.default(rounded_bias, rounded_x, transposed)
-        if formats.one_rounding:
-            ctx.save_for_backward(rounded_x, rounded_weight)
-        else:
-            ctx.save_for_backward(rows, wide_weight)
+        kept = (rounded_x, rounded_weight) if formats.one_rounding else (rows, wide_weight)
         ctx.formats, ctx.history, ctx.scales = formats, history, (x_scale, weight_scale)
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
         output = output.view(*x.shape[:-1], weight.shape[0])
-        return _in_carrier(output, formats.output, x.dtype, rounding=_rounded_fresh)
+        output = _in_carrier(output, formats.output, x.dtype, rounding=_rounded_fresh)
+        if not linked:
+            ctx.save_for_backward(*kept)
+            return output
+        link = x.new_zeros(1).expand(rows.shape)  # one number of memory
+        ctx.save_for_backward(*kept, link)
+        ctx.weight = weight  # not saved: an update between the passes is none of its business
+        ctx.set_materialize_grads(False)
+        return output, link
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # Activation checkpointing runs the forward pass again for these, in its region.
-        x, weight = ctx.saved_tensors
-        return _LinearProduct.gradients(ctx, grad_output, x, weight)
+    def backward(
+        ctx: Any, grad_output: Tensor | None, grad_link: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...] = (None, None, None)
+        if grad_output is not None:
+            # Activation checkpointing runs the forward pass again for these, in its region.
+            x, weight, *links = ctx.saved_tensors
+            with autocast_off(grad_output.device.type):
+                if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                    found = _LinearProduct.second(ctx, grad_output, x, weight, links)
+                else:
+                    found = _LinearProduct.gradients(ctx, grad_output, x, weight)
+        if grad_link is not None:
+            through = grad_link.view(ctx.x_shape)
+            found = (through if found[0] is None else found[0] + through, *found[1:])
+        return *found, None, None, None, None
 
     @staticmethod
-    @_unseen
+    @unseen
+    def second(
+        ctx: Any, grad_output: Tensor, x: Tensor, weight: Tensor, links: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients as what can be differentiated again."""
+        formats: ProductFormats = ctx.formats
+        grad = grad_output.reshape(-1, grad_output.shape[-1])  # (rows, out)
+        if links:
+            x, weight = differentiable.tied(x, links[0]), differentiable.tied(weight, ctx.weight)
+        needs = (*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2])
+        of_grad = _noted_scale(ctx, rounded(grad.float(), formats.output))
+        scales = Scales(ctx.scales[0], ctx.scales[1], of_grad)
+        grad_x, *rest = differentiable.gradients(
+            grad, x, weight, formats=formats, scales=scales, needs=needs
+        )
+        if grad_x is not None:
+            grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
+        return grad_x, *rest
+
+    @staticmethod
+    @unseen
     def gradients(
         ctx: Any, grad_output: Tensor, x: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients, with results rounded where they lie."""
         formats: ProductFormats = ctx.formats
         grad = grad_output.reshape(-1, grad_output.shape[-1]).float()  # (rows, out)
         # What comes back has the format of what went out.
         grad = rounded(grad, formats.output)
         grad_x = grad_weight = grad_bias = None
-        scale = None
-        if ctx.history is not None and is_delayed(formats.grad_input):
-            scale = ctx.history.scale(grad, formats.grad_input, "grad_output")
+        scale = _noted_scale(ctx, grad)
         rounded_grad = None
         if ctx.needs_input_grad[0]:
             rounded_grad = grad
@@ -165,7 +218,16 @@ class _LinearProduct(torch.autograd.Function):
             grad_weight = _rounded_fresh(grad_weight, formats.output)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = rounded(grad.sum(0), formats.output)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias
+
+
+def _noted_scale(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Return the scale of a gradient from past steps, which take note of this one."""
+    formats: ProductFormats = ctx.formats
+    if ctx.history is None or not is_delayed(formats.grad_input):
+        return None
+    scale: Tensor = ctx.history.scale(grad.detach(), formats.grad_input, "grad_output")
+    return scale
 
 
 @_traced_if_right
@@ -178,7 +240,7 @@ def rounded_call(
     """
     kwargs = dict(kwargs)
     out = kwargs.pop("out", None)
-    carrier = _widest(args, kwargs)
+    carrier = widest_float(args, kwargs)
     with torch._C.DisableTorchFunction():
         result = function(
             *[_map_floats(a, lambda t: _round_operand(t, target)) for a in args],
@@ -188,40 +250,20 @@ def rounded_call(
         return result if out is None else out.copy_(result)
 
 
-class _RoundOperand(torch.autograd.Function):
+def _round_operand(x: Tensor, target: Format) -> Tensor:
     """Round on the way in; on the way back round the gradient this operand receives."""
-
-    @staticmethod
-    @_unseen
-    def forward(ctx: Any, x: Tensor, target: Format) -> Tensor:
-        ctx.target, ctx.dtype = target, x.dtype
-        return rounded(x.float(), target)
-
-    @staticmethod
-    @_unseen
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return rounded(grad, _returned(ctx.target)).to(ctx.dtype), None
+    return straight(x, target, torch.float32, _returned(target))
 
 
-class _RoundResult(torch.autograd.Function):
+def _round_result(x: Tensor, target: Format, carrier: torch.dtype) -> Tensor:
     """Round on the way out; on the way back round the gradient that enters the product."""
-
-    @staticmethod
-    @_unseen
-    def forward(ctx: Any, x: Tensor, target: Format, carrier: torch.dtype) -> Tensor:
-        ctx.target = target
-        return _in_carrier(x, _returned(target), carrier)
-
-    @staticmethod
-    @_unseen
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return rounded(grad.float(), ctx.target), None, None
+    returned = _returned(target)
+    own = carrier == returned.dtype and returned is not FP32
+    return straight(x, returned, carrier if own else torch.float32, target)
 
 
 # `apply` has no types in torch.
 _linear_product: Any = _LinearProduct.apply
-_round_operand: Any = _RoundOperand.apply
-_round_result: Any = _RoundResult.apply
 
 
 def _returned(target: Format) -> Format:
@@ -255,7 +297,8 @@ def _in_carrier(
     return rounding(x, target)
 
 
-def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+def widest_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """Return the one dtype of all tensors of numbers, and fp32 where they have several or none."""
     found: list[torch.dtype] = []
     for value in (*args, *kwargs.values()):
         _map_floats(value, lambda t: found.append(t.dtype) or t)  # type: ignore[func-returns-value]

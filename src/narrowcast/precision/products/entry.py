@@ -33,6 +33,10 @@ class PassListener(Protocol):
         """Take note that it has ended."""
 
 
+_CAST = ("'bf16'", "'fp16'")
+"""Found in the names of regions inside which torch's autocast is on."""
+
+
 @final
 class PreparedModel:
     """What all regions of one prepared model have in common."""
@@ -64,6 +68,13 @@ class Entry:
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", f"{self.model.name} {self.region}")
 
+    @property
+    def is_on_an_island(self) -> bool:
+        """Whether a region of this model is in force, and its autocast switched off by somebody."""
+        around = in_force() or ""
+        inside = around.startswith(self.model.name) and any(name in around for name in _CAST)
+        return inside and not torch.is_autocast_enabled(self.region.device_type)
+
 
 class InRegion(Transparent):
     """A module of a prepared model, which finds its region in force or enters it."""
@@ -74,7 +85,7 @@ class InRegion(Transparent):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, inside its region."""
-        if in_force() == self.nc_entry.name:
+        if in_force() == self.nc_entry.name or self.nc_entry.is_on_an_island:
             return super().forward(*args, **kwargs)
         return self._nc_enter(super().forward, args, kwargs)
 
@@ -95,14 +106,14 @@ class InRegion(Transparent):
         around = in_force()
         put_in_force(self.nc_entry.name)
         try:
-            with torch.autocast(self.nc_entry.region.device_type, enabled=False):
+            with self.nc_entry.region.autocast():
                 return self._nc_inside(call, args, kwargs)
         finally:
             put_in_force(around)
 
     def _nc_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # On its own, because torch.compile cannot trace one context inside another in one function.
-        with self.nc_entry.region():
+        with self.nc_entry.region.products():
             return call(*args, **kwargs)
 
     @classmethod
@@ -127,8 +138,6 @@ class Pass:
         """Put the region in the place of the one around it, which may be a native one."""
         self._around = in_force()
         put_in_force(self._entry.name)
-        self._off = torch.autocast(self._entry.region.device_type, enabled=False)
-        self._off.__enter__()
         self._region = self._entry.region()
         self._region.__enter__()
         if (listener := self._listener) is not None:
@@ -144,7 +153,6 @@ class Pass:
         if (listener := self._listener) is not None:
             listener.end_pass()
         self._region.__exit__(kind, error, traceback)
-        self._off.__exit__(kind, error, traceback)
         put_in_force(self._around)
 
     @property

@@ -18,7 +18,7 @@ from narrowcast.precision.modules.rewrite import (
     weight_formats,
 )
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.products.regions import EmulatedProducts
+from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.swap import restore as restore_modules
 from narrowcast.precision.weights.copies import copy_as_it_is, copy_in_full
 from narrowcast.precision.weights.ema import WeightAverage

@@ -1,0 +1,176 @@
+"""The function modes of emulated regions: what becomes of a product that a model asks torch for."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.overrides import TorchFunctionMode
+
+from narrowcast.numerics import FP32, Format, plain_format
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.products.attention import multi_head_attention
+from narrowcast.precision.products.autocast import autocast_off
+from narrowcast.precision.products.backward import BACKWARD, backward_under
+from narrowcast.precision.products.emulated import linear_product, rounded_call, widest_float
+from narrowcast.precision.products.functions import HIDING, IN_PLACE, PRODUCTS, REDUCTIONS
+from narrowcast.precision.products.in_force import in_force
+from narrowcast.precision.products.operands import ProductFormats
+
+# By name, for modes to look up: a number that `torch.compile` reads from an object of a run, and
+# that is another one when the policy is, it takes for a variable, and then cannot decide by it.
+_UNIFORM = {
+    name: ProductFormats.of(Policy(forward=name, grad_input=name, grad_weight=name))
+    for name in ("fp32", "tf32", "bf16", "fp16")
+}
+
+
+_BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class RoundedReductions(TorchFunctionMode):
+    """Round what goes into and comes out of reductions, which still add in fp32."""
+
+    def __init__(self, target: Format, *, autocast: str | None = None) -> None:
+        super().__init__()
+        self._name, self._autocast, self._around = target.name, autocast, in_force()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Round around reductions, pass on everything else."""
+        elsewhere = in_force() != self._around
+        if func not in REDUCTIONS or elsewhere or _asked(self._autocast, self._name) is None:
+            return func(*args, **(kwargs or {}))
+        if self._autocast is None:
+            return rounded_call(func, args, kwargs or {}, plain_format(self._name))
+        with autocast_off(self._autocast):
+            return rounded_call(func, args, kwargs or {}, plain_format(self._name))
+
+
+class EmulatedProducts(TorchFunctionMode):
+    """Round the operands and results of every functional product to one format.
+
+    With `widen=False` reductions stay as they are: what an optimizer expects of its own. Given a
+    device type as `autocast`, torch's autocast of that decides in which of the 16-bit formats a
+    product is, and whether in any.
+    """
+
+    emulates = True
+
+    def __init__(self, target: Format, *, widen: bool = True, autocast: str | None = None) -> None:
+        super().__init__()
+        self._name, self._widen, self._autocast = target.name, widen, autocast
+        self._around = in_force()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Emulate products, widen the arguments of reductions, pass on everything else."""
+        kwargs = kwargs or {}
+        # Inside a region of another model, or an exception's, this one is not in force.
+        if _is_compiled(args, kwargs) or in_force() != self._around:
+            return func(*args, **kwargs)
+        name = _asked(self._autocast, self._name)
+        if name is None:
+            return _on_an_island(func, args, kwargs)
+        if self._autocast is None:
+            return self._emulated(func, args, kwargs, name)
+        if torch.compiler.is_compiling() and not _is_handled(func):
+            return func(*args, **kwargs)
+        # All of it, since torch has products in functions that are in none of our tables, backward
+        # passes among them: those are fp32 in an emulated region.
+        with autocast_off(self._autocast):
+            return self._emulated(func, args, kwargs, name)
+
+    def _emulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+        if func in BACKWARD:
+            return backward_under(self, func, args, kwargs)
+        if func is F.linear:
+            return _linear(*args, formats=_UNIFORM[name], **kwargs)
+        if func is F.multi_head_attention_forward:
+            with EmulatedProducts(plain_format(name), widen=self._widen):
+                return multi_head_attention(*args, **kwargs)
+        if func in IN_PLACE:
+            return args[0].copy_(self._emulated(IN_PLACE[func], args, kwargs, name))
+        if func is torch.prelu:
+            return _prelu(*args, **kwargs)
+        product = func in PRODUCTS or (func in HIDING and not self._widen)
+        if product and name != FP32.name:
+            return rounded_call(func, args, kwargs, plain_format(name))
+        if product or func in HIDING or (self._widen and func in REDUCTIONS):
+            args = tuple(_widened(a) for a in args)
+            kwargs = {k: _widened(a) for k, a in kwargs.items()}
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def sees_reductions() -> bool:
+    """Say whether one of these modes is in force."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, EmulatedProducts | RoundedReductions) for mode in modes)
+
+
+def _asked(autocast: str | None, name: str) -> str | None:
+    """Return the format that products have here, None on an island."""
+    if autocast is None:
+        return name
+    if not torch.is_autocast_enabled(autocast):
+        return None
+    return _BY_DTYPE[torch.get_autocast_dtype(autocast)]
+
+
+def _on_an_island(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what torch does without autocast, but for products of 16-bit operands: never natively."""
+    if not _is_handled(func):
+        return func(*args, **kwargs)
+    dtype = widest_float(args, kwargs)
+    if dtype not in _BY_DTYPE or func in REDUCTIONS:
+        return func(*args, **kwargs)
+    with EmulatedProducts(plain_format(_BY_DTYPE[dtype]), widen=False):
+        return func(*args, **kwargs)
+
+
+def _is_handled(func: Any) -> bool:
+    """Say whether a region does more to a call than to pass it on."""
+    special = (F.linear, F.multi_head_attention_forward, torch.prelu)
+    tables = (PRODUCTS, REDUCTIONS, IN_PLACE, HIDING, special)
+    return any(func in table for table in tables)
+
+
+def _is_compiled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether compiled code makes this call: its products were rounded when it was traced.
+
+    The compiler runs torch's own Python, and so does what it writes, with products into `out`.
+    As under torch's autocast, what a user multiplies into `out` keeps its format as well.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return False
+    if kwargs.get("out") is not None:
+        of_16_bits = (torch.bfloat16, torch.float16)
+        return not any(isinstance(a, Tensor) and a.dtype in of_16_bits for a in args)
+    return TracingContext.try_get() is not None
+
+
+def _linear(
+    input: Tensor,  # noqa: A002  # torch's own name, which callers may use as a keyword
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    formats: ProductFormats,
+) -> Tensor:
+    return linear_product(input, weight, bias, formats=formats)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:  # noqa: A002  # torch's own name
+    return torch.prelu(input, weight.to(input.dtype))  # torch takes no operands of two dtypes
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    if isinstance(value, tuple | list):
+        return type(value)(_widened(v) for v in value)
+    return value
