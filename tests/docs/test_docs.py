@@ -28,6 +28,13 @@ def test_the_python_of_a_page_runs_and_prints_what_is_shown(docs, runnable, tmp_
             printed = None
 
 
+def test_every_loop_that_is_shown_fits_twenty_lines(docs):
+    text = (docs.DOCS / "ideas/loops.md").read_text(encoding="utf-8")
+    shown = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
+    assert len(shown) > 15
+    assert max(len(body.splitlines()) for body in shown) <= 20
+
+
 def test_every_block_is_of_a_kind_that_is_checked(docs, page):
     assert {language for language, *_ in docs.blocks(page)} <= {"python", "text", "console", "yaml"}
 

@@ -60,10 +60,16 @@ def swap(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
     module.__dict__.setdefault("nc_plain_class", type(module))
     if "forward" in module.__dict__ and _KEPT not in module.__dict__:
         swap(module, OwnForward, nc_forward=module.__dict__.pop("forward"))
-    module.__class__ = _joined(cast(Any, mixin), cast(Any, type(module)))
+    set_class(module, _joined(cast(Any, mixin), cast(Any, type(module))))
     module.__dict__.update(attributes)
     added = module.__dict__.setdefault("nc_added", set())
     added.update(attributes, _declared(mixin))
+
+
+def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module a class, and nobody else."""
+    # A wrapper may hand on what is set on it to the module that it wraps: Lightning Fabric's does.
+    object.__setattr__(module, "__class__", kind)
 
 
 def restore(model: nn.Module) -> None:
@@ -80,7 +86,7 @@ def restore_module(module: nn.Module) -> None:
         if "forward" in module.__dict__:
             # Put there since: it calls ours, which must not call it.
             attributes[_KEPT] = True
-        module.__class__ = plain
+        set_class(module, plain)
         # Not another dict: somebody may hold this one.
         for name in module.__dict__.keys() - attributes.keys():
             del module.__dict__[name]

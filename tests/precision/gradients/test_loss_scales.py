@@ -116,3 +116,14 @@ def test_scales_per_loss_work_with_masters_clipping_and_fp16_products():
         run.step()
     assert run.stats().applied > 10
     assert all(p.isfinite().all() for p in run.model.parameters())
+
+
+def test_a_scale_that_was_asked_for_without_need_outlives_a_policy_that_needs_one():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = nc.prepare(model, optimizer, policy="fp32", loss_scale=1024.0)
+    run.change("fp16")
+    run.change("fp32")
+    with run.compute():
+        loss = model(torch.ones(2, 4)).sum()
+    assert run.step(loss).loss_scale == 1024

@@ -580,3 +580,18 @@ def test_settings_that_mean_nothing_are_refused(mlp, settings, message):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RecipeError, match=message):
         nc.prepare(model, optimizer, policy="fp32", **settings)
+
+
+def test_a_state_is_not_loaded_between_backward_and_step_where_a_loss_scale_would_change(mlp):
+    run = prepared(mlp(), policy="fp16")
+    state = copy.deepcopy(run.state_dict())
+    run.step(loss_of(run, factor=math.inf))
+    run.backward(loss_of(run))
+    gradients = [p.grad.clone() for p in run.model.parameters()]
+    with pytest.raises(RecipeError, match=r"load_state_dict\(\) was called between backward"):
+        run.load_state_dict(state)
+    pairs = zip(gradients, run.model.parameters(), strict=True)
+    assert all(torch.equal(gradient, p.grad) for gradient, p in pairs)
+    run.zero_grad()
+    run.load_state_dict(state)
+    assert run.step(loss_of(run)).loss_scale == 65536

@@ -27,7 +27,7 @@ from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.step.checks import refuse_watched
-from narrowcast.precision.swap import swap
+from narrowcast.precision.swap import set_class, swap
 
 
 @final
@@ -92,7 +92,7 @@ class Probes:
         for module, kind in self._before.items():
             if "nc_unseen" not in module.__dict__:
                 continue
-            module.__class__ = kind
+            set_class(module, kind)
             for name in ATTRIBUTES:
                 del module.__dict__[name]
             if module.__dict__["nc_plain_class"] is kind:

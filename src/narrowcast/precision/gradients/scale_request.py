@@ -61,12 +61,15 @@ class ScaleRequest:
         device: torch.device,
     ) -> None:
         self._settings, self._groups, self._device = settings, scale_groups, device
+        self._wanted_anyway = False
+        """Whether a scale was asked for under a policy that needs none: it stays under all."""
         self.parts = find_parts(model, scale_groups)
         """The modules of each group."""
         self._part_of = [part_of(name, scale_groups) for name in names]
 
     def first(self, policy: Policy) -> Scales:
         """Return the scales that a run begins with under this policy."""
+        self._wanted_anyway = self._settings is not None and not policy.needs_loss_scale
         return _lossless(self._begun(self._settings), policy)
 
     def next(
@@ -78,7 +81,7 @@ class ScaleRequest:
         """
         if policy.needs_loss_scale and scales.value is None:
             scales = self._begun(settings or self._settings or LossScale())
-        elif not policy.needs_loss_scale and before.needs_loss_scale:
+        elif not (policy.needs_loss_scale or self._wanted_anyway) and before.needs_loss_scale:
             scales = self._begun(None)
         return _lossless(scales, policy)  # needed before and after, or by nobody but asked for
 

@@ -95,7 +95,7 @@ class InRegion(Transparent):
         return ", ".join(filter(None, [super().extra_repr(), own]))
 
     def _nc_enter(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.nc_entry.region.is_plain:
+        if self.nc_entry.region.is_plain and not _has_16_bits(self):
             args, kwargs = widen_floats((args, kwargs))
         if torch.compiler.is_compiling():
             return self._nc_compiled(call, args, kwargs)
@@ -120,6 +120,11 @@ class InRegion(Transparent):
     def nc_namespace(cls, plain: type[nn.Module]) -> dict[str, Any]:
         """Let every way into the module that is its own enter the region, `encode` as `forward`."""
         return {name: _entering(function) for name, function in _ways_in(plain)}
+
+
+def _has_16_bits(module: nn.Module) -> bool:
+    """Say whether somebody who does not train it gave a module weights that want narrow inputs."""
+    return any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
 
 
 @final

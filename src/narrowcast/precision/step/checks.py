@@ -107,6 +107,18 @@ def needed_arguments(function: Callable[..., Any]) -> list[str]:
     ]
 
 
+def refuse_buckets(model: nn.Module, plan: Plan) -> None:
+    """Refuse to give weights another dtype that torch has sorted by theirs already."""
+    if plan.policy.params == "fp32":
+        return
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        raise UnsupportedError(
+            f"params={plan.policy.params} would change the dtype of weights whose gradients "
+            "DistributedDataParallel waits for in fp32; prepare() the model inside it first, and "
+            "wrap that: DistributedDataParallel(model)"
+        )
+
+
 def refuse_watched(model: nn.Module, *, doing: str) -> None:
     """Refuse to give other classes to modules that somebody looks at, who would see no more."""
     if any(isinstance(module, Onlooker) for module in model.modules()):

@@ -27,6 +27,7 @@ from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.products.entry import Pass, entry_of
 from narrowcast.precision.step.buffers import BufferGuard
 from narrowcast.precision.step.checks import (
+    refuse_buckets,
     refuse_foreign_plan,
     refuse_senseless_rates,
     refuse_watched,
@@ -252,6 +253,7 @@ class Engine:
     def _terms_of(self, plan: Plan, *, loss_scale: Settings | None) -> tuple[bool, str, Scales]:
         """Return whether the update would be fused, and why, and the loss scales; or refuse."""
         refuse_foreign_plan(self.model, plan, mine=self.plan)
+        refuse_buckets(self.model, plan)
         self.weights.refuse_impossible(plan)
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
         before = self.plan.policy

@@ -10,7 +10,11 @@ from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
-from narrowcast.precision.step.checks import refuse_senseless, refuse_what_cannot_be
+from narrowcast.precision.step.checks import (
+    refuse_buckets,
+    refuse_senseless,
+    refuse_what_cannot_be,
+)
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.schedules import AnyScheduler, Schedules
@@ -62,6 +66,7 @@ def prepare(
     else:
         hardware = probe(str(next(model.parameters()).device))
         plan = make_plan(model, policy, hardware=hardware, emulate=emulate)
+    refuse_buckets(model, plan)
     if settings is None and plan.policy.needs_loss_scale:
         settings = LossScale()
     return Prepared(

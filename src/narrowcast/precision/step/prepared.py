@@ -251,5 +251,11 @@ class Prepared:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood; that of another run is refused and changes nothing."""
-        self.engine.weights.ownership.refuse_ema_swapped_in(doing="load_state_dict()")
+        weights = self.engine.weights
+        weights.ownership.refuse_ema_swapped_in(doing="load_state_dict()")
+        if self.engine.scales.value is not None and weights.with_gradients():
+            raise RecipeError(
+                "load_state_dict() was called between backward() and step(), and gradients have "
+                "the loss scale of before; call it after step(), or zero_grad() first"
+            )
         load_state(self.engine, state)

@@ -179,10 +179,11 @@ class TrainedWeights:
 
     def full_by_name(self) -> dict[str, Tensor]:
         """Return the model's state, its weights with every digit that is kept of them."""
-        weights = dict(self._model.named_parameters(remove_duplicate=False))
+        # Found by themselves: a wrapper may save weights under other names than it has for them.
+        kept = self._model.state_dict(keep_vars=True)
         return {
-            name: self.full(weights[name]) if name in weights else value
-            for name, value in self._model.state_dict().items()
+            name: self.full(value) if isinstance(value, nn.Parameter) else _detached(value)
+            for name, value in kept.items()
         }
 
     def averaged_by_name(self) -> dict[str, Tensor]:
@@ -285,6 +286,10 @@ def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[
     policy = plan.policy
     kept = (policy.grads_format, policy.master, policy.moments_format, policy.needs_fused_optimizer)
     return (weight_formats(model, plan, trained), *kept)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _factors(weights: Sequence[nn.Parameter], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
