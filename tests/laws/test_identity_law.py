@@ -140,10 +140,14 @@ def test_a_schedule_that_moves_momentum_as_well_is_followed():
     assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items())
 
 
-def test_an_fp32_policy_leaves_the_classes_of_the_model_alone():
+def test_an_fp32_policy_leaves_a_model_what_it_is_and_gives_its_classes_back():
     model = Model()
-    classes = [type(m) for m in model.modules()]
-    nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    classes, printed = [type(m) for m in model.modules()], str(model)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    assert all(isinstance(m, kind) for m, kind in zip(model.modules(), classes, strict=True))
+    assert [type(m).__name__ for m in model.modules()] == [kind.__name__ for kind in classes]
+    assert str(model) == printed
+    run.release()
     assert [type(m) for m in model.modules()] == classes
 
 

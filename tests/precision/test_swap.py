@@ -235,3 +235,21 @@ def test_a_prepare_that_fails_leaves_the_model_as_it_was():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "kahan", "stochastic", "none"])
+@pytest.mark.parametrize("part", ["the model", "a part of it"])
+def test_a_state_loaded_after_prepare_keeps_every_digit_that_can_be_kept(master, part):
+    torch.manual_seed(1)
+    model, pretrained = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+    run = prepared(model, f"bf16, params=bf16, master={master}")
+    step(run)
+    if part == "the model":
+        model.load_state_dict(pretrained.state_dict())
+    else:
+        model[0].load_state_dict(pretrained[0].state_dict())
+    full, wanted = run.full_weights()["0.linear.weight"], pretrained[0].linear.weight
+    assert torch.equal(model[0].linear.weight, wanted.bfloat16())
+    digits = {"fp32": 0.0, "split": 0.0, "kahan": 2.0**-16}.get(master, 2.0**-8)
+    assert ((full - wanted).abs() <= digits * wanted.abs()).all()
+    assert step(run).applied

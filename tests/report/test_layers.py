@@ -47,7 +47,7 @@ def test_a_digit_inside_a_name_is_not_an_index(module):
 
 
 def test_the_root_module_has_a_name_a_reader_understands(module):
-    assert layers([module("")])[0].label == "(the model itself)"
+    assert layers([module("")])[0].label == ". (the model itself)"
 
 
 @given(names=names, kinds=lists(sampled_from(["Linear", "Conv1d"]), min_size=40, max_size=40))

@@ -99,7 +99,9 @@ def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
         called = plain_class(module).forward is not nn.Module.forward or has_own_forward(module)
         weighs = next(module.parameters(), None) is not None and multiplies(kind_of(module))
         if name in entries or (called and weighs and module not in by_hand):
-            swap(module, InRegion, nc_entry=_around(name, entries), nc_begins=name in entries)
+            entry = _around(name, entries)
+            begins = name in entries and (name != "" or not entry.region.is_plain)
+            swap(module, InRegion, nc_entry=entry, nc_begins=begins)
 
 
 def weight_formats(

@@ -15,7 +15,7 @@ from types import FunctionType, TracebackType
 from typing import Any, Protocol, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowcast.precision.nested import widen_floats
 from narrowcast.precision.products.in_force import in_force, put_in_force
@@ -33,6 +33,8 @@ class PassListener(Protocol):
         """Take note that it has ended."""
 
 
+LOAD = "nc_load"
+"""What a weight has that can keep more digits of a value than it holds itself: takes the value."""
 _CAST = ("'bf16'", "'fp16'")
 """Found in the names of regions inside which torch's autocast is on."""
 
@@ -88,6 +90,15 @@ class InRegion(Transparent):
         if in_force() == self.nc_entry.name or self.nc_entry.is_on_an_island:
             return super().forward(*args, **kwargs)
         return self._nc_enter(super().forward, args, kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a state, and of weights that are kept in fewer bits what these cannot hold."""
+        result = super().load_state_dict(state_dict, *args, **kwargs)
+        for name, weight in self.named_parameters(remove_duplicate=False):
+            load, value = vars(weight).get(LOAD), state_dict.get(name)
+            if load is not None and isinstance(value, Tensor):
+                load(value)
+        return result
 
     def extra_repr(self) -> str:
         """Say the format where the model is printed."""

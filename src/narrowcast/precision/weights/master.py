@@ -257,12 +257,20 @@ class MasterWeights:
                 self._residual.append(torch.empty_like(full, dtype=torch.int16))
             case "kahan":
                 self._residual.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
+        self.take(i, full)
+
+    @torch.no_grad()
+    def take(self, i: int, value: Tensor) -> None:
+        """Give weight `i` a value, with as many digits of it as are kept."""
+        full = value.detach().to(self.parameters[i].device, torch.float32)
         if self.kind == "stochastic":
-            # A first value is given, not an update: the nearest one is the right one.
+            # It is given, not updated: the nearest is the right one.
             weight = local_part(self.parameters[i])
             weight.copy_(nearest(local_part(full), weight.dtype))
-        else:
-            self._store(i, full)
+            return
+        if self.kind == "fp32":
+            self.fp32_params[i].detach().copy_(full)
+        self._store(i, full)
 
     def _store(self, i: int, full: Tensor) -> None:
         # Element by element, so that each device can see to its own shard.

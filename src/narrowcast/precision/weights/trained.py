@@ -21,7 +21,7 @@ from narrowcast.precision.modules.rewrite import (
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.swap import restore as restore_modules
-from narrowcast.precision.weights.copies import copy_as_it_is, copy_in_full
+from narrowcast.precision.weights.copies import show_as_it_is, show_in_full
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.lost_updates import LostUpdates
@@ -69,7 +69,7 @@ class TrainedWeights:
                 replace_values(p, full.to(p.dtype))
         self._lowered = {p for p, _ in lowered}
         for p in self._lowered:
-            copy_in_full(p, self.full)
+            show_in_full(p, self.full, self._take)
         self._storage = _storage(self._model, plan, trained)
         narrow = (torch.bfloat16, torch.float16)
         named = zip(self.names, self.all, strict=True)
@@ -140,7 +140,7 @@ class TrainedWeights:
         originals = dict(zip(self.masters.fp32_params, self.masters.parameters, strict=True))
         for parameter, value in full:
             parameter.grad = None
-            copy_as_it_is(parameter)
+            show_as_it_is(parameter)
             replace_values(parameter, value)
             set_grad_dtype(parameter, value.dtype)
         compact_recurrent(self._model)
@@ -275,6 +275,12 @@ class TrainedWeights:
         if self._emulated and self._lowered:
             return EmulatedProducts(BF16, widen=False)
         return contextlib.nullcontext()
+
+    def _take(self, weight: nn.Parameter, value: Tensor) -> None:
+        """Keep all digits of a value that was loaded into a weight."""
+        wide = value.dtype in (torch.float32, torch.float64)
+        if wide and value.shape == weight.shape and as_sharded(weight) is None:
+            self.masters.take(self._master_index[weight], value)
 
     def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
         index = self._master_index.get(weight)
