@@ -125,3 +125,21 @@ def test_neither_buffers_nor_clipping_by_hand_make_the_host_wait(policy, host_ne
         after = [buffer.clone() for buffer in model.buffers()]
     assert (first.applied, second.applied) == (True, False)
     assert all(map(torch.equal, after, kept))
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single:UserWarning")
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda c: c.__name__)
+def test_a_recurrent_layer_is_in_bf16_and_not_in_fp16(cuda, kind, policy):
+    torch.manual_seed(0)
+    model = kind(16, 16, num_layers=2, batch_first=True).to(cuda)
+    x = torch.randn(4, 6, 16, device=cuda)
+    wanted = model(x)[0]
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    with run.compute():
+        output = model(x * 1e5)[0]  # beyond fp16
+        near = model(x)[0]
+    assert near.dtype == torch.bfloat16
+    assert output.isfinite().all()
+    assert (near.float() - wanted).abs().max() < 0.05
+    assert run.step(near.float().square().mean()).applied

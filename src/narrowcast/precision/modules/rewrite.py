@@ -16,6 +16,7 @@ from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
 from narrowcast.precision.modules.wrappers import (
+    Bf16Recurrent,
     EmulatedLinear,
     Fp32Norm,
     MatchingInput,
@@ -83,8 +84,8 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
                     region = Region(policy.functional, emulated, device_type, policy.reduce)
                     regions[module_plan.name] = region
                 if module_plan.kind == "recurrent":
-                    emulated = regions.get(module_plan.name, around).emulated
-                    _rewrite_recurrent(module, module_plan, plan, emulated=emulated)
+                    region = regions.get(module_plan.name, around)
+                    _rewrite_recurrent(module, module_plan, plan, region)
     return regions
 
 
@@ -180,12 +181,14 @@ def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
 
 
 def _rewrite_recurrent(
-    module: nn.Module, module_plan: ModulePlan, plan: Plan, *, emulated: bool
+    module: nn.Module, module_plan: ModulePlan, plan: Plan, region: Region
 ) -> None:
-    if module_plan.policy.params != "fp32" or plan.policy.params != "fp32" or plan.emulated:
+    if isinstance(module, nn.RNNBase) and region == Region("bf16", False, "cuda", region.reduce):
+        swap(module, Bf16Recurrent)
+    elif module_plan.policy.params != "fp32" or plan.policy.params != "fp32" or plan.emulated:
         # Its neighbours may be in 16 bits, or it alone; an autocast would not mind.
         swap(module, MatchingInput)
-    if emulated:
+    if region.emulated:
         swap(module, Untraced)
 
 

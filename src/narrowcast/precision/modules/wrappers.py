@@ -78,6 +78,25 @@ class MatchingInput(Mixin):
         return super().forward(*args, **kwargs)
 
 
+class Bf16Recurrent(Mixin):
+    """A recurrent layer in bf16 on a GPU: torch's autocast would make fp16 of it, whatever its own."""
+
+    _flat_weights: list[Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Multiply weights and inputs in bf16; on an island, as they are."""
+        weights = self._flat_weights
+        if not torch.is_autocast_enabled(weights[0].device.type):
+            return super().forward(*args, **kwargs)
+        args, kwargs = cast_floats((args, kwargs), torch.bfloat16)
+        with torch.autocast(weights[0].device.type, enabled=False):
+            self._flat_weights = [weight.to(torch.bfloat16) for weight in weights]
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self._flat_weights = weights
+
+
 class Untraced(Mixin):
     """A recurrent layer that `torch.compile` leaves to torch.
 
