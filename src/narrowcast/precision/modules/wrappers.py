@@ -79,7 +79,7 @@ class MatchingInput(Mixin):
 
 
 class Bf16Recurrent(Mixin):
-    """A recurrent layer in bf16 on a GPU: torch's autocast would make fp16 of it, whatever its own."""
+    """A recurrent layer in bf16 on a GPU, where torch's autocast would take fp16."""
 
     _flat_weights: list[Tensor]
 
