@@ -253,3 +253,61 @@ def test_a_state_loaded_after_prepare_keeps_every_digit_that_can_be_kept(master,
     digits = {"fp32": 0.0, "split": 0.0, "kahan": 2.0**-16}.get(master, 2.0**-8)
     assert ((full - wanted).abs() <= digits * wanted.abs()).all()
     assert step(run).applied
+
+
+def test_what_load_hooks_make_of_a_state_is_what_is_loaded():
+    def halved(state, prefix, *_):
+        state[prefix + "linear.weight"] = state[prefix + "linear.weight"] / 2
+
+    model, wrapper = Block(), nn.Module()
+    model._register_load_state_dict_pre_hook(halved)
+    run = prepared(model, "bf16, params=bf16, master=split")
+    state = Block().state_dict()
+    wrapper.module = model  # as DDP holds it
+    wrapper.load_state_dict({f"module.{name}": value for name, value in state.items()})
+    full = run.full_weights()
+    assert torch.equal(full["linear.weight"], state["linear.weight"] / 2)
+    assert torch.equal(full["linear.bias"], state["linear.bias"])
+
+
+def test_a_copy_made_of_averages_holds_all_of_their_digits():
+    model = Block()
+    run = prepared(model, "bf16, params=bf16, master=split", ema_decay=0.9)
+    for _ in range(5):
+        step(run)
+    with run.averaged():
+        best = copy.deepcopy(model)
+    averages = run.averaged_weights()
+    assert all(torch.equal(value, averages[name]) for name, value in best.state_dict().items())
+
+
+def test_a_class_that_copies_what_it_holds_gives_a_copy_that_can_be_prepared():
+    class Copies(Block, called="copies"):
+        def __deepcopy__(self, memo):
+            made = Copies.__new__(Copies)
+            made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+            return made
+
+    run = prepared(Copies(), "fp16")
+    again = prepared(copy.deepcopy(run.model), "bf16")
+    assert step(again).applied
+    assert type(again.release()) is Copies
+
+
+def test_a_weight_keeps_in_copies_what_others_wrote_on_it():
+    model = Block()
+    model.linear.weight.no_weight_decay = True
+    run = prepared(model, "bf16, params=bf16, master=split")
+    copied = copy.deepcopy(run.model).linear.weight
+    assert copied.no_weight_decay
+    assert set(vars(copied)) == {"no_weight_decay"}
+
+
+@pytest.mark.parametrize("policy", ["bf16, params=bf16, master=split", "fp8-tensor"])
+def test_a_shallow_copy_and_a_replica_compute_as_the_model(policy):
+    run = prepared(Block(), policy)
+    x = torch.ones(2, 16)
+    assert torch.equal(copy.copy(run.model)(x), run.model(x))
+    replica = run.model.linear._replicate_for_data_parallel()
+    replica._parameters = dict(run.model.linear._parameters)
+    assert torch.equal(replica(x), run.model.linear(x))

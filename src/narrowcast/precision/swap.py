@@ -39,6 +39,17 @@ class Mixin(nn.Module):
             how, args = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
         return how, args, *rest
 
+    def __copy__(self) -> nn.Module:
+        """Be what this is in a shallow copy, which has the same weights."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        set_class(replica, type(self))
+        return replica
+
     @classmethod
     def nc_namespace(cls, plain: type[nn.Module]) -> dict[str, Any]:
         """Return what else a class that is made of this and `plain` has."""
@@ -57,6 +68,8 @@ class OwnForward(Mixin):
 
 def swap(module: nn.Module, mixin: type[Mixin], **attributes: Any) -> None:
     """Give a module the behaviour of `mixin` in front of its own."""
+    if not isinstance(module, Mixin):
+        _forget_copied(module)
     module.__dict__.setdefault("nc_plain_class", type(module))
     if "forward" in module.__dict__ and _KEPT not in module.__dict__:
         swap(module, OwnForward, nc_forward=module.__dict__.pop("forward"))
@@ -132,7 +145,15 @@ def working_class(module: nn.Module) -> type[nn.Module]:
 
 def is_swapped(model: nn.Module) -> bool:
     """Return whether any module of the model has been given another class."""
-    return any("nc_plain_class" in module.__dict__ for module in model.modules())
+    return any(isinstance(module, Mixin) for module in model.modules())
+
+
+def _forget_copied(module: nn.Module) -> None:
+    """Drop what was copied here from a prepared module, by a class that copies what it holds."""
+    if "nc_plain_class" in module.__dict__:
+        attributes = _plain_attributes(module)
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -163,10 +184,11 @@ def _joined(mixin: Any, plain: Any) -> type[nn.Module]:
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
         "__new__": new,
-        "forward": _with_signature(mixin.forward, plain.forward),
         "nc_most_plain": most_plain,
         **mixin.nc_namespace(plain),
     }
+    if mixin.forward is not nn.Module.forward:
+        namespace["forward"] = _with_signature(mixin.forward, plain.forward)
     meta = _joined_meta(cast(Any, type(plain)))
     # Not by calling it: a metaclass may keep a registry too.
     maker: Any = ABCMeta if issubclass(meta, ABCMeta) else type

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.precision.products.in_force import in_force
@@ -178,3 +179,72 @@ def test_threads_are_apart():
         thread.join()
         assert torch.equal(run.model(X), expected[0])
     assert torch.equal(found["other"], expected[1])
+
+
+class WithIsland(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.island, self.reentrant = nn.Linear(16, 16), nn.Linear(16, 16), reentrant
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+    def block(self, x):
+        h = self.first(x).relu()
+        with torch.autocast("cpu", enabled=False):
+            return self.island(h.float()) @ self.island.weight
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("policy", ["bf16", "fp16; island: bf16"])
+def test_an_island_is_one_where_checkpointing_computes_it_again(policy, inside):
+    def gradients(reentrant):
+        torch.manual_seed(0)
+        model = WithIsland(reentrant)
+        run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+        with run.compute():
+            loss = model(X.clone().requires_grad_()).float().square().mean()
+            if inside:
+                run.backward(loss)
+        if not inside:
+            run.backward(loss)
+        return [p.grad for p in model.parameters()]
+
+    plain = gradients(None)
+    for reentrant in (False, True):
+        assert all(map(torch.equal, plain, gradients(reentrant)))
+
+
+def test_a_reduced_format_of_sums_is_no_autocast():
+    run = fresh("fp32, reduce=bf16; encoder: bf16")
+    with run.compute():
+        hidden = run.model.encoder.layers[0](X)
+    assert torch.equal(hidden, hidden.bfloat16().float())
+
+
+def test_a_pass_that_cannot_begin_leaves_nothing_in_force(monkeypatch):
+    run = fresh("bf16")
+    before = run.model(X)
+
+    def fails():
+        raise MemoryError("no room for a copy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.engine.buffers, "begin_pass", fails)
+        with pytest.raises(MemoryError), run.compute():
+            pass
+    assert in_force() is None
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.equal(run.model(X), before)
+
+
+def test_one_pass_object_may_be_entered_inside_itself():
+    run = fresh("bf16")
+    compute = run.compute()
+    with compute:
+        with compute:
+            inner = run.model(X)
+        assert torch.equal(run.model(X), inner)
+    assert in_force() is None

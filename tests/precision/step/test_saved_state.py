@@ -212,3 +212,19 @@ def test_a_state_goes_through_torch_s_own_files(tmp_path, same_state):
     again = build("two", policy="fp16, params=fp16")
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert same_state(again.state_dict(), run.state_dict())
+
+
+def test_a_schedule_of_ones_own_may_be_built_after_the_state_is_loaded(mlp):
+    def fresh():
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return nc.prepare(model, optimizer, policy="fp32"), optimizer
+
+    run, optimizer = fresh()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    other, other_optimizer = fresh()
+    other.load_state_dict(run.state_dict())
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        other_optimizer, lambda step: 0.5**step, last_epoch=3
+    )
+    assert schedule.get_last_lr() == [1e-2 * 0.5**4]

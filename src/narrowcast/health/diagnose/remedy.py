@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.health.diagnose.passes import Passes
 from narrowcast.health.diagnose.verdict import Remedy, Verdict
 from narrowcast.precision.plan.plan import Plan, make_plan
@@ -28,7 +29,7 @@ def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
 
     None where not even fp32 does. Waits for the device.
     """
-    trials = Trials(passes)
+    trials = Trials(passes, verdict)
     if verdict.phase == "backward" and trials.lower_scale_helps():
         return Remedy(scale=trials.about_scale)
     whole = passes.prepared.plan.policy
@@ -53,8 +54,8 @@ def find_remedy(verdict: Verdict, passes: Passes) -> Remedy | None:
 class Trials:
     """Passes in other formats, with the smallest loss scale: what that heals, no format need."""
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes, self._plan = passes, passes.prepared.plan
+    def __init__(self, passes: Passes, verdict: Verdict) -> None:
+        self._passes, self._plan, self._verdict = passes, passes.prepared.plan, verdict
         settings, scales = passes.prepared.loss_scale, passes.inputs.scales
         smallest = None if settings is None else settings.min if settings.dynamic else 1.0
         self._lowest = [scale.clamp(max=smallest) for scale in scales]
@@ -69,8 +70,13 @@ class Trials:
         return self._can_be_lower and self._passes.take(scales=self._lowest) is None
 
     def of(self, policy: Policy) -> Verdict | None:
-        """Take the passes under a policy."""
-        return self._passes.take(plan=self._planned(policy), scales=self._lowest)
+        """Take the passes under a policy; where they cannot be, they are what they were."""
+        try:
+            return self._passes.take(plan=self._planned(policy), scales=self._lowest)
+        except (RuntimeError, UnsupportedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return self._verdict  # a kernel may take 16 bits only
 
     def remedy(self, policy: Policy) -> Remedy:
         """Return a policy that was found to help, and whether the loss scale must help it."""

@@ -111,7 +111,9 @@ def _composed(hidden: Tensor, head: nn.Linear, targets: Tensor, terms: LossTerms
 def _region_entered_by(head: nn.Linear) -> Region | None:
     """Return the region a head would enter here; None where it is in force or there is none."""
     entry = head.nc_entry if isinstance(head, InRegion) else None
-    return entry.region if isinstance(entry, Entry) and entry.name != in_force() else None
+    if not isinstance(entry, Entry) or entry.name == in_force() or entry.is_on_an_island:
+        return None
+    return entry.region
 
 
 def _here(

@@ -102,7 +102,9 @@ def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
         if name in entries or (called and weighs and module not in by_hand):
             entry = _around(name, entries)
             begins = name in entries and (name != "" or not entry.region.is_plain)
-            swap(module, InRegion, nc_entry=entry, nc_begins=begins)
+            narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
+            marks = {"nc_begins": begins, "nc_narrow": narrow, "nc_is_model": module is model}
+            swap(module, InRegion, nc_entry=entry, **marks)
 
 
 def weight_formats(

@@ -6,6 +6,7 @@ module that is an exception, and one that is called by itself, outside its model
 evaluate, to generate, one encoder of two, in the middle of another model's pass).
 """
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -15,7 +16,7 @@ from types import FunctionType, TracebackType
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowcast.precision.nested import widen_floats
 from narrowcast.precision.products.in_force import in_force, put_in_force
@@ -33,10 +34,8 @@ class PassListener(Protocol):
         """Take note that it has ended."""
 
 
-LOAD = "nc_load"
-"""What a weight has that can keep more digits of a value than it holds itself: takes the value."""
-_CAST = ("'bf16'", "'fp16'")
-"""Found in the names of regions inside which torch's autocast is on."""
+_CAST = "cast "
+"""In the names of regions inside which torch's autocast is on."""
 
 
 @final
@@ -44,8 +43,8 @@ class PreparedModel:
     """What all regions of one prepared model have in common."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.name = f"{id(model):x}"
-        """The same for as long as the model is there, whatever its formats become."""
+        self.name = f"{id(model):x} "
+        """Begins the names of its regions; the same for as long as the model is there."""
         self._listener: weakref.ref[PassListener] | None = None
 
     def tell(self, listener: PassListener) -> None:
@@ -68,13 +67,19 @@ class Entry:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", f"{self.model.name} {self.region}")
+        cast = _CAST if self.region.is_of_16_bits else ""
+        object.__setattr__(self, "name", f"{self.model.name}{cast}{self.region}")
 
     @property
     def is_on_an_island(self) -> bool:
         """Whether a region of this model is in force, and its autocast switched off by somebody."""
-        around = in_force() or ""
-        inside = around.startswith(self.model.name) and any(name in around for name in _CAST)
+        around = in_force()
+        if around is None:
+            # Activation checkpointing computes again in a thread of its own, and has put autocast
+            # there back to what it was.
+            inside = self.region.is_of_16_bits and _is_in_backward()
+        else:
+            inside = around.startswith(self.model.name + _CAST)
         return inside and not torch.is_autocast_enabled(self.region.device_type)
 
 
@@ -84,21 +89,18 @@ class InRegion(Transparent):
     nc_entry: Entry
     nc_begins: bool = False
     """Whether its region is another than that around it."""
+    nc_is_model: bool = False
+    """Whether it is the prepared model itself."""
+    nc_narrow: bool = False
+    """Whether somebody who does not train it gave it weights of 16 bits, which want such inputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, inside its region."""
-        if in_force() == self.nc_entry.name or self.nc_entry.is_on_an_island:
-            return super().forward(*args, **kwargs)
-        return self._nc_enter(super().forward, args, kwargs)
-
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a state, and of weights that are kept in fewer bits what these cannot hold."""
-        result = super().load_state_dict(state_dict, *args, **kwargs)
-        for name, weight in self.named_parameters(remove_duplicate=False):
-            load, value = vars(weight).get(LOAD), state_dict.get(name)
-            if load is not None and isinstance(value, Tensor):
-                load(value)
-        return result
+        if in_force() != self.nc_entry.name and not self.nc_entry.is_on_an_island:
+            return self._nc_enter(super().forward, args, kwargs)
+        if self.nc_is_model and not torch.compiler.is_compiling():
+            return self._nc_told(super().forward, args, kwargs)
+        return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Say the format where the model is printed."""
@@ -106,12 +108,23 @@ class InRegion(Transparent):
         return ", ".join(filter(None, [super().extra_repr(), own]))
 
     def _nc_enter(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.nc_entry.region.is_plain and not _has_16_bits(self):
+        if self.nc_entry.region.is_plain and not self.nc_narrow:
             args, kwargs = widen_floats((args, kwargs))
         if torch.compiler.is_compiling():
             return self._nc_compiled(call, args, kwargs)
         with Pass(self.nc_entry):
             return call(*args, **kwargs)
+
+    def _nc_told(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # A pass inside `compute()`, where it may be one without gradients.
+        listener = self.nc_entry.model.listener
+        if listener is None or _is_in_backward():
+            return call(*args, **kwargs)
+        listener.begin_pass()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            listener.end_pass()
 
     def _nc_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         around = in_force()
@@ -133,9 +146,9 @@ class InRegion(Transparent):
         return {name: _entering(function) for name, function in _ways_in(plain)}
 
 
-def _has_16_bits(module: nn.Module) -> bool:
-    """Say whether somebody who does not train it gave a module weights that want narrow inputs."""
-    return any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
+def _is_in_backward() -> bool:
+    """Say whether this thread is in a backward pass; a compiler need not know."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @final
@@ -144,15 +157,20 @@ class Pass:
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
+        self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         """Put the region in the place of the one around it, which may be a native one."""
-        self._around = in_force()
-        put_in_force(self._entry.name)
-        self._region = self._entry.region()
-        self._region.__enter__()
-        if (listener := self._listener) is not None:
-            listener.begin_pass()
+        around = in_force()
+        told = None if _is_in_backward() else self._listener(around)
+        with contextlib.ExitStack() as stack:
+            stack.callback(put_in_force, around)
+            put_in_force(self._entry.name)
+            stack.enter_context(self._entry.region())
+            if told is not None:
+                told.begin_pass()
+                stack.callback(told.end_pass)
+            self._entered.append(stack.pop_all())
 
     def __exit__(
         self,
@@ -161,16 +179,12 @@ class Pass:
         traceback: TracebackType | None,
     ) -> None:
         """Put back what was in force before."""
-        if (listener := self._listener) is not None:
-            listener.end_pass()
-        self._region.__exit__(kind, error, traceback)
-        put_in_force(self._around)
+        self._entered.pop().__exit__(kind, error, traceback)
 
-    @property
-    def _listener(self) -> PassListener | None:
+    def _listener(self, around: str | None) -> PassListener | None:
         """Who is to be told; nobody where a pass of this model is under way already."""
-        around, model = self._around or "", self._entry.model
-        return None if around.startswith(model.name) else model.listener
+        model = self._entry.model
+        return None if (around or "").startswith(model.name) else model.listener
 
 
 def entry_of(model: nn.Module) -> Entry:
@@ -183,8 +197,10 @@ def _ways_in(plain: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
     """Yield the public methods of a class that are not every module's."""
     for name in dir(plain):
         function = inspect.getattr_static(plain, name)
-        if name.startswith("_") or hasattr(nn.Module, name):
+        if name.startswith(("_", "nc_")) or hasattr(nn.Module, name):
             continue
+        if (getattr(function, "__module__", None) or "").startswith("torch.nn."):
+            continue  # a layer's own: it enters by `forward`
         # What a generator does, it does after it was returned.
         if isinstance(function, FunctionType) and not inspect.isgeneratorfunction(function):
             yield name, function
@@ -193,7 +209,7 @@ def _ways_in(plain: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
 def _entering(function: FunctionType) -> Any:
     @functools.wraps(function)
     def method(self: InRegion, *args: Any, **kwargs: Any) -> Any:
-        if in_force() == self.nc_entry.name:
+        if in_force() == self.nc_entry.name or self.nc_entry.is_on_an_island:
             return function(self, *args, **kwargs)
         return self._nc_enter(functools.partial(function, self), args, kwargs)
 

@@ -40,7 +40,7 @@ class RoundedReductions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Round around reductions, pass on everything else."""
-        elsewhere = in_force() != self._around
+        elsewhere = _is_elsewhere(self._around)
         if func not in REDUCTIONS or elsewhere or _asked(self._autocast, self._name) is None:
             return func(*args, **(kwargs or {}))
         if self._autocast is None:
@@ -70,7 +70,7 @@ class EmulatedProducts(TorchFunctionMode):
         """Emulate products, widen the arguments of reductions, pass on everything else."""
         kwargs = kwargs or {}
         # Inside a region of another model, or an exception's, this one is not in force.
-        if _is_compiled(args, kwargs) or in_force() != self._around:
+        if _is_compiled(args, kwargs) or _is_elsewhere(self._around):
             return func(*args, **kwargs)
         name = _asked(self._autocast, self._name)
         if name is None:
@@ -111,6 +111,15 @@ def sees_reductions() -> bool:
     """Say whether one of these modes is in force."""
     modes = torch.overrides._get_current_function_mode_stack()
     return any(isinstance(mode, EmulatedProducts | RoundedReductions) for mode in modes)
+
+
+def _is_elsewhere(around: str | None) -> bool:
+    """Say whether another region is in force than the one a mode was made in.
+
+    In none, a thread of autograd's is at work, to which torch takes modes along.
+    """
+    here = in_force()
+    return here is not None and here != around
 
 
 def _asked(autocast: str | None, name: str) -> str | None:

@@ -89,13 +89,13 @@ class BufferGuard:
 
     def begin_pass(self) -> None:
         """Keep what buffers hold before a pass. One without gradients is no part of a step."""
-        self._depth += 1
         with_gradients = torch.is_grad_enabled()
         if self._began_at > 0:
             self._inside.add(with_gradients)
         elif self._began_at == 0 and self._names and with_gradients:
-            self._began_at = self._depth
             self._look_before_pass()
+            self._began_at = self._depth + 1
+        self._depth += 1
 
     def end_pass(self) -> None:
         """Note how a pass left the buffers: what is written from here on is the user's."""

@@ -64,10 +64,8 @@ def _terms(part: str, value: Any) -> Any:
 
 
 def _optimizer_terms(saved: Mapping[str, Any]) -> dict[str, Any]:
-    groups = [
-        {"size": f"{len(group['params'])} weights", **dict.fromkeys(sorted(group), "")}
-        for group in saved["param_groups"]
-    ]
+    # Not their settings: a schedule adds some, which may be built after the state is loaded.
+    groups = [{"size": f"{len(group['params'])} weights"} for group in saved["param_groups"]]
     return {"class": saved["class"], "weights": saved["weights"], "groups": groups}
 
 

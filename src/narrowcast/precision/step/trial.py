@@ -9,7 +9,7 @@ from narrowcast.precision.modules.wrappers import OwnLossScale
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.entry import entry_of
 from narrowcast.precision.step.engine import Engine
-from narrowcast.precision.swap import restore, swap
+from narrowcast.precision.swap import restore, set_class, swap
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def plan_tried(engine: Engine, plan: Plan) -> Iterator[None]:
     finally:
         restore(engine.model)
         for module, (kind, attributes) in zip(modules, before, strict=True):
-            module.__class__ = kind
+            set_class(module, kind)
             module.__dict__.update(attributes)
             if "nc_forward" in attributes:
                 module.__dict__.pop("forward", None)

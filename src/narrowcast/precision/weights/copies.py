@@ -6,32 +6,64 @@ into the model has digits for the master weights, too.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from torch import Tensor, nn
 
-from narrowcast.precision.products.entry import LOAD
+from narrowcast.precision.swap import Transparent, swap
 
-Full = Callable[[nn.Parameter], Tensor]
+Shown = Callable[[nn.Parameter], Tensor]
 """Returns a weight with every digit that is kept of it."""
-
-
 Take = Callable[[nn.Parameter, Tensor], None]
-"""Gives a weight a value, with every digit that can be kept of it."""
+"""Keeps digits of a value that a weight was given."""
+
+_OURS = ("__deepcopy__", "__reduce_ex__", "nc_take")
 
 
-def show_in_full(weight: nn.Parameter, full: Full, take: Take) -> None:
-    """Let a weight be copied as `full`, a method, says of it, and loaded by `take`, another."""
-    # The weight holds this, which therefore holds neither it nor those who keep it.
-    kept, method = weakref.ref(weight), weakref.WeakMethod(full)
-    taking = weakref.WeakMethod(take)
+class LoadsInFull(Transparent):
+    """A module with such weights, whoever loads it, and by way of whom."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, weight in self._parameters.items():
+            # By now hooks have made of the state what is loaded.
+            take, value = getattr(weight, "nc_take", None), state_dict.get(prefix + name)
+            if take is not None and isinstance(value, Tensor):
+                take(value)
+
+
+def show_in_full(model: nn.Module, weights: Set[nn.Parameter], shown: Shown, take: Take) -> None:
+    """Let weights be copied as `shown`, a method, says of them, and loaded by `take`, another."""
+    for weight in weights:
+        _show_one(weight, shown, take)
+    for module in model.modules():
+        if any(weight in weights for weight in module._parameters.values()):
+            swap(module, LoadsInFull)
+
+
+def show_as_it_is(weight: nn.Parameter) -> None:
+    """Undo `show_in_full` for a weight; its module is restored with all others."""
+    for name in _OURS:
+        vars(weight).pop(name, None)
+
+
+def _show_one(weight: nn.Parameter, shown: Shown, take: Take) -> None:
+    # The weight holds these, which therefore hold neither it nor those who keep it.
+    kept, showing, taking = weakref.ref(weight), weakref.WeakMethod(shown), weakref.WeakMethod(take)
 
     def made() -> nn.Parameter:
-        source, of = kept(), method()
+        source, of = kept(), showing()
         assert source is not None
         value = source.detach().float() if of is None else of(source)
-        return nn.Parameter(value.detach().clone(), requires_grad=source.requires_grad)
+        whole = nn.Parameter(value.detach().clone(), requires_grad=source.requires_grad)
+        vars(whole).update({k: v for k, v in vars(source).items() if k not in _OURS})
+        return whole
+
+    def load(value: Tensor) -> None:
+        source, into = kept(), taking()
+        if source is not None and into is not None:
+            into(source, value)
 
     def deepcopy(_: dict[int, Any]) -> nn.Parameter:
         return made()
@@ -39,15 +71,4 @@ def show_in_full(weight: nn.Parameter, full: Full, take: Take) -> None:
     def reduce_ex(protocol: Any) -> Any:
         return made().__reduce_ex__(protocol)
 
-    def load(value: Tensor) -> None:
-        source, into = kept(), taking()
-        if source is not None and into is not None:
-            into(source, value)
-
-    vars(weight).update({"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex, LOAD: load})
-
-
-def show_as_it_is(weight: nn.Parameter) -> None:
-    """Undo `show_in_full`."""
-    for name in ("__deepcopy__", "__reduce_ex__", LOAD):
-        vars(weight).pop(name, None)
+    vars(weight).update(dict(zip(_OURS, (deepcopy, reduce_ex, load), strict=True)))

@@ -105,12 +105,16 @@ class GradientWatch:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Begin the block as if no gradients had been made; know afterwards what was known."""
-        known = self._are_ours, self._cleared, self.unscaled, self._marks
+        known, cleared = (
+            (self._are_ours, self._cleared, self.unscaled, self._marks),
+            set(self._cleared_weights),
+        )
         self.end_step()
         try:
             yield
         finally:
             self._are_ours, self._cleared, self.unscaled, self._marks = known
+            self._cleared_weights = cleared
 
     def _first_foreign(self) -> str:
         """Return the name of a weight whose gradient is not the one that is known; none of zeros.

@@ -199,7 +199,9 @@ class MasterWeights:
             for i in some:
                 fp32_param = self.fp32_params[i]
                 fp32_param.grad = None
-                self._store(i, fp32_param.detach())
+                # A method that only looks must not count as a write: a graph may hold the weight.
+                if indices is not None or not self._is_stored(i, fp32_param.detach()):
+                    self._store(i, fp32_param.detach())
                 if self.kind != "fp32":
                     fp32_param.data = torch.empty(0, device=fp32_param.device)
 
@@ -257,20 +259,31 @@ class MasterWeights:
                 self._residual.append(torch.empty_like(full, dtype=torch.int16))
             case "kahan":
                 self._residual.append(torch.empty_like(full, dtype=self.parameters[i].dtype))
-        self.take(i, full)
+        if self.kind == "stochastic":
+            # A first value is given, not an update: the nearest one is the right one.
+            weight = local_part(self.parameters[i])
+            weight.copy_(nearest(local_part(full), weight.dtype))
+        else:
+            self._store(i, full)
 
     @torch.no_grad()
     def take(self, i: int, value: Tensor) -> None:
-        """Give weight `i` a value, with as many digits of it as are kept."""
-        full = value.detach().to(self.parameters[i].device, torch.float32)
-        if self.kind == "stochastic":
-            # It is given, not updated: the nearest is the right one.
-            weight = local_part(self.parameters[i])
-            weight.copy_(nearest(local_part(full), weight.dtype))
+        """Keep of a value that weight `i` was given the digits that the weight cannot hold."""
+        if self.kind in ("stochastic", "none"):
             return
+        weight = self.parameters[i].detach()
+        full = fitting_master(weight, value.detach().to(weight.device, torch.float32))
         if self.kind == "fp32":
             self.fp32_params[i].detach().copy_(full)
-        self._store(i, full)
+        else:
+            self._store(i, full)
+
+    def _is_stored(self, i: int, full: Tensor) -> bool:
+        """Say whether weight `i` is what it would be if this were stored. Waits for the device."""
+        if self.kind == "fp32":
+            weight = local_part(self.parameters[i])
+            return _same_bits(nearest(local_part(full), weight.dtype), weight)
+        return torch.equal(local_part(self.full(i)), local_part(full))
 
     def _store(self, i: int, full: Tensor) -> None:
         # Element by element, so that each device can see to its own shard.

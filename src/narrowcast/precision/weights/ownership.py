@@ -121,6 +121,11 @@ class Ownership:
         finally:
             self._ema_swapped_in = before
 
+    @property
+    def is_ema_swapped_in(self) -> bool:
+        """Whether the working weights hold averages now."""
+        return self._ema_swapped_in
+
     def refuse_ema_swapped_in(self, *, doing: str) -> None:
         """Refuse what would take averages for the weights that are trained."""
         if self._ema_swapped_in:

@@ -68,8 +68,7 @@ class TrainedWeights:
             if as_sharded(p) is not None:
                 replace_values(p, full.to(p.dtype))
         self._lowered = {p for p, _ in lowered}
-        for p in self._lowered:
-            show_in_full(p, self.full, self._take)
+        show_in_full(self._model, self._lowered, self._shown, self._take)
         self._storage = _storage(self._model, plan, trained)
         narrow = (torch.bfloat16, torch.float16)
         named = zip(self.names, self.all, strict=True)
@@ -251,10 +250,12 @@ class TrainedWeights:
         told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
         if finite is not None:
             vars(self.optimizer).update(told)
-        with torch.enable_grad(), self._optimizer_products(), self.ownership.own_step.let_pass():
-            self.masters.step(self.optimizer, factors)
-        if finite is not None:
-            for name in told:
+        allowed = self.ownership.own_step.let_pass()
+        try:
+            with torch.enable_grad(), self._optimizer_products(), allowed:
+                self.masters.step(self.optimizer, factors)
+        finally:
+            for name in told if finite is not None else ():
                 delattr(self.optimizer, name)
         return None if meter is None else meter.share()
 
@@ -275,6 +276,12 @@ class TrainedWeights:
         if self._emulated and self._lowered:
             return EmulatedProducts(BF16, widen=False)
         return contextlib.nullcontext()
+
+    def _shown(self, weight: nn.Parameter) -> Tensor:
+        """Return what a copy of a weight holds: its average, where that stands in for it."""
+        if self.average is not None and self.ownership.is_ema_swapped_in:
+            return dict(zip(self.all, self.average.averages, strict=True))[weight]
+        return self.full(weight)
 
     def _take(self, weight: nn.Parameter, value: Tensor) -> None:
         """Keep all digits of a value that was loaded into a weight."""
