@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from narrowcast.numerics import FP32, TF32, Format
@@ -39,6 +40,10 @@ def _traced_if_right(function: _Method) -> _Method:
     return function if TRACED_RIGHTLY else cast(_Method, torch.compiler.disable(function))
 
 
+CAST_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""What a 16-bit region takes in hand."""
+
+
 class PastScales(Protocol):
     """Scales of a module's fp8 operands that come from past steps."""
 
@@ -61,6 +66,9 @@ def linear_product(
     """Return input · weightᵀ + bias, with each of the three products in its own format."""
     # Under a region around it, autocast would round these operands a second time.
     with autocast_off(x.device.type):
+        if x.dtype not in CAST_DTYPES or weight.dtype not in CAST_DTYPES:
+            with torch._C.DisableTorchFunction():
+                return F.linear(x, weight, bias)  # autocast leaves these as they are, too
         if is_transformed():
             scales = _scales_of_past(formats, history)
             return differentiable.transformed_linear(
@@ -131,7 +139,8 @@ class _LinearProduct(torch.autograd.Function):
         kept = (rounded_x, rounded_weight) if formats.one_rounding else (rows, wide_weight)
         ctx.formats, ctx.history, ctx.scales = formats, history, (x_scale, weight_scale)
         ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
-        output = output.view(*x.shape[:-1], weight.shape[0])
+        # Not as a view: whoever writes to what a function returns must not find one there.
+        output = torch.ops.aten._unsafe_view.default(output, (*x.shape[:-1], weight.shape[0]))
         output = _in_carrier(output, formats.output, x.dtype, rounding=_rounded_fresh)
         if not linked:
             ctx.save_for_backward(*kept)
@@ -205,7 +214,7 @@ class _LinearProduct(torch.autograd.Function):
             grad_x = _rounded_fresh(torch.ops.aten.mm.default(rounded_grad, beside), formats.output)
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            if formats.grad_weight != formats.grad_input:
+            if formats.grad_weight.name != formats.grad_input.name:
                 scale = None  # the history is for the other product's format
             if rounded_grad is None or not formats.one_rounding:
                 rounded_grad = operand(grad, formats.grad_weight, "column", formats.scaling, scale)
@@ -228,6 +237,14 @@ def _noted_scale(ctx: Any, grad: Tensor) -> Tensor | None:
         return None
     scale: Tensor = ctx.history.scale(grad.detach(), formats.grad_input, "grad_output")
     return scale
+
+
+def is_cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether autocast would cast the operands of a call: it leaves those of float64 alone."""
+    found: set[torch.dtype] = set()
+    for value in (*args, *kwargs.values()):
+        _map_floats(value, lambda t: found.add(t.dtype))
+    return found <= CAST_DTYPES
 
 
 @_traced_if_right

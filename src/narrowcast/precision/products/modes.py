@@ -13,7 +13,12 @@ from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.products.attention import multi_head_attention
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.backward import BACKWARD, backward_under
-from narrowcast.precision.products.emulated import linear_product, rounded_call, widest_float
+from narrowcast.precision.products.emulated import (
+    is_cast,
+    linear_product,
+    rounded_call,
+    widest_float,
+)
 from narrowcast.precision.products.functions import HIDING, IN_PLACE, PRODUCTS, REDUCTIONS
 from narrowcast.precision.products.in_force import in_force
 from narrowcast.precision.products.operands import ProductFormats
@@ -89,6 +94,8 @@ class EmulatedProducts(TorchFunctionMode):
             return backward_under(self, func, args, kwargs)
         if func is F.linear:
             return _linear(*args, formats=_UNIFORM[name], **kwargs)
+        if func in PRODUCTS and not is_cast(args, kwargs):
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with EmulatedProducts(plain_format(name), widen=self._widen):
                 return multi_head_attention(*args, **kwargs)

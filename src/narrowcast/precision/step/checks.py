@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.plan import Plan
@@ -38,6 +39,16 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if is_swapped(model):
         raise RecipeError("this model is prepared already; call release() on that first")
     for name, weight in model.named_parameters():
+        if is_lazy(weight):
+            raise RecipeError(
+                f"{name} has no shape yet; run one batch through the model before the optimizer is "
+                "built and prepare() is called"
+            )
+        if weight.grad is not None and bool(weight.grad.any()):
+            raise RecipeError(
+                f"{name} has a gradient from before prepare(), which would be dropped; write "
+                "optimizer.zero_grad() before it, and backward() after"
+            )
         if weight.requires_grad and weight.is_complex():
             raise UnsupportedError(
                 f"{name} is {weight.dtype}, and weights are trained as real numbers; keep "

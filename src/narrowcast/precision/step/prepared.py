@@ -117,6 +117,11 @@ class Prepared:
 
         Called n times before `step` this is gradient accumulation: divide the loss by n.
         """
+        if not isinstance(loss, Tensor):
+            raise RecipeError(
+                f"backward() was given a {type(loss).__name__}; give it the loss as a tensor, with "
+                "its graph: not loss.item(), and no closure"
+            )
         if loss.numel() != 1 or not loss.requires_grad:
             what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without gradients"
             raise RecipeError(

@@ -26,6 +26,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     state = {
         "policy": str(engine.plan.policy),
         "weights": engine.model.state_dict(),
+        "beside_model": engine.weights.beside_model(),
         "master": engine.weights.masters.state_dict(),
         "scheduler": engine.schedules.state_dict(),
         "optimizer": optimizer_states(engine.weights),
@@ -51,6 +52,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
         engine.schedules.load_state_dict(copy.deepcopy(state["scheduler"]))
         load_optimizer_states(engine.weights, state["optimizer"])
         engine.model.load_state_dict(state["weights"])
+        copy_tensors(engine.weights.beside_model(), state["beside_model"])
         engine.weights.masters.load_state_dict(state["master"])
     engine.scales.load_state_dict(state["scales"])
     if engine.weights.average is not None:

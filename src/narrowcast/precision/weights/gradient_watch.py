@@ -155,5 +155,6 @@ def _unscaled(name: str) -> str:
     return (
         f"there are gradients{where} that backward() of the prepared model did not make, and a "
         "loss scale would be divided out of them that is not in them; write step(loss), or "
-        "backward(loss), in place of loss.backward()"
+        "backward(loss), in place of loss.backward(), and prepare models that share a loss as one: "
+        "prepare(nn.ModuleList([…]), [optimizer, …])"
     )

@@ -41,8 +41,8 @@ class OwnStepOnly:
         """Refuse, unless it is our own step."""
         if not self._ours:
             raise RecipeError(
-                "optimizer.step() was called after prepare(), where gradients are still scaled and "
-                "the optimizer holds other weights than the model; call step(loss) of what "
+                "optimizer.step() was called after prepare(): gradients may still be scaled then, "
+                "and the optimizer hold other weights than the model; call step(loss) of what "
                 "prepare() returned, or release() it first"
             )
 

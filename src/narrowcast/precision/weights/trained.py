@@ -176,6 +176,11 @@ class TrainedWeights:
         index = self._master_index.get(weight)
         return weight.detach() if index is None else self.masters.full(index)
 
+    def beside_model(self) -> list[Tensor]:
+        """Return what is trained and no part of the model: a learnable temperature."""
+        inside = set(self._model.parameters())
+        return [p.detach() for p in self.all if p not in inside]
+
     def full_by_name(self) -> dict[str, Tensor]:
         """Return the model's state, its weights with every digit that is kept of them."""
         # Found by themselves: a wrapper may save weights under other names than it has for them.
@@ -280,7 +285,8 @@ class TrainedWeights:
     def _shown(self, weight: nn.Parameter) -> Tensor:
         """Return what a copy of a weight holds: its average, where that stands in for it."""
         if self.average is not None and self.ownership.is_ema_swapped_in:
-            return dict(zip(self.all, self.average.averages, strict=True))[weight]
+            pairs = zip(self.all, self.average.averages, strict=True)
+            return next(average for p, average in pairs if p is weight)
         return self.full(weight)
 
     def _take(self, weight: nn.Parameter, value: Tensor) -> None:
