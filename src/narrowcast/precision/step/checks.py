@@ -44,11 +44,6 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
                 f"{name} has no shape yet; run one batch through the model before the optimizer is "
                 "built and prepare() is called"
             )
-        if weight.grad is not None and bool(weight.grad.any()):
-            raise RecipeError(
-                f"{name} has a gradient from before prepare(), which would be dropped; write "
-                "optimizer.zero_grad() before it, and backward() after"
-            )
         if weight.requires_grad and weight.is_complex():
             raise UnsupportedError(
                 f"{name} is {weight.dtype}, and weights are trained as real numbers; keep "

@@ -19,6 +19,7 @@ from narrowcast.precision.weights.gradient_watch import GradientWatch
 
 # Mapped over all weights in every step: a loop in Python would take several times as long.
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @final
@@ -67,6 +68,9 @@ class Ownership:
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
         self._hooks = [each.register_step_pre_hook(self.own_step) for each in held]
+        self._hooks += [each.register_state_dict_pre_hook(_forget_what_was_asked) for each in held]
+        own, groups = set(self._weights), optimizer.param_groups
+        self._masters = [p for group in groups for p in group["params"] if p not in own]
         self.gradients = GradientWatch(self._weights, names)
         """Tells gradients that were made by the run from those that were not."""
         self._zero_grads = {
@@ -90,6 +94,11 @@ class Ownership:
             raise RecipeError(
                 "the optimizer's parameters changed after prepare(), and those added would be "
                 "neither unscaled nor guarded; release(), change them, and prepare() again"
+            )
+        if not all(map(_REQUIRES_GRAD, self._masters)):
+            raise RecipeError(
+                "a weight was frozen by way of the optimizer's param_groups, which hold master "
+                "weights since prepare(); call requires_grad_(False) on the model's own weight"
             )
         if name := self._homes.first_changed():
             raise RecipeError(
@@ -174,6 +183,16 @@ def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"{name} is trained by another run already; prepare the models that share it "
                     "as one, an nn.ModuleList of them, or release() the other run first"
                 )
+
+
+def _forget_what_was_asked(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the empty states that a look at `optimizer.state[weight]` leaves of a model's weights.
+
+    What the optimizer holds in their place has the states, and a state without one is not saved.
+    """
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for weight in [w for w, state in optimizer.state.items() if w not in held and not state]:
+        del optimizer.state[weight]
 
 
 @final
