@@ -2,8 +2,8 @@
 
 Run on a GPU: python benchmarks/drop_in.py [--json PATH]
 
-ResNet-50 and a Llama of 348M parameters as transformers builds them, eager, AdamW (fused), gradients
-clipped to 1. Milliseconds of the device, the least of three rounds; ratios within this run.
+ResNet-50 and a Llama of 348M parameters as transformers builds them, eager, fused AdamW, clipping
+to 1. Milliseconds of the device, the least of three rounds; ratios within this run.
 """
 
 import argparse
