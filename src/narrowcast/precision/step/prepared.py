@@ -27,6 +27,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
 from narrowcast.precision.step.stats import Stats
 from narrowcast.precision.weights.side_by_side import parts_of
+from narrowcast.precision.weights.trained import bytes_of
 from narrowcast.runs import FindingRecord
 
 
@@ -182,7 +183,7 @@ class Prepared:
         """Return the counts of the run so far. Waits for the device."""
         self.sync()
         stats = self.engine.log.stats
-        stats.bytes = self.engine.weights.bytes() | self.engine.fp8.bytes()
+        stats.bytes = bytes_of(self.engine.weights) | self.engine.fp8.bytes()
         return stats
 
     def findings(self) -> list[FindingRecord]:

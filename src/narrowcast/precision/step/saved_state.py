@@ -8,6 +8,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from narrowcast.errors import CheckpointError
 from narrowcast.precision.nested import copy_tensors, map_tensors
 from narrowcast.precision.step.engine import Engine
@@ -26,7 +28,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     state = {
         "policy": str(engine.plan.policy),
         "weights": engine.model.state_dict(),
-        "beside_model": engine.weights.beside_model(),
+        "beside_model": _beside_model(engine),
         "master": engine.weights.masters.state_dict(),
         "scheduler": engine.schedules.state_dict(),
         "optimizer": optimizer_states(engine.weights),
@@ -52,7 +54,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
         engine.schedules.load_state_dict(copy.deepcopy(state["scheduler"]))
         load_optimizer_states(engine.weights, state["optimizer"])
         engine.model.load_state_dict(state["weights"])
-        copy_tensors(engine.weights.beside_model(), state["beside_model"])
+        copy_tensors(_beside_model(engine), state["beside_model"])
         engine.weights.masters.load_state_dict(state["master"])
     engine.scales.load_state_dict(state["scales"])
     if engine.weights.average is not None:
@@ -62,6 +64,12 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.steps_begun = engine.log.stats.steps
     engine.begin_first_scales(step=0, applied_before=applied_before)
     engine.buffers.reset()
+
+
+def _beside_model(engine: Engine) -> list[Tensor]:
+    """Return what is trained and no part of the model: a learnable temperature."""
+    inside = set(engine.model.parameters())
+    return [p.detach() for p in engine.weights.all if p not in inside]
 
 
 def _counts(state: dict[str, Any]) -> tuple[Stats, int]:

@@ -34,6 +34,11 @@ class WeightAverage:
             torch.empty_like(p.detach(), dtype=torch.float32).copy_(full(p)) for p in parameters
         ]
 
+    def of(self, weight: nn.Parameter) -> Tensor | None:
+        """Return the average of a weight; None of one that has none."""
+        pairs = zip(self._parameters, self.averages, strict=True)
+        return next((average for p, average in pairs if p is weight), None)
+
     def update(self, places: Sequence[int], full: Full, *, finite: Tensor | None) -> None:
         """Move the averages in these places towards their weights, unless `finite` is false.
 

@@ -1,7 +1,8 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
 import contextlib
-from collections.abc import Mapping, Sequence, Set
+import copy
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -176,31 +177,23 @@ class TrainedWeights:
         index = self._master_index.get(weight)
         return weight.detach() if index is None else self.masters.full(index)
 
-    def beside_model(self) -> list[Tensor]:
-        """Return what is trained and no part of the model: a learnable temperature."""
-        inside = set(self._model.parameters())
-        return [p.detach() for p in self.all if p not in inside]
-
     def full_by_name(self) -> dict[str, Tensor]:
         """Return the model's state, its weights with every digit that is kept of them."""
-        # Found by themselves: a wrapper may save weights under other names than it has for them.
-        kept = self._model.state_dict(keep_vars=True)
-        return {
-            name: self.full(value) if isinstance(value, nn.Parameter) else _detached(value)
-            for name, value in kept.items()
-        }
+        return self._by_name(self.full)
 
     def averaged_by_name(self) -> dict[str, Tensor]:
         """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
         if self.average is None:
             raise RecipeError("no average is kept; write ema_decay=0.999, or such, in prepare()")
-        weights = dict(self._model.named_parameters(remove_duplicate=False))
-        averages = dict(zip(self.all, self.average.averages, strict=True))
-        state = self._model.state_dict()
-        for name, p in weights.items():
-            if name in state:
-                state[name] = averages[p] if p in averages else self.full(p)
-        return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+        return copy.deepcopy(self._by_name(self._averaged))
+
+    def _by_name(self, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+        # Found by themselves: a wrapper may save weights under other names than it has for them.
+        kept = self._model.state_dict(keep_vars=True)
+        return {
+            name: value_of(value) if isinstance(value, nn.Parameter) else _detached(value)
+            for name, value in kept.items()
+        }
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient."""
@@ -264,18 +257,6 @@ class TrainedWeights:
                 delattr(self.optimizer, name)
         return None if meter is None else meter.share()
 
-    def bytes(self) -> dict[str, int]:
-        """Return what is held now, by role; gradients as if they were there."""
-        states = self.optimizer.state.values()
-        moments = [t for state in states for t in state.values() if isinstance(t, Tensor)]
-        graded = [p for p in self.all if p.requires_grad]
-        return {
-            "params": sum(map(_size, self.all)),
-            "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in graded),
-            "master": self.masters.bytes(),
-            "moments": sum(map(_size, moments)),
-        }
-
     def _optimizer_products(self) -> contextlib.AbstractContextManager[Any]:
         """An optimizer that multiplies (Adafactor) must not do so natively in bf16 either."""
         if self._emulated and self._lowered:
@@ -284,10 +265,12 @@ class TrainedWeights:
 
     def _shown(self, weight: nn.Parameter) -> Tensor:
         """Return what a copy of a weight holds: its average, where that stands in for it."""
-        if self.average is not None and self.ownership.is_ema_swapped_in:
-            pairs = zip(self.all, self.average.averages, strict=True)
-            return next(average for p, average in pairs if p is weight)
-        return self.full(weight)
+        swapped = self.ownership.is_ema_swapped_in
+        return self._averaged(weight) if swapped else self.full(weight)
+
+    def _averaged(self, weight: nn.Parameter) -> Tensor:
+        average = None if self.average is None else self.average.of(weight)
+        return self.full(weight) if average is None else average
 
     def _take(self, weight: nn.Parameter, value: Tensor) -> None:
         """Keep all digits of a value that was loaded into a weight."""
@@ -298,6 +281,19 @@ class TrainedWeights:
     def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
         index = self._master_index.get(weight)
         return (weight.detach(),) if index is None else self.masters.stored(index)
+
+
+def bytes_of(weights: TrainedWeights) -> dict[str, int]:
+    """Return what is held now, by role; gradients as if they were there."""
+    states = weights.optimizer.state.values()
+    moments = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+    graded = [p for p in weights.all if p.requires_grad]
+    return {
+        "params": sum(map(_size, weights.all)),
+        "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in graded),
+        "master": weights.masters.bytes(),
+        "moments": sum(map(_size, moments)),
+    }
 
 
 def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[object, ...]:
