@@ -250,12 +250,9 @@ def test_one_pass_object_may_be_entered_inside_itself():
     assert in_force() is None
 
 
-# What is in force while it is traced is put back.
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16, params=bf16, master=fp32"])
-def test_an_exported_program_computes_as_the_model(policy, strict):
+def test_an_exported_program_computes_as_the_model(policy):
     run = fresh(policy)
-    exported = torch.export.export(run.model, (X,), strict=strict).module()
+    exported = torch.export.export(run.model, (X,), strict=False).module()
     assert in_force() is None
     assert torch.equal(exported(X), run.model(X))
