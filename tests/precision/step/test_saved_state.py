@@ -228,3 +228,24 @@ def test_a_schedule_of_ones_own_may_be_built_after_the_state_is_loaded(mlp):
         other_optimizer, lambda step: 0.5**step, last_epoch=3
     )
     assert schedule.get_last_lr() == [1e-2 * 0.5**4]
+
+
+def test_a_load_that_fails_puts_weights_beside_the_model_back_too(mlp, monkeypatch):
+    def fresh():
+        model, beside = mlp(), torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([*model.parameters(), beside], lr=0.1)
+        return nc.prepare(model, optimizer, policy="fp32"), beside
+
+    run, beside = fresh()
+    with torch.no_grad():
+        beside.fill_(2.0)
+    state = run.state_dict()
+    other, kept = fresh()
+
+    def fails(_):
+        raise RuntimeError("not this one")
+
+    monkeypatch.setattr(other.engine.weights.masters, "load_state_dict", fails)
+    with pytest.raises(CheckpointError, match="not this one"):
+        other.load_state_dict(state)
+    assert not kept.any()

@@ -16,6 +16,7 @@ from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
 from narrowcast.precision.plan.module_kinds import Kind, may_be_complex, multiplies, needs_one_dtype
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
+from narrowcast.precision.plan.widening import in_one_format
 from narrowcast.precision.swap import has_own_forward, plain_class
 
 How = Literal["native", "emulated", "unchanged"]
@@ -168,7 +169,9 @@ class ModulePlanner:
             return "its speed is not measured here", policy
         if gain > MIN_SPEEDUP or not self._only_faster:
             return f"{gain:.2f} × {policy.functional} at {shape}", policy
-        return f"kept {policy.functional}: {shape} gains nothing ({gain:.2f} ×)", _widened(policy)
+        return f"kept {policy.functional}: {shape} gains nothing ({gain:.2f} ×)", in_one_format(
+            policy, policy.functional
+        )
 
     def _product_support(self, policy: Policy) -> tuple[How, str]:
         names = sorted({policy.forward, policy.grad_input, policy.grad_weight})
@@ -238,7 +241,7 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     """Return the policy a module's kind and shape allow, and what was kept wider and why."""
     if is_uniform(policy):
         return "", policy
-    one, wide = policy.functional, _widened(policy)
+    one, wide = policy.functional, in_one_format(policy, policy.functional)
     if not isinstance(module, nn.Linear):
         return f"kept {one}: only linear layers have 8-bit products or a format for each", wide
     plain = plain_class(module)  # a prepared model is planned as the one it was
@@ -253,20 +256,6 @@ def _within_shape(policy: Policy, module: nn.Module, kind: Kind) -> tuple[str, P
     if scaled and any(size % multiple for size in shape):
         return f"kept {one}: {shape[0]}×{shape[1]} is not a multiple of {multiple}", wide
     return "", policy
-
-
-def _widened(policy: Policy) -> Policy:
-    """Return a policy with every product in the format of the functional ones."""
-    one = policy.functional
-    return replace(
-        policy,
-        forward=one,
-        grad_input=one,
-        grad_weight=one,
-        scaling="none",
-        accumulate="fp32",
-        output="",
-    )
 
 
 def _eight_bits_or_less(name: str) -> bool:

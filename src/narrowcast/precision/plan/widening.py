@@ -14,18 +14,22 @@ KEPT = ("params", "reduce")
 def widened(policy: Policy, name: str, wider: str) -> Policy:
     """Return a policy in which a module, or all that no exception names, has another format."""
     if name == WHOLE:
-        return replace(
-            policy,
-            forward=wider,
-            grad_input=wider,
-            grad_weight=wider,
-            scaling="none",
-            accumulate="fp32",
-            output="",
-            head="",
-        )
+        return replace(in_one_format(policy, wider), head="")
     _, exception = policy.exception_for(name)
     return policy.with_exceptions({name: ", ".join([wider, *_kept(exception)])})
+
+
+def in_one_format(policy: Policy, one: str) -> Policy:
+    """Return a policy with all three products in a format that needs no scale."""
+    return replace(
+        policy,
+        forward=one,
+        grad_input=one,
+        grad_weight=one,
+        scaling="none",
+        accumulate="fp32",
+        output="",
+    )
 
 
 def in_fp32(policy: Policy) -> Policy:

@@ -85,7 +85,7 @@ def _counts(state: dict[str, Any]) -> tuple[Stats, int]:
 @contextlib.contextmanager
 def _all_or_nothing(engine: Engine, mine: dict[str, Any]) -> Iterator[None]:
     """Put schedules, optimizers and weights back as they were if loading them fails."""
-    schedules, weights = copy.deepcopy(mine["scheduler"]), mine["weights"]
+    schedules, weights = copy.deepcopy(mine["scheduler"]), (mine["weights"], mine["beside_model"])
     kept = map_tensors(weights, lambda tensor: tensor.detach().clone())
     optimizers = [(each, dict(vars(each))) for each in parts_of(engine.optimizer)]
     try:

@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowcast.precision.swap import Transparent, swap
+from narrowcast.precision.weights.ema import Full
 
-Shown = Callable[[nn.Parameter], Tensor]
-"""Returns a weight with every digit that is kept of it."""
 Take = Callable[[nn.Parameter, Tensor], None]
 """Keeps digits of a value that a weight was given."""
 
@@ -33,7 +32,7 @@ class LoadsInFull(Transparent):
                 take(value)
 
 
-def show_in_full(model: nn.Module, weights: Set[nn.Parameter], shown: Shown, take: Take) -> None:
+def show_in_full(model: nn.Module, weights: Set[nn.Parameter], shown: Full, take: Take) -> None:
     """Let weights be copied as `shown`, a method, says of them, and loaded by `take`, another."""
     for weight in weights:
         _show_one(weight, shown, take)
@@ -48,7 +47,7 @@ def show_as_it_is(weight: nn.Parameter) -> None:
         vars(weight).pop(name, None)
 
 
-def _show_one(weight: nn.Parameter, shown: Shown, take: Take) -> None:
+def _show_one(weight: nn.Parameter, shown: Full, take: Take) -> None:
     # The weight holds these, which therefore hold neither it nor those who keep it.
     kept, showing, taking = weakref.ref(weight), weakref.WeakMethod(shown), weakref.WeakMethod(take)
 
