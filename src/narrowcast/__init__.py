@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.runs import Metric as Metric
     from narrowcast.runs import ReportSection as ReportSection
     from narrowcast.runs import TaskInfo as TaskInfo
+    from narrowcast.training.checkpoints.data_identity import digest_of as digest_of
     from narrowcast.training.task import Hook as Hook
     from narrowcast.training.task import LossParts as LossParts
     from narrowcast.training.task import ParameterGroup as ParameterGroup
@@ -59,6 +60,7 @@ _HOMES = {
     "TaskInfo": "runs",
     "Verdict": "health.diagnose.verdict",
     "Workload": "config.workload",
+    "digest_of": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
     "load_recipe": "workloads",

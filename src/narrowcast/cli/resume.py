@@ -10,12 +10,20 @@ from narrowcast.cli.options import overrides_argument, quiet_option, run_argumen
 @click.command()
 @run_argument
 @overrides_argument
+@click.option(
+    "--accept",
+    multiple=True,
+    type=click.Choice(["data", "settings", "records"]),
+    help="Go on in spite of a difference: with other data; with the checkpoint's settings where "
+    "resolved.json has others; with records that lack steps. May be given more than once.",
+)
 @quiet_option
-def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
+def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], quiet: bool) -> None:
     """Continue the run in DIR, bit for bit.
 
     It goes on from its last checkpoint; without one it begins again, in the same folder.
     KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers, data.prefetch and trackers.
+    Data, settings and records that are not those of the checkpoint are refused.
     """
     from narrowcast.cli.view.screen import say, screen, working
 
@@ -26,10 +34,10 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
         from narrowcast.runner.finished import finished
         from narrowcast.runner.run import resume as take_up
 
-        if steps := finished(folder, overrides):
+        if not accept and (steps := finished(folder, overrides)):
             already_done(console, Path(folder), steps=steps)
             return
-        ready = take_up(folder, overrides)
+        ready = take_up(folder, overrides, accept=accept)
     with ready as run:
         introduce(console, run.recipe, plan=run.plan, folder=folder)
         step = run.resumed_from

@@ -37,7 +37,8 @@ class LoadedRecipe:
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Return every setting with its value and origin, as `resolved.json` keeps them."""
         return {
-            key: {"value": value, "origin": self.origins[key]} for key, value in _flat(self.recipe)
+            key: {"value": value, "origin": self.origins[key]}
+            for key, value in settings_of(self.recipe).items()
         }
 
 
@@ -92,6 +93,11 @@ def from_resolved(
     return _load(fill, sections, shown_as="resolved.json", text=text)
 
 
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the value of every setting by its dotted key, as JSON has it."""
+    return dict(_flat(recipe))
+
+
 def _load(
     fill: Callable[[Given], None], sections: SectionsOf, *, shown_as: str, text: str
 ) -> LoadedRecipe:
@@ -106,7 +112,9 @@ def _load(
     if recipe is None or given.problems:
         raise RecipeError(_listed(given.problems))
     origins = {".".join(path): setting.origin for path, setting in given.settings.items()}
-    return LoadedRecipe(recipe, {key: origins.get(key, DEFAULT) for key, _ in _flat(recipe)}, text)
+    return LoadedRecipe(
+        recipe, {key: origins.get(key, DEFAULT) for key in settings_of(recipe)}, text
+    )
 
 
 def _sections(workload: Setting | None, sections: SectionsOf) -> tuple[Sections | None, list[str]]:

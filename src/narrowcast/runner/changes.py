@@ -1,43 +1,76 @@
 """What may change when a run is continued, and what that change means."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from narrowcast.config import LoadedRecipe, Recipe, from_resolved
+from narrowcast.config.load import settings_of
 from narrowcast.config.phases import last_step
-from narrowcast.errors import RecipeError
+from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.runs import RunFolder
+from narrowcast.training.checkpoints.settings import (
+    MAY_CHANGE,
+    decisive_differences,
+    may_change,
+    told,
+)
 from narrowcast.workloads import sections_of
 
-MAY_CHANGE = (
-    "steps",
-    "device",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "eval.every",
-    "data.workers",
-    "data.prefetch",
-    "trackers",
-)
-"""Settings that do not decide what a step does; all others belong to the run as it began."""
+RESOLVED, PLAN = "resolved.json", "plan.json"
+FROM_CHECKPOINT = "checkpoint"
+"""The origin of a setting that was taken from there."""
+
+ACCEPTABLE = {
+    "data": "other data than the checkpoint was trained on",
+    "settings": "those of the checkpoint, where resolved.json has others or is damaged",
+    "records": "records that lack steps which the checkpoint has done",
+}
+"""What can be gone on with in spite of a difference, and what the word means."""
 
 
-def continued(run: RunFolder, overrides: Sequence[str]) -> tuple[LoadedRecipe, LoadedRecipe]:
-    """Return the recipe of `run` as it was, and with `overrides`; refuse those that may not be."""
-    resolved, text = run.read_json("resolved.json"), run.recipe_text
-    before = from_resolved(resolved, sections=sections_of, text=text)
-    after = from_resolved(resolved, overrides, sections=sections_of, text=text)
-    was, is_now = before.resolved(), after.resolved()
-    changed = [key for key in is_now if was.get(key, {}).get("value") != is_now[key]["value"]]
-    refused = [key for key in changed if not _may_change(key, before.recipe)]
-    if refused:
-        listed = ", ".join(f"{key} (it is {was[key]['value']})" for key in refused)
+@dataclass(frozen=True, kw_only=True)
+class Continued:
+    """The recipe of a run as it was up to its checkpoint, and as it is from there on."""
+
+    before: LoadedRecipe
+    after: LoadedRecipe
+
+
+def require_acceptable(accept: Collection[str]) -> None:
+    """Refuse to accept what is not known."""
+    if unknown := [word for word in accept if word not in ACCEPTABLE]:
+        known = "; ".join(f"{word}: {meaning}" for word, meaning in ACCEPTABLE.items())
+        raise RecipeError(f"accept {unknown[0]!r}: no such word; there are {known}")
+
+
+def continued(
+    run: RunFolder,
+    overrides: Sequence[str],
+    *,
+    state: Mapping[str, Any] | None = None,
+    accept: Collection[str] = (),
+) -> Continued:
+    """Return the recipe of `run` as it was, and with `overrides`; refuse those that may not be.
+
+    What it was is what the checkpoint `state` says; a folder that says otherwise is refused, unless
+    `accept` has "settings": then the checkpoint is right.
+    """
+    saved: Mapping[str, Any] = {} if state is None else state.get("settings", {})
+    resolved = _resolved(run, saved, accept=accept)
+    as_saved = {key: {"value": saved[key], "origin": FROM_CHECKPOINT} for key in saved}
+    before = from_resolved(as_saved or resolved, sections=sections_of)
+    after = from_resolved(resolved, overrides, sections=sections_of, text=_text(run))
+    was, is_now = settings_of(before.recipe), settings_of(after.recipe)
+    if refused := decisive_differences(was, is_now):
+        listed = ", ".join(f"{key} (it is {was.get(key)})" for key in refused)
         raise RecipeError(
             f"a run that is continued keeps the settings it began with, but other values were "
             f"given for {listed}; leave them out, or start a new run with `narrowcast train`. "
             f"Only these may change: {', '.join(MAY_CHANGE)}"
         )
-    return before, after
+    return Continued(before=before, after=after)
 
 
 def notices(run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan) -> list[str]:
@@ -53,20 +86,80 @@ def notices(run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan) -> lis
             f"phases that end at a share of the run do so of {after.steps} steps now, and no "
             "longer where they would have"
         )
-    was = run.read_json("plan.json") if (run.path / "plan.json").exists() else {}
-    was.pop("phases", None)  # `plan` is the first one's
-    if was and was != plan.to_json():
-        found.append(
-            f"the run began on {was.get('hardware')}; its formats run differently on "
-            f"{plan.to_json()['hardware']}, so it is not continued bit for bit"
+    if not _text(run):
+        found.append("recipe.yaml cannot be read; the settings are those of resolved.json")
+    return found + _other_formats(run, plan)
+
+
+def _text(run: RunFolder) -> str:
+    """Return the recipe as it was given, which is only for readers; resolved.json decides."""
+    try:
+        return run.recipe_text
+    except CheckpointError:
+        return ""
+
+
+def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
+    """Say that the formats of a run run differently here, as far as its folder tells."""
+    if not (run.path / PLAN).exists():
+        return []
+    now = plan.to_json()
+    try:
+        was = run.read_json(PLAN)
+    except CheckpointError as error:
+        was = error
+    if not isinstance(was, dict):
+        return [f"{PLAN} was damaged, so it is not known whether the formats run as they did"]
+    was = {key: was[key] for key in was if key != "phases"}  # `plan` is the first one's
+    if was == now:
+        return []
+    return [
+        f"the run began on {was.get('hardware')}; its formats run differently on "
+        f"{now['hardware']}, so it is not continued bit for bit"
+    ]
+
+
+def _resolved(
+    run: RunFolder, saved: Mapping[str, Any], *, accept: Collection[str]
+) -> dict[str, Any]:
+    """Return what `resolved.json` says, once it agrees with the checkpoint."""
+    way_out = (
+        "add --accept settings to take those of the checkpoint"
+        if saved
+        else "start a new run with `narrowcast train`"
+    )
+    there: dict[str, Any] = {}
+    try:
+        there = _entries(run)
+    except CheckpointError as error:
+        if not saved or "settings" not in accept:
+            raise CheckpointError(f"{error}; put it back from a copy, or {way_out}") from error
+    here = {key: entry["value"] for key, entry in there.items()}
+    if "settings" in accept and saved:
+        return {
+            key: there[key]
+            if key in there and (may_change(key, saved) or repr(here[key]) == repr(saved[key]))
+            else {"value": saved[key], "origin": FROM_CHECKPOINT}
+            for key in saved
+        }
+    if saved and (keys := decisive_differences(saved, here)):
+        raise CheckpointError(
+            f"{run.path / RESOLVED} has other settings than the checkpoint, which was made by the "
+            f"run itself: {told(keys, saved, here)}; put back what belongs together, or {way_out}"
         )
+    return there
+
+
+def _entries(run: RunFolder) -> dict[str, Any]:
+    found = run.read_json(RESOLVED)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{run.path / RESOLVED} is damaged: it is no JSON object")
+    for key, entry in found.items():
+        if not isinstance(entry, dict) or entry.keys() != {"value", "origin"}:
+            raise CheckpointError(
+                f"{run.path / RESOLVED} is damaged: {key} has no value and origin"
+            )
     return found
-
-
-def _may_change(key: str, before: Recipe) -> bool:
-    # What auto stood for depends on the machine; the checkpoint refuses any other policy anyway.
-    named_auto = key == "precision.policy" and before.precision.policy == "auto"
-    return key in MAY_CHANGE or named_auto
 
 
 def _ends(recipe: Recipe) -> list[int | None]:

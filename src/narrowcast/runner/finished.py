@@ -1,28 +1,56 @@
-"""Whether a run has nothing left to do."""
+"""Whether a run has nothing left to do: all its steps are done, and all they led to is whole."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from narrowcast.errors import CheckpointError
+from narrowcast.report.page import FILE as REPORT
 from narrowcast.runner.changes import continued
+from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import RunFolder
-from narrowcast.training.checkpoints.checkpoint import latest, step_of
-from narrowcast.training.checkpoints.export import PENDING, WEIGHTS
+from narrowcast.runs.writing import explain_write_error
+from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, step_of
+from narrowcast.training.checkpoints.export import results_are_whole
+from narrowcast.training.checkpoints.resume import require_records
+
+REPORT_DUE = ".report-due"
+"""There from the moment a run is begun or continued until its report is written: one that was
+killed before that has no report, or an older one."""
 
 
 def finished(folder: str | Path, overrides: Sequence[str] = ()) -> int:
-    """Return the steps that the run in `folder` has done if nothing is left to do; else 0."""
-    with RunFolder.open(folder) as run:
-        steps = continued(run, overrides)[1].recipe.steps
-        return steps if finished_at(run, steps) else 0
+    """Return the steps that the run in `folder` has done if nothing is left to do; else 0.
 
-
-def finished_at(run: RunFolder, steps: int) -> bool:
-    """Say whether `run` has done `steps` steps and written all that they led to.
-
-    Weights older than the last checkpoint are those of a shorter run that was continued.
+    What would be refused if it were continued is refused here too: a damaged checkpoint, settings
+    that are not its own.
     """
-    last, weights = latest(run.checkpoints), run.path / WEIGHTS
-    pending = (run.path / PENDING).exists()
-    if last is None or step_of(last) != steps or not weights.exists() or pending:
-        return False
-    return weights.stat().st_mtime_ns >= last.stat().st_mtime_ns
+    with RunFolder.open(folder) as run:
+        last = latest(run.checkpoints)
+        if last is None or not _is_told(run.path):
+            return 0
+        steps = continued(run, overrides).after.recipe.steps
+        if step_of(last) != steps or not results_are_whole(run.path, step=steps):
+            return 0
+        state = load_checkpoint(last)
+        continued(run, overrides, state=state)
+        require_records(run, state)
+        return steps
+
+
+def report_is_due(folder: Path) -> None:
+    """Note that the report of the run in `folder`, if there is one, does not tell all of it."""
+    try:
+        (folder / REPORT_DUE).touch()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {explain_write_error(error)}") from error
+
+
+def write_due_report(folder: Path) -> Path:
+    """Write the report of a run that has ended, or has stopped for now."""
+    page = write_run_report(folder)
+    (folder / REPORT_DUE).unlink(missing_ok=True)
+    return page
+
+
+def _is_told(folder: Path) -> bool:
+    return (folder / REPORT).is_file() and not (folder / REPORT_DUE).exists()

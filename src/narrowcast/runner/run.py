@@ -23,11 +23,15 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
-from narrowcast.runner.changes import continued, notices
+from narrowcast.runner.changes import continued, notices, require_acceptable
+from narrowcast.runner.finished import report_is_due, write_due_report
 from narrowcast.runner.out_dir import require_no_run
-from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import Record, RunFolder, describe_environment
-from narrowcast.training.checkpoints.resume import latest_state, rewind_to
+from narrowcast.training.checkpoints.resume import (
+    latest_state,
+    require_records,
+    rewind_to,
+)
 from narrowcast.training.phase_plans import phases_json
 from narrowcast.training.task import Task
 from narrowcast.training.trainer import train as train_records
@@ -119,6 +123,7 @@ class Run:
                 yield from records
             return
         step = self.resumed_from or 0
+        report_is_due(self.folder.path)
         try:
             with contextlib.closing(self._records) as records, self._trackers(tell) as trackers:
                 for record in records:
@@ -127,15 +132,15 @@ class Run:
                     step = record.step
                     yield record
         except Interrupted as stop:
-            write_run_report(self.folder.path)
+            write_due_report(self.folder.path)
             raise Interrupted(
                 f"interrupted after step {step} of {self.recipe.steps}\n"
                 f"resume with: narrowcast resume {shlex.quote(str(self.folder.path))}"
             ) from stop
         except DivergedError as error:
-            page = write_run_report(self.folder.path)
+            page = write_due_report(self.folder.path)
             raise DivergedError(f"{error}\nwhat led to it: {page}") from error
-        write_run_report(self.folder.path)
+        write_due_report(self.folder.path)
 
     def close(self) -> None:
         """End what is going on, and let go of the folder: another process may continue the run."""
@@ -197,28 +202,40 @@ def train(
     return Run(loaded, assembled, records, folder=folder)
 
 
-def resume(folder: str | Path, overrides: Iterable[str] = ()) -> Run:
+def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterable[str] = ()) -> Run:
     """Make a run ready to go on from its last checkpoint; without one it begins again.
 
-    `overrides` may set more steps, and what does not decide a step. A run that is finished yields
-    no step, and has its model.
+    `overrides` may set more steps, and what does not decide a step. `accept` names differences to
+    go on with: "data", "settings", "records" (see `ACCEPTABLE`). Everything is checked before
+    anything in the folder is changed. A run that is finished yields no step, and has its model.
     """
+    accepted = sorted(set(accept))
+    require_acceptable(accepted)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunFolder.open(folder))
-        before, loaded = continued(run, list(overrides))
-        require_trackers(loaded.recipe.trackers)
+        run.claim()
         state = latest_state(run)
+        recipes = continued(run, list(overrides), state=state, accept=accepted)
+        loaded = recipes.after
+        require_trackers(loaded.recipe.trackers)
+        require_records(run, state, accept=accepted)
         assembled = assemble(loaded.recipe)
         records = train_records(
-            assembled.prepared, assembled.task, loaded.recipe, folder=run.path, resume=state
+            assembled.prepared,
+            assembled.task,
+            loaded.recipe,
+            folder=run.path,
+            resume=state,
+            accept=accepted,
         )
-        # From here on the folder changes; another process that writes to it is refused first.
+        run.require_task_info(assembled.task.info)
+        told = notices(run, recipes.before.recipe, loaded.recipe, plan=assembled.prepared.plan)
+        # From here on the folder changes.
         run.set_task_info(assembled.task.info)
         rewind_to(run, state)
-        told = notices(run, before.recipe, loaded.recipe, plan=assembled.prepared.plan)
         run.write_json("resolved.json", loaded.resolved())
         run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
-        run.add_session(describe_environment())
+        told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
     return Run(loaded, assembled, records, folder=run, resumed_from=step, notices=told)

@@ -136,24 +136,45 @@ class RunFolder:
             return BEFORE_TASK_JSON
         return TaskInfo.from_json(self.read_json(TASK))
 
-    def set_task_info(self, info: TaskInfo) -> None:
-        """Write it when the run begins; refuse another one when it is continued."""
-        if not (self.path / TASK).exists():
-            self.write_json(TASK, info.to_json())
-        elif (before := self.task_info()).judged_by != info.judged_by:
+    def require_task_info(self, info: TaskInfo) -> None:
+        """Refuse to be the folder of a run that counts or is judged otherwise."""
+        if (self.path / TASK).exists() and (before := self.task_info()).judged_by != info.judged_by:
             raise CheckpointError(
                 f"{self.path} is a run of another task: it counts {before.units}, with "
                 f"{_told(before)}; the task here counts {info.units}, with {_told(info)}. Resume "
                 "it with the version of its workload that it was begun with, or start a new run"
             )
 
-    def add_session(self, environment: dict[str, Any]) -> None:
-        """Note the environment of one more process that continues this run."""
-        match self.read_json(ENVIRONMENT):
-            case {"sessions": [*sessions]}:
-                self.write_json(ENVIRONMENT, {"sessions": [*sessions, environment]})
-            case _:
-                raise CheckpointError(f"{self.path / ENVIRONMENT} is damaged: it has no sessions")
+    def set_task_info(self, info: TaskInfo) -> None:
+        """Write it when the run begins; refuse another one when it is continued."""
+        self.require_task_info(info)
+        if not (self.path / TASK).exists():
+            self.write_json(TASK, info.to_json())
+
+    def add_session(self, environment: dict[str, Any]) -> list[str]:
+        """Note the environment of one more process that continues this run.
+
+        Where the earlier ones cannot be read they are put aside, and that is what is returned: they
+        tell about the run, and nothing of it depends on them.
+        """
+        try:
+            found = self.read_json(ENVIRONMENT)
+        except CheckpointError:
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("sessions"), list):
+            self.write_json(ENVIRONMENT, {"sessions": [*found["sessions"], environment]})
+            return []
+        aside = self.path / f"{ENVIRONMENT}.damaged"
+        told = f"{ENVIRONMENT} was damaged or missing, so what the run began on is not known"
+        if (self.path / ENVIRONMENT).exists():
+            (self.path / ENVIRONMENT).replace(aside)
+            told += f"; it is kept as {aside.name}"
+        self.write_json(ENVIRONMENT, {"sessions": [environment]})
+        return [told]
+
+    def claim(self) -> None:
+        """Become the one process that writes to this folder, or refuse to; change nothing else."""
+        self._records.claim()
 
     def close(self) -> None:
         """Let go of the records; another process may then write to this folder."""

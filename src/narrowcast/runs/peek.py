@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from narrowcast.runs import strict_json
 
@@ -24,7 +25,7 @@ _FLAGS = (
 )
 
 
-def open_plain(path: Path) -> BinaryIO:
+def open_plain(path: Path) -> FileIO:
     """Open `path` for reading without a buffer; raise OSError where it is no plain file."""
     file = os.open(path, _FLAGS)
     if not stat.S_ISREG(os.fstat(file).st_mode):

@@ -22,6 +22,10 @@ class RecordsFile:
         self._lock = Lock(path.with_name(LOCK))
         self._file: int | None = None
 
+    def claim(self) -> None:
+        """Become the one that writes, or raise CheckpointError where another process is."""
+        self._lock.acquire()
+
     def read(self) -> list[Record]:
         """Return every whole record; a torn last line is left out, any other is an error."""
         return [record for record, _ in self._ended_records()]

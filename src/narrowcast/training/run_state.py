@@ -1,15 +1,18 @@
 """What a checkpoint holds of a run: how far it is, and the state of each of its parts."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, final
 
+from narrowcast.config.load import settings_of
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.hardware.randomness import capture_randomness, restore_randomness
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord
+from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
 from narrowcast.training.checkpoints.resume import require_same_model, shapes
+from narrowcast.training.checkpoints.settings import decisive_differences, told
 from narrowcast.training.task import Hook, Task
 
 
@@ -46,26 +49,41 @@ class RunState:
         self._parts = {**parts, "prepared": prepared}
         self._hooks = {hook.name: hook for hook in task.hooks if hook.state_dict is not None}
         self._device = next(prepared.model.parameters()).device
+        self._accepted: list[FindingRecord] = []
+        self._data: DataIdentity | None = None
+
+    def identify_data(self) -> DataIdentity:
+        """Return which data this is; it is looked at once."""
+        if self._data is None:
+            self._data = identity_of(self._task)
+        return self._data
 
     def captured(self, progress: Progress) -> dict[str, Any]:
         """Return the state of the whole run. Waits for the device."""
         return {
             **asdict(progress),
-            "samples": len(self._task.train_data),
+            "data": self.identify_data().to_json(),
+            "settings": settings_of(self._recipe),
             "shapes": shapes(self._prepared.model),
             "random": capture_randomness(self._device),
             "hooks": {name: _saved(hook) for name, hook in self._hooks.items()},
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
 
-    def require_own(self, state: dict[str, Any]) -> None:
-        """Refuse a checkpoint that this run cannot be the continuation of; load nothing."""
+    def require_own(self, state: dict[str, Any], *, accept: Collection[str] = ()) -> None:
+        """Refuse a checkpoint that this run cannot be the continuation of; load nothing.
+
+        `accept` may name "data": other data than the checkpoint was trained on is then gone on
+        with, and that is told when it is restored.
+        """
         step = state["step"]
-        if missing := [name for name in self._parts if name not in state]:
+        wanted = [*self._parts, "data", "settings"]
+        if missing := [name for name in wanted if name not in state]:
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved by an older version of narrowcast (it "
                 f"lacks {', '.join(missing)}); resume it with that version, or start a new run"
             )
+        self._require_settings(state["settings"], step=step)
         require_same_model(state["shapes"], self._prepared.model, step=step)
         if set(saved := state.get("hooks", {})) != set(self._hooks):
             raise CheckpointError(
@@ -73,18 +91,42 @@ class RunState:
                 f"{', '.join(saved) or 'none'}, and the task has {', '.join(self._hooks) or 'none'}"
                 "; resume it with the version of the workload it was begun with"
             )
-        samples = len(self._task.train_data)
-        if samples != state["samples"]:
-            raise CheckpointError(
-                f"the checkpoint of step {step} was trained on {state['samples']} samples, and the "
-                f"data has {samples} now, so its order cannot be continued; put the data back, or "
-                "start a new run"
-            )
+        if difference := self.identify_data().differs_from(state["data"]):
+            self._refuse_data(difference, step=step, accepted="data" in accept)
         if step > self._recipe.steps:
             raise RecipeError(
                 f"steps={self._recipe.steps}: the run is at step {step} already; "
                 f"write steps={step} or more"
             )
+
+    def _require_settings(self, saved: Mapping[str, Any], *, step: int) -> None:
+        here = settings_of(self._recipe)
+        # One that only a newer or an older version has could not be put right.
+        both = {key: value for key, value in here.items() if key in saved}
+        if keys := decisive_differences({key: saved[key] for key in both}, both):
+            raise CheckpointError(
+                f"the checkpoint of step {step} is of a run with other settings: "
+                f"{told(keys, saved, here)}; resume it with those, or start a new run"
+            )
+
+    def _refuse_data(self, difference: str, *, step: int, accepted: bool) -> None:
+        if not accepted:
+            raise CheckpointError(
+                f"the data is not that of the checkpoint of step {step}: {difference}; put the "
+                "data back, add --accept data to go on with it as it is, or start a new run"
+            )
+        self._accepted.append(
+            FindingRecord(
+                step=step,
+                since=step + 1,
+                module="",
+                role="data",
+                what="the run goes on with other data",
+                why=difference,
+                action="accepted",
+                advice="losses before and after this step are not of the same data",
+            )
+        )
 
     def restore(self, state: dict[str, Any]) -> tuple[Progress, list[FindingRecord]]:
         """Take up a state; return how far it is, and what of it does not fit this device.
@@ -101,9 +143,10 @@ class RunState:
             step=state["step"], batches=state["batches"], evaluated=state["evaluated"]
         )
         if restore_randomness(state["random"], self._device):
-            return progress, []
+            return progress, self._accepted
         saved_on = state["random"]["device"]["type"]
         return progress, [
+            *self._accepted,
             FindingRecord(
                 step=progress.step,
                 since=progress.step,
@@ -113,7 +156,7 @@ class RunState:
                 why=f"the checkpoint was saved on {saved_on}",
                 action=f"started them from seed={self._recipe.seed}",
                 advice=f"resume on {saved_on} to continue them bit for bit",
-            )
+            ),
         ]
 
 

@@ -141,6 +141,9 @@ class Task:
     info: TaskInfo = TaskInfo()  # noqa: RUF009  # frozen
     """What is counted, and how the task is judged."""
 
+    data_digest: Callable[[], str] | None = None
+    """Returns a text that is another one for other data, to train or to judge on, so that a run is
+    not continued on other data unawares; none: samples of `train_data` are looked at."""
     collate: Callable[[Any], Any] | None = None
     """Makes a batch of a list of samples, in a worker process where there are any; none: the data
     stacks its samples itself, or torch's own collate does where they come one at a time."""

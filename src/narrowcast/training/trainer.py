@@ -8,7 +8,7 @@ next step is being queued, and the device never waits for the host.
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import DivergedError, Interrupted, NarrowcastError
+from narrowcast.errors import DivergedError, Interrupted
 from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.peak import peak_bytes
 from narrowcast.hardware.randomness import seed_everything
@@ -49,24 +49,25 @@ def train(
     *,
     folder: Path | None = None,
     resume: dict[str, Any] | None = None,
+    accept: Collection[str] = (),
 ) -> Generator[Record]:
     """Train for `recipe.steps` attempts and yield what happens, as it happens.
 
     An attempt that overflows counts as a step and is recorded as skipped. Checkpoints go to
     `folder/checkpoints`, the final weights to `folder/model.safetensors`; without a folder nothing
-    is saved. `resume` is the state of a checkpoint to go on from; one of another model, or of
-    other data, is refused here, before anything is loaded. What follows is bit for bit what an
-    uninterrupted run would do; on a GPU only if `recipe.deterministic`, which makes it slower.
+    is saved. `resume` is the state of a checkpoint to go on from; one of another model, of other
+    settings, or of other data unless `accept` has "data", is refused here, before anything is
+    loaded. What follows is bit for bit what an uninterrupted run would do; on a GPU only if
+    `recipe.deterministic`, which makes it slower.
 
     SIGINT or SIGTERM end the run after the step in progress, with a checkpoint and `Interrupted`.
     """
     course = _Course(prepared, task, recipe, folder=folder)
-    if resume is not None:
-        try:
-            course.require_own(resume)
-        except NarrowcastError:
-            course.close()
-            raise
+    try:
+        course.begin_at(resume, accept=accept)
+    except BaseException:
+        course.close()
+        raise
     return course.run(resume)
 
 
@@ -120,9 +121,15 @@ class _Course:
         self._found: list[FindingRecord] = []
         self._since = time.perf_counter()
 
-    def require_own(self, state: dict[str, Any]) -> None:
-        """Refuse a checkpoint that this run cannot be the continuation of; load nothing."""
-        self._state.require_own(state)
+    def begin_at(self, state: dict[str, Any] | None, *, accept: Collection[str]) -> None:
+        """Refuse a checkpoint that this run cannot be the continuation of; load nothing.
+
+        Data is looked at here if it is ever to be, and not when it may have changed meanwhile.
+        """
+        if state is not None:
+            self._state.require_own(state, accept=accept)
+        elif self._folder is not None:
+            self._state.identify_data()
 
     def close(self) -> None:
         """Leave the model prepared, and nothing else."""
@@ -158,7 +165,7 @@ class _Course:
                     raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         if self._folder is not None:
-            write_results(self._prepared, task, self._folder)
+            write_results(self._prepared, task, self._folder, step=self._progress.step)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when it is time to, and end the run if it was asked to."""

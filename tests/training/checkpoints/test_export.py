@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load_file, load_model
 
 from narrowcast.errors import CheckpointError
-from narrowcast.training.checkpoints.export import PENDING, export_weights
+from narrowcast.training.checkpoints.export import export_weights, results_are_whole
 from narrowcast.training.trainer import train
 
 
@@ -59,7 +59,10 @@ def test_a_task_writes_its_own_files_after_the_weights(ready, tmp_path):
     made = ready(steps=2).but(write_results=write)
     list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
     assert (tmp_path / "own.txt").read_text() == "mine"
-    assert not (tmp_path / PENDING).exists()
+    assert results_are_whole(tmp_path, step=2)
+    assert not results_are_whole(tmp_path, step=4)
+    (tmp_path / "own.txt").write_text("thei")
+    assert not results_are_whole(tmp_path, step=2)
 
 
 def test_a_task_that_fails_at_its_files_keeps_the_weights_and_is_named(ready, tmp_path):
@@ -72,4 +75,4 @@ def test_a_task_that_fails_at_its_files_keeps_the_weights_and_is_named(ready, tm
     assert load_file(tmp_path / "model.safetensors")
     (note,) = caught.value.__notes__
     assert note.startswith("This was write_results of the task; the weights are safe in")
-    assert (tmp_path / PENDING).exists()  # so that a resumed run does it again
+    assert not results_are_whole(tmp_path, step=2)  # so that a resumed run does it again

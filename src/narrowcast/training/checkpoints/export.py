@@ -1,35 +1,58 @@
 """What a finished run leaves: its weights in one safetensors file, and the files of its task."""
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
-from narrowcast.errors import blamed_on
+from narrowcast.errors import CheckpointError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs.writing import written_beside
+from narrowcast.runs.peek import open_plain, peek_json
+from narrowcast.runs.writing import explain_write_error, replace_file, written_beside
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten
 from narrowcast.training.task import Task
 
 WEIGHTS = "model.safetensors"
-PENDING = "results.pending"
-"""There while a task writes its own files; where it is left, they are not whole."""
+RESULTS = "finished.json"
+"""Written after all others: the step they are of, and the size and checksum of each."""
+MOST_BYTES = 16 * 2**20
+"""Of that file: a hundred thousand results."""
 
 
-def write_results(prepared: Prepared, task: Task, folder: Path) -> None:
-    """Write the weights to `folder`, and then whatever else the task has to leave.
+def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) -> None:
+    """Write the weights to `folder`, then whatever else the task has to leave, then what that was.
 
     Where the task fails at that, the weights are there, and `narrowcast resume` tries it again.
     """
-    if task.write_results is not None:
-        (folder / PENDING).touch()
     export_weights(prepared, folder / WEIGHTS)
-    if task.write_results is None:
-        return
-    with blamed_on(
-        f"write_results of the task; the weights are safe in {folder / WEIGHTS}. Once it is "
-        f"repaired, `narrowcast resume {folder}` writes the rest"
-    ):
-        task.write_results(folder, prepared)
-    (folder / PENDING).unlink()
+    files = [folder / WEIGHTS]
+    if task.write_results is not None:
+        before = _seen(folder)
+        with blamed_on(
+            f"write_results of the task; the weights are safe in {folder / WEIGHTS}. Once it is "
+            f"repaired, `narrowcast resume {folder}` writes the rest"
+        ):
+            task.write_results(folder, prepared)
+        files += [path for path, seen in _seen(folder).items() if before.get(path) != seen]
+    listed = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in files}
+    try:
+        text = json.dumps({"step": step, "files": listed}, indent=2)
+        replace_file(folder / RESULTS, f"{text}\n".encode())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {folder / RESULTS}: {explain_write_error(error)}; then continue with "
+            f"`narrowcast resume {folder}`"
+        ) from error
+
+
+def results_are_whole(folder: Path, *, step: int) -> bool:
+    """Say whether all that a run of `step` steps left is still there, byte for byte."""
+    match peek_json(folder / RESULTS, most_bytes=MOST_BYTES):
+        case {"step": int(written), "files": {**files}} if written == step and WEIGHTS in files:
+            return all(_is_as_written(folder / str(name), files[name]) for name in files)
+        case _:
+            return False
 
 
 def export_weights(prepared: Prepared, path: Path) -> None:
@@ -48,3 +71,26 @@ def export_weights(prepared: Prepared, path: Path) -> None:
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
     with written_beside(path, hint="the last checkpoint holds the same weights") as beside:
         write_tensors(beside, tensors, metadata={"format": "pt"})
+
+
+def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return when each file of a folder was last written, and its size."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            status = path.stat()
+            found[path] = (status.st_mtime_ns, status.st_size)
+    return found
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    with open_plain(file) as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
+
+
+def _is_as_written(file: Path, written: object) -> bool:
+    try:
+        return _fingerprint(file) == written
+    except OSError:
+        return False

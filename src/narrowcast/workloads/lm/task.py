@@ -14,8 +14,9 @@ from narrowcast.config.sections import Recipe
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError
 from narrowcast.runs import Metric, TaskInfo
+from narrowcast.training.checkpoints.data_identity import digest_of
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.training.task import MapDataset, Task
+from narrowcast.training.task import Task
 from narrowcast.workloads.lm import WORKLOAD
 from narrowcast.workloads.lm.model import GPT, build_gpt
 from narrowcast.workloads.lm.settings import LmData, LmModel, LmRehearsal
@@ -39,7 +40,7 @@ class LanguageModel:
     """A GPT and the text it is trained and judged on."""
 
     model: GPT
-    train_data: MapDataset
+    train_data: Windows
     validation_data: Windows
     tokenizer: Tokenizer | None
     """What cut the text; none for synthetic tokens, which stand for no text."""
@@ -58,6 +59,7 @@ class LanguageModel:
             items=self.items,
             info=TaskInfo(unit="token", metrics=(LOSS, PERPLEXITY, *text)),
             gemm_rows=self.batch_size * self.model.length,
+            data_digest=self.data_digest,
         )
 
     def loss(self, model: nn.Module, batch: Pair) -> Tensor:
@@ -68,6 +70,10 @@ class LanguageModel:
     def items(self, batch: Pair) -> int:
         """Count the tokens `batch` asks to predict."""
         return batch[1].numel()
+
+    def data_digest(self) -> str:
+        """Identify the tokens, those trained on and those held out."""
+        return digest_of(self.train_data.tokens, self.validation_data.tokens)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return nats a token, perplexity and, where there is text, bits a byte of held-out text.

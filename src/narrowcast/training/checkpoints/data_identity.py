@@ -1,0 +1,163 @@
+"""Which data a run is trained on, so that one that is continued goes on with the same."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.hardware.randomness import randomness_kept, seed_everything
+from narrowcast.training.task import MapDataset, SampleDataset, Task
+
+LOOKED_AT = 64
+"""Samples of data that does not identify itself: enough to tell one set from another, and read in
+a moment even where each is a picture to decode."""
+IN_MEMORY = 100_000
+"""Items of a list that are all looked at; Python takes a tenth of a second for them."""
+CHUNK = 16 * 2**20
+"""Bytes that a thread takes at a time."""
+
+ALL, SOME, NONE = "all of it", f"{LOOKED_AT} samples spread over it", "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataIdentity:
+    """What a checkpoint knows of its data."""
+
+    samples: int
+    digest: str
+    """SHA-256, in hexadecimal; empty where nothing could be looked at."""
+    looked_at: str
+    """How much of it the digest tells of."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a checkpoint keeps it."""
+        return asdict(self)
+
+    def differs_from(self, saved: Mapping[str, Any]) -> str:
+        """Say how this data is not what was `saved`; nothing where no difference can be seen."""
+        if saved["samples"] != self.samples:
+            return f"it had {saved['samples']} samples, and has {self.samples} now"
+        if not saved["digest"] or not self.digest:
+            return ""
+        if saved["looked_at"] != self.looked_at:
+            return "it identifies itself in another way now, so it cannot be compared"
+        same = saved["digest"] == self.digest
+        return "" if same else f"it has {self.samples} samples as before, with other values in them"
+
+
+def identity_of(task: Task) -> DataIdentity:
+    """Look at the data of `task`: as it identifies itself, or at samples of it.
+
+    Data that is in memory is looked at as a whole. Random generators are left as they were; samples
+    that draw from them draw the same every time.
+    """
+    data = task.train_data
+    samples, looked_at = len(data), ALL
+    if task.data_digest is not None:
+        with blamed_on("data_digest of the task"):
+            digest = task.data_digest()
+        if not isinstance(digest, str) or not digest:
+            raise RecipeError(
+                f"data_digest of the task returned {digest!r}; return a text that is another one "
+                "for other data, e.g. narrowcast.digest_of(array)"
+            )
+    elif isinstance(data, TensorDataset):
+        digest = digest_of(*(tensor.cpu() for tensor in data.tensors))
+    elif isinstance(data, list | tuple) and samples <= IN_MEMORY:
+        digest = _digest_of_values(data)
+    else:
+        looked_at = SOME
+        with blamed_on("a look at samples of the task's data"):
+            digest = _digest_of_values(_spread_over(data))
+    return DataIdentity(samples=samples, digest=digest, looked_at=looked_at if digest else NONE)
+
+
+def digest_of(*arrays: NDArray[Any] | Tensor) -> str:
+    """Return the SHA-256 of the dtypes, shapes and values of arrays, at gigabytes a second.
+
+    Chunks are hashed side by side, without a copy, and then the hashes of them.
+    """
+    whole = hashlib.sha256()
+    with ThreadPoolExecutor(thread_name_prefix="digest") as threads:
+        for array in arrays:
+            whole.update(f"{array.dtype} {tuple(array.shape)} ".encode())
+            chunks = _chunks(array)
+            # A thread costs more than to hash the few bytes of a sample.
+            hashed = threads.map(_sha256, chunks) if len(chunks) > 1 else map(_sha256, chunks)
+            for part in hashed:
+                whole.update(part)
+    return whole.hexdigest()
+
+
+def _sha256(chunk: memoryview) -> bytes:
+    return hashlib.sha256(chunk).digest()
+
+
+def _chunks(array: NDArray[Any] | Tensor) -> list[memoryview]:
+    if isinstance(array, Tensor):
+        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return [flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK)]
+
+
+def _spread_over(data: MapDataset | SampleDataset) -> Iterator[Any]:
+    count = len(data)
+    shown = min(LOOKED_AT, count)
+    indices = [number * (count - 1) // max(shown - 1, 1) for number in range(shown)]
+    with randomness_kept(torch.device("cpu")):
+        seed_everything(0)
+        for index in indices:
+            yield data.__getitems__([index]) if isinstance(data, MapDataset) else data[index]
+
+
+def _digest_of_values(values: Iterable[Any]) -> str:
+    """Return the digest of nested plain values; none where one of them cannot be told apart."""
+    whole = hashlib.sha256()
+    for value in values:
+        try:
+            for piece in _pieces(value):
+                whole.update(piece)
+        except _UnknownError:
+            return ""
+    return whole.hexdigest()
+
+
+class _UnknownError(Exception):
+    """A value whose content cannot be read."""
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of a value; no two different values have the same."""
+    match value:
+        case None | bool() | int() | float() | complex() | str() | bytes() | np.generic():
+            text = repr(value).encode()
+            yield f"{type(value).__name__} {len(text)} ".encode()
+            yield text
+        case Tensor() | np.ndarray():
+            if isinstance(value, np.ndarray) and value.dtype.hasobject:
+                yield from _pieces(value.tolist())
+            else:
+                yield digest_of(value).encode()
+        case Mapping():
+            yield f"{{{len(value)} ".encode()
+            for key, item in value.items():
+                yield from _pieces(key)
+                yield from _pieces(item)
+        case list() | tuple() | range():
+            yield f"[{len(value)} ".encode()
+            for item in value:
+                yield from _pieces(item)
+        case _ if hasattr(value, "__array_interface__"):  # pictures have it
+            yield digest_of(np.asarray(value)).encode()
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            yield from _pieces([getattr(value, each.name) for each in fields(value)])
+        case _:
+            raise _UnknownError

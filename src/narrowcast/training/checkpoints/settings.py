@@ -1,0 +1,68 @@
+"""The settings that decide what a step does: those a checkpoint is continued under, or not at all.
+
+A checkpoint holds every setting of its run. Where the run's folder, or whoever continues it, says
+otherwise, one of the two is wrong, and only the owner of the run knows which.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+MAY_CHANGE = (
+    "steps",
+    "device",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "eval.every",
+    "data.workers",
+    "data.prefetch",
+    "trackers",
+)
+"""Settings that do not decide what a step does; all others belong to the run as it began."""
+
+NAMES = ("name", "description")
+"""What a run is called; it decides nothing, and may be written differently at any time."""
+
+SHOWN = 5
+"""Differences that a message lists."""
+
+POLICY = "precision.policy"
+
+
+def may_change(key: str, before: Mapping[str, Any]) -> bool:
+    """Say whether a setting may have another value from a checkpoint on that has `before`."""
+    # What auto stood for depends on the machine; the checkpoint refuses any other policy anyway.
+    named_auto = key == POLICY and before.get(POLICY) == "auto"
+    return key in MAY_CHANGE or key in NAMES or named_auto
+
+
+def decisive_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return the keys that decide steps and that are not the same in both, or only in one."""
+    keys = [*saved, *(key for key in here if key not in saved)]
+    return [
+        key
+        for key in keys
+        if not may_change(key, saved)
+        and (key not in saved or key not in here or not _same(saved[key], here[key]))
+    ]
+
+
+def told(keys: list[str], saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Write differences in one line: what the checkpoint has, and what there is here."""
+    each = [
+        f"{key} is {_shown(saved, key)} in the checkpoint and {_shown(here, key)} here"
+        for key in keys[:SHOWN]
+    ]
+    more = [f"{len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    return "; ".join(each + more)
+
+
+def _same(a: Any, b: Any) -> bool:
+    # As text: to Python True is 1 and 1 is 1.0.
+    return repr(a) == repr(b)
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    if key not in settings:
+        return "missing"
+    text = "none" if settings[key] is None else str(settings[key])
+    return text if len(text) <= 60 else f"{text[:60]}…"
