@@ -400,7 +400,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_loaded(ready, t
 def test_a_checkpoint_of_other_data_is_refused(ready, tmp_path):
     state = saved_state(ready(steps=3), tmp_path)
     made = ready(steps=6, samples=90)
-    with pytest.raises(CheckpointError, match="it had 100 samples, and has 90 now; put the data back"):
+    with pytest.raises(
+        CheckpointError, match="it had 100 samples, and has 90 now; put the data back"
+    ):
         train(made.prepared, made.task, made.recipe, resume=state)
 
 

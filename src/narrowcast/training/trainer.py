@@ -31,6 +31,7 @@ from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
+from narrowcast.training.checkpoints.resume import sync_records
 from narrowcast.training.data import BatchStream
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate, not_finite
@@ -312,6 +313,7 @@ class _Course:
         """Write a checkpoint of the whole run, if there is a folder to write it to."""
         if self._folder is None:
             return
+        sync_records(self._folder)
         state = self._state.captured(self._progress)
         keep, folder = self._recipe.checkpoint.keep, self._folder / "checkpoints"
         record = save_checkpoint(folder, self._progress.step, state=state, keep=keep)

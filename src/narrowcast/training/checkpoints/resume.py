@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from narrowcast.errors import CheckpointError
 from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord
 from narrowcast.runs.folder import RECORDS
+from narrowcast.runs.writing import sync_file
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
 
 SHOWN = 3
@@ -41,6 +43,16 @@ def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> None:
         run.write(
             CheckpointRecord(step=step, seconds_blocked=unknown, seconds_total=unknown, bytes=size)
         )
+
+
+def sync_records(folder: Path) -> None:
+    """Wait until the records of a run are on the disk, if it keeps any.
+
+    Called before a checkpoint is saved: a power cut that leaves the checkpoint, which is synced,
+    must leave the records of its steps too.
+    """
+    if (folder / RECORDS).is_file():
+        sync_file(folder / RECORDS)
 
 
 def require_records(

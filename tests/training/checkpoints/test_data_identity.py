@@ -1,0 +1,128 @@
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+from narrowcast.errors import RecipeError
+from narrowcast.training.checkpoints import data_identity
+from narrowcast.training.checkpoints.data_identity import digest_of, identity_of
+
+
+@dataclass
+class Samples:
+    """Data that is read sample by sample, as most people's is."""
+
+    values: list
+    read: int = 0
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return self.values[index]
+
+
+def looked_at(made, data, **parts):
+    return identity_of(made.but(train_data=data, **parts).task)
+
+
+def test_the_digest_of_an_array_is_that_of_its_bytes():
+    array = np.arange(12, dtype=np.int16).reshape(3, 4)
+    chunk = hashlib.sha256(array.tobytes()).digest()
+    expected = hashlib.sha256(b"int16 (3, 4) " + chunk).hexdigest()
+    assert digest_of(array) == expected
+
+
+def test_dtype_shape_order_and_place_count():
+    array = np.arange(12, dtype=np.int16)
+    others = [array.astype(np.int32), array.reshape(3, 4), array[::-1], array + 1]
+    assert len({digest_of(each) for each in (array, *others)}) == 5
+    assert digest_of(array, array) != digest_of(np.concatenate([array, array]))
+    assert digest_of(array.reshape(3, 4).T) == digest_of(array.reshape(3, 4).T.copy())
+
+
+@given(st.integers(1, 4), st.integers(0, 40), st.integers(0, 39), st.integers(1, 255))
+def test_any_changed_byte_changes_it_whatever_the_chunks(chunk, size, place, change):
+    before = data_identity.CHUNK
+    data_identity.CHUNK = chunk
+    try:
+        array = np.arange(size, dtype=np.uint8)
+        changed = array.copy()
+        if size:
+            changed[place % size] ^= change
+        assert (digest_of(array) == digest_of(changed)) is (size == 0)
+    finally:
+        data_identity.CHUNK = before
+
+
+def test_tensors_of_16_bits_have_one():
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool):
+        assert digest_of(torch.zeros(3).to(dtype)) != digest_of(torch.ones(3).to(dtype))
+
+
+def test_data_in_memory_is_looked_at_as_a_whole(ready):
+    values = torch.randn(1000, 3)
+    changed = values.clone()
+    changed[501, 1] += 1
+    one, other = (looked_at(ready(), TensorDataset(each)) for each in (values, changed))
+    assert one.looked_at == "all of it"
+    assert "1000 samples as before, with other values" in other.differs_from(one.to_json())
+    assert one.differs_from(one.to_json()) == ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        {"text": "a", "ids": [1, 2]},
+        ("a", np.float32(1)),
+        b"bytes",
+        np.array(["x", None], dtype=object),
+    ],
+)
+def test_samples_of_any_shape_are_looked_at_first_and_last_among_them(ready, value):
+    same = Samples([value] * 500)
+    last = Samples([*[value] * 499, {"another": 1}])
+    before = looked_at(ready(), same)
+    assert before.looked_at == "64 samples spread over it"
+    assert same.read == 64
+    assert before.differs_from(looked_at(ready(), Samples([value] * 500)).to_json()) == ""
+    assert "other values" in before.differs_from(looked_at(ready(), last).to_json())
+
+
+def test_pictures_are_looked_at(ready):
+    image = pytest.importorskip("PIL.Image")
+    black, white = image.new("L", (4, 4), 0), image.new("L", (4, 4), 255)
+    one, other = looked_at(ready(), Samples([black] * 9)), looked_at(ready(), Samples([white] * 9))
+    assert one.digest
+    assert one.digest != other.digest
+
+
+def test_samples_that_cannot_be_told_apart_are_said_to_be(ready):
+    found = looked_at(ready(), Samples([object()] * 9))
+    assert (found.digest, found.looked_at) == ("", "nothing")
+    assert found.differs_from(found.to_json()) == ""
+
+
+def test_samples_that_draw_at_random_are_the_same_and_draw_nothing_from_the_run(ready):
+    class Noisy(Samples):
+        def __getitem__(self, index):
+            return torch.rand(3) + np.random.rand()  # as augmentations do
+
+    made = ready()
+    state = torch.get_rng_state()
+    one = looked_at(made, Noisy([0] * 9))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert one == looked_at(made, Noisy([0] * 9))
+
+
+def test_a_task_that_says_nothing_of_its_data_is_told(ready):
+    with pytest.raises(RecipeError, match="data_digest of the task returned ''"):
+        looked_at(ready(), Samples([1] * 9), data_digest=lambda: "")
