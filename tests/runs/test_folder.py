@@ -172,11 +172,14 @@ def test_every_process_that_continues_a_run_is_noted(create):
     }
 
 
-def test_damaged_notes_on_processes_are_refused(create):
+@pytest.mark.parametrize("content", ['{"sessions": "none"}', "[]", "", "{", "\0"])
+def test_damaged_notes_on_processes_are_put_aside(create, content):
     run = create()
-    run.write_json("environment.json", {"sessions": "none"})
-    with pytest.raises(CheckpointError, match=r"environment.json is damaged: it has no sessions"):
-        run.add_session({})
+    (run.path / "environment.json").write_text(content)
+    (told,) = run.add_session({"python": "3.12"})
+    assert told.endswith("it is kept as environment.json.damaged")
+    assert run.read_json("environment.json") == {"sessions": [{"python": "3.12"}]}
+    assert (run.path / "environment.json.damaged").read_text() == content
 
 
 def test_the_task_is_written_once_and_read_again(create):
