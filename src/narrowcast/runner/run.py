@@ -27,6 +27,7 @@ from narrowcast.runner.changes import continued, notices, require_acceptable
 from narrowcast.runner.finished import report_is_due, write_due_report
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runs import Record, RunFolder, describe_environment
+from narrowcast.runs.folder import RECORDS, RESOLVED
 from narrowcast.training.checkpoints.resume import (
     latest_state,
     require_records,
@@ -212,7 +213,9 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
     accepted = sorted(set(accept))
     require_acceptable(accepted)
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(RunFolder.open(folder))
+        # What the checkpoint has can be put back, so it need not be there.
+        needs = [RECORDS] if "settings" in accepted else [RECORDS, RESOLVED]
+        run = stack.enter_context(RunFolder.open(folder, needs=needs))
         run.claim()
         state = latest_state(run)
         recipes = continued(run, list(overrides), state=state, accept=accepted)
@@ -233,7 +236,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         # From here on the folder changes.
         run.set_task_info(assembled.task.info)
         rewind_to(run, state)
-        run.write_json("resolved.json", loaded.resolved())
+        run.write_json(RESOLVED, loaded.resolved())
         run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
         told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come

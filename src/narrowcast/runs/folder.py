@@ -8,6 +8,7 @@ at most the last line of the records is torn.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -70,13 +71,13 @@ class RunFolder:
         return run
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
+    def open(cls, path: str | Path, *, needs: Sequence[str] = (RECORDS, RESOLVED)) -> Self:
         """Open the folder of a run that was begun before, or raise CheckpointError."""
         path = Path(path)
         if not path.is_dir():
             found = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{path} {found}; name the --out folder of a run")
-        for name in (RECORDS, RESOLVED):
+        for name in needs:
             if not (path / name).is_file():
                 raise CheckpointError(
                     f"{path} is not a run folder: it has no {name}; name the --out folder of a run"

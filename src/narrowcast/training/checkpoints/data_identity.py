@@ -81,7 +81,7 @@ def identity_of(task: Task) -> DataIdentity:
 
 
 def digest_of(*arrays: NDArray[Any] | Tensor) -> str:
-    """Return the SHA-256 of the dtypes, shapes and values of arrays, at a gigabyte a second or more.
+    """Return the SHA-256 of the dtypes, shapes and values of arrays, a gigabyte or two a second.
 
     Chunks are hashed side by side, without a copy, and then the hashes of them.
     """
