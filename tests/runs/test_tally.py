@@ -36,8 +36,14 @@ def test_a_smoothed_value_is_the_mean_with_weights_that_fall_geometrically(value
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_does_not_hide_the_losses_after_it(bad):
-    tally = Tally(steps=3).after(step(1)).after(step(2, loss=bad))
+    tally = Tally(steps=3).after(step(1)).after(step(2, loss=bad)).after(step(3))
     assert tally.loss == 2.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_while_the_loss_is_not_finite_no_older_one_is_shown_in_its_place(bad):
+    tally = Tally(steps=3).after(step(1)).after(step(2, loss=bad))
+    assert tally.loss == bad or (math.isnan(bad) and math.isnan(tally.loss))
 
 
 def test_pace_and_time_left_follow_from_the_steps():

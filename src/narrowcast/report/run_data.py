@@ -18,6 +18,7 @@ from narrowcast.runs.records import (
     StepRecord,
 )
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
+from narrowcast.runs.vitals import Vitals, vitals_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,18 @@ class RunData:
     def headline(self) -> Metric | None:
         """The metric the run is judged by; None where it was never evaluated."""
         return headline_of(self.task, self.metrics)
+
+    @property
+    def vitals(self) -> Vitals:
+        """What decides whether the run came to anything."""
+        records: list[Record] = [*self.steps, *self.evals, *self.findings]
+        return vitals_of(records, headline=self.task.headline.name)
+
+    @property
+    def diverged(self) -> str:
+        """What is wrong with a run that has done its steps; nothing where nothing is."""
+        done = len(self.steps) >= int(self.setting("steps", 0)) > 0
+        return self.vitals.diverged if done else ""
 
     @property
     def metrics(self) -> list[str]:

@@ -39,6 +39,7 @@ class Tally:
     skipped: int = 0
     items: int = 0
     seconds: float = 0.0
+    last_loss: float = math.nan
     smooth_loss: Smooth = field(default_factory=Smooth)
     smooth_parts: Mapping[str, Smooth] = field(default_factory=dict)
     """Of each part of the loss, for tasks that name them."""
@@ -54,6 +55,7 @@ class Tally:
             skipped=self.skipped + (not record.applied),
             items=self.items + record.items,
             seconds=self.seconds + record.seconds,
+            last_loss=record.loss,
             smooth_loss=self.smooth_loss.after(record.loss),
             smooth_parts={
                 **self.smooth_parts,
@@ -65,8 +67,8 @@ class Tally:
 
     @property
     def loss(self) -> float:
-        """The loss of the last steps."""
-        return self.smooth_loss.value
+        """The loss of the last steps; that of the last one, where it is not finite."""
+        return self.smooth_loss.value if math.isfinite(self.last_loss) else self.last_loss
 
     @property
     def items_per_second(self) -> float:

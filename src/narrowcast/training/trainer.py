@@ -15,8 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import DivergedError, Interrupted
 from narrowcast.hardware.async_copy import AsyncCopy
@@ -24,7 +22,6 @@ from narrowcast.hardware.peak import peak_bytes
 from narrowcast.hardware.randomness import seed_everything
 from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
 from narrowcast.health.diagnose.passes import ReplayInputs
-from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
@@ -32,15 +29,17 @@ from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.resume import sync_records
-from narrowcast.training.data import BatchStream
+from narrowcast.training.data import BatchStream, batches_of
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
+from narrowcast.training.setup import faults_of
 from narrowcast.training.signals import Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
 from narrowcast.training.task import Batch, Task
+from narrowcast.training.vital_signs import VitalSigns, bad_weights
 
 
 def train(
@@ -103,9 +102,10 @@ class _Course:
             prepared,
             self._stepper.loss_of,
             verdicts=recipe.health.verdicts,
-            faults=_faults(prepared, recipe),
+            faults=faults_of(prepared, recipe),
             backward=self._stepper.backward,
         )
+        self._vital_signs = VitalSigns(prepared, task.info, folder=folder)
         self._state = RunState(
             prepared,
             task,
@@ -115,6 +115,7 @@ class _Course:
                 "investigator": self._investigator,
                 "observer": self._observer,
                 "adapter": self._adapter,
+                "vital_signs": self._vital_signs,
             },
         )
         self._progress, self._saved = Progress(), 0
@@ -148,7 +149,7 @@ class _Course:
         seed_everything(recipe.seed)
         if state is not None:
             yield from self._restore(state)
-        data = _batches(task, recipe, start=self._progress.batches, device=self._device)
+        data = batches_of(task, recipe, start=self._progress.batches, device=self._device)
         with stop_on_signals() as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
                 task.before_first_step(self._prepared)
@@ -165,6 +166,7 @@ class _Course:
                     yield from self._read(leaving=0)
                     raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
+        self._vital_signs.require_alive(self._progress.step, self._investigator.named)
         if self._folder is not None:
             write_results(self._prepared, task, self._folder, step=self._progress.step)
 
@@ -194,8 +196,12 @@ class _Course:
             raise
         step = self._progress.step
         self._progress = replace(self._progress, evaluated=step)
-        yield EvalRecord(step=step, metrics=metrics)
-        yield from not_finite(metrics, step=step)
+        words = self._prepared.engine.log.wording
+        found = not_finite(metrics, bad_weights(self._prepared), step=step, lr=words.lr)
+        records: list[Record] = [EvalRecord(step=step, metrics=metrics), *found]
+        for record in records:
+            self._vital_signs.note(record)
+            yield record
         self._since = time.perf_counter()
 
     def _change_formats(self) -> Iterator[Record]:
@@ -277,6 +283,7 @@ class _Course:
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.
             self._since = time.perf_counter() if told.findings else now
             self._schedule.note(record)
+            self._vital_signs.note(record)
             yield record
             yield from told.findings
             yield from self._observe(record, told)
@@ -315,9 +322,10 @@ class _Course:
             return
         sync_records(self._folder)
         state = self._state.captured(self._progress)
-        keep, folder = self._recipe.checkpoint.keep, self._folder / "checkpoints"
-        record = save_checkpoint(folder, self._progress.step, state=state, keep=keep)
-        self._saved = self._progress.step
+        step, folder = self._progress.step, self._folder / "checkpoints"
+        keep = self._vital_signs.kept(self._recipe.checkpoint.keep, step=step)
+        record = save_checkpoint(folder, step, state=state, keep=keep)
+        self._saved = step
         yield record
         self._since = time.perf_counter()
 
@@ -326,26 +334,8 @@ class _Course:
         with self._observer.probes_removed():
             self._schedule.restore(state["schedule"])
             self._adapter.restore(state["adapter"])
+        self._vital_signs.load_state_dict(state["vital_signs"])
         self._progress, findings = self._state.restore(state)
         self._stepper.drop_graphs()
         self._saved = self._progress.step
         yield from findings
-
-
-def _batches(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
-    return BatchStream(
-        task.train_data,
-        recipe.batch_size,
-        seed=recipe.seed,
-        start=start,
-        workers=recipe.data.workers,
-        prefetch=recipe.data.prefetch,
-        device=device,
-        collate=task.collate,
-        count=task.items,
-    )
-
-
-def _faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
-    asked = [Fault(**section.model_dump()) for section in recipe.faults]
-    return Faults(prepared.model, asked, seed=recipe.seed) if asked else None
