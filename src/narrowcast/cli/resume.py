@@ -17,9 +17,9 @@ def resume(folder: str, overrides: tuple[str, ...], quiet: bool) -> None:
     It goes on from its last checkpoint; without one it begins again, in the same folder.
     KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers, data.prefetch and trackers.
     """
-    from narrowcast.cli.view.screen import say, screen, working
+    from narrowcast.cli.view.screen import lasting_screen, say, working
 
-    console = screen(quiet=quiet)
+    console = lasting_screen(quiet=quiet)
     with working(console, "loading the run"):
         from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import already_done, introduce

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to stop at the next good moment."""
+"""SIGINT, SIGTERM and SIGHUP as a request to stop at the next good moment."""
 
 import signal
 import threading
@@ -6,6 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+STOPPING = tuple(
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGHUP")
+    if name in signal.Signals.__members__  # Windows has no SIGHUP
+)
+"""Ctrl-C, a scheduler that wants its machine back, a terminal that was closed."""
 
 
 @dataclass
@@ -17,7 +24,7 @@ class Stop:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Note SIGINT and SIGTERM instead of ending; a second one has the meaning it had before.
+    """Note the signals of `STOPPING` instead of ending; a second one has the meaning it had before.
 
     Only the main thread can: in any other, signals keep their meaning, and so does a signal that
     the process was started to ignore, as under nohup.
@@ -33,7 +40,7 @@ def stop_on_signals() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     # None is a handler that C code has set: it could not be put back.
     taken = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for number in taken:

@@ -58,7 +58,8 @@ def train(
     other data, is refused here, before anything is loaded. What follows is bit for bit what an
     uninterrupted run would do; on a GPU only if `recipe.deterministic`, which makes it slower.
 
-    SIGINT or SIGTERM end the run after the step in progress, with a checkpoint and `Interrupted`.
+    SIGINT, SIGTERM or SIGHUP end the run after the step in progress, with a checkpoint and
+    `Interrupted`.
     """
     course = _Course(prepared, task, recipe, folder=folder)
     if resume is not None:

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from narrowcast.cli.output import outlive_output
+
 PAPER_WIDTH = 1000
 """Columns of a file or a pipe, so that nothing is folded there."""
 LABEL_WIDTH = 10
@@ -17,6 +19,12 @@ def screen(*, quiet: bool = False) -> Console:
     """Return the console for this process's output."""
     width = None if sys.stdout.isatty() else PAPER_WIDTH
     return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
+
+
+def lasting_screen(*, quiet: bool = False) -> Console:
+    """Return the console of a run, which goes on when its output is lost."""
+    outlive_output()
+    return screen(quiet=quiet)
 
 
 def is_live(console: Console) -> bool:
