@@ -18,13 +18,12 @@ from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argu
 def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
     """Train RECIPE, show how it goes, and write a report."""
     from narrowcast.cli.view.screen import lasting_screen, working
-    from narrowcast.runner.out_dir import out_dir_for
+    from narrowcast.runner.out_dir import out_dir
     from narrowcast.workloads import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    place = out_dir_for(loaded.recipe.name, out)
     console = lasting_screen(quiet=quiet)
-    with place.claimed(), working(console, "building the model"):
+    with out_dir(loaded.recipe.name, out) as place, working(console, "building the model"):
         from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import introduce
         from narrowcast.runner.run import train as begin

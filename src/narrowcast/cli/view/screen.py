@@ -15,10 +15,17 @@ PAPER_WIDTH = 1000
 LABEL_WIDTH = 10
 
 
-def screen(*, quiet: bool = False) -> Console:
-    """Return the console for this process's output."""
-    width = None if sys.stdout.isatty() else PAPER_WIDTH
-    return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
+def screen(*, quiet: bool = False, to_stderr: bool = False) -> Console:
+    """Return the console for this process's output: stdout, unless that is for JSON alone."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    return Console(
+        stderr=to_stderr,
+        quiet=quiet,
+        width=None if stream.isatty() else PAPER_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
 def lasting_screen(*, quiet: bool = False) -> Console:
