@@ -24,6 +24,7 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
 from narrowcast.runner.changes import continued, notices
+from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import Record, RunFolder, describe_environment
@@ -55,6 +56,7 @@ class Run:
         records: Generator[Record],
         *,
         folder: RunFolder | None,
+        home: KeptFolder | None = None,
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
     ) -> None:
@@ -63,7 +65,7 @@ class Run:
         """The step a continued run goes on from; None for a new one."""
         self.notices = list(notices)
         """Where the rest of a continued run will not be what it would have been."""
-        self._assembled, self._records = assembled, records
+        self._assembled, self._records, self._home = assembled, records, home
         self.earlier: list[Record] = [] if folder is None else folder.records()
         """The records it goes on from."""
 
@@ -114,28 +116,36 @@ class Run:
 
         As `narrowcast train` does it: with torch's own generators, which nobody else draws from.
         """
-        if self.folder is None:
+        if self.folder is None or self._home is None:
             with contextlib.closing(self._records) as records:
                 yield from records
             return
+        with self._home.held(self.folder):
+            yield from self._kept(self.folder, self._home, tell)
+
+    def _kept(self, folder: RunFolder, home: KeptFolder, tell: Tell) -> Generator[Record]:
         step = self.resumed_from or 0
         try:
             with contextlib.closing(self._records) as records, self._trackers(tell) as trackers:
                 for record in records:
-                    self.folder.write(record)
+                    folder.write(record)
+                    home.look()
                     trackers.take(record)
                     step = record.step
                     yield record
         except Interrupted as stop:
-            write_run_report(self.folder.path)
+            write_run_report(home.path())
             raise Interrupted(
-                f"interrupted after step {step} of {self.recipe.steps}\n"
-                f"resume with: narrowcast resume {shlex.quote(str(self.folder.path))}"
+                f"interrupted after step {step} of {self.recipe.steps}"
+                f"{': ' if home.lost else ''}{home.lost}\n"
+                f"resume with: narrowcast resume {shlex.quote(str(folder.path))}"
             ) from stop
         except DivergedError as error:
-            page = write_run_report(self.folder.path)
+            page = write_run_report(home.path())
             raise DivergedError(f"{error}\nwhat led to it: {page}") from error
-        write_run_report(self.folder.path)
+        write_run_report(home.path())
+        if home.lost:
+            tell(home.lost)
 
     def close(self) -> None:
         """End what is going on, and let go of the folder: another process may continue the run."""
@@ -183,7 +193,8 @@ def train(
         raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
     assembled = assemble(loaded.recipe)
     path = None if out is None else Path(out)
-    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=path)
+    home = None if path is None else KeptFolder(path)
+    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=home)
     if path is None:
         return Run(loaded, assembled, records, folder=None)
     folder = RunFolder.create(
@@ -194,7 +205,7 @@ def train(
     )
     folder.set_task_info(assembled.task.info)
     folder.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
-    return Run(loaded, assembled, records, folder=folder)
+    return Run(loaded, assembled, records, folder=folder, home=home)
 
 
 def resume(folder: str | Path, overrides: Iterable[str] = ()) -> Run:
@@ -209,8 +220,9 @@ def resume(folder: str | Path, overrides: Iterable[str] = ()) -> Run:
         require_trackers(loaded.recipe.trackers)
         state = latest_state(run)
         assembled = assemble(loaded.recipe)
+        home = KeptFolder(run.path)
         records = train_records(
-            assembled.prepared, assembled.task, loaded.recipe, folder=run.path, resume=state
+            assembled.prepared, assembled.task, loaded.recipe, folder=home, resume=state
         )
         # From here on the folder changes; another process that writes to it is refused first.
         run.set_task_info(assembled.task.info)
@@ -221,7 +233,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = ()) -> Run:
         run.add_session(describe_environment())
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
-    return Run(loaded, assembled, records, folder=run, resumed_from=step, notices=told)
+    return Run(loaded, assembled, records, folder=run, home=home, resumed_from=step, notices=told)
 
 
 def plan_recipe(

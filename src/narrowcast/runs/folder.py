@@ -108,6 +108,20 @@ class RunFolder:
         """Drop the records after the checkpoint of `step`, and a torn last line."""
         self._records.rewind(step)
 
+    def hold(self) -> None:
+        """Become the one process that writes to this folder; refused where another is."""
+        self._records.hold()
+
+    def is_at(self, path: Path) -> bool:
+        """Say whether `path` is the folder this run writes to, and its records are in it."""
+        return self._records.is_at(path / RECORDS)
+
+    def move_to(self, path: Path) -> None:
+        """Go on in the folder `path`, with the records so far in it, wherever they are now."""
+        self.path = path
+        self._records.move_to(path / RECORDS)
+        self.checkpoints.mkdir(exist_ok=True)
+
     def write_json(self, name: str, value: object) -> None:
         """Write `value` to the file `name` of this folder, whole or not at all."""
         target = self._file_called(name)

@@ -37,7 +37,7 @@ from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
-from narrowcast.training.signals import Stop, stop_on_signals
+from narrowcast.training.signals import FixedHome, Home, Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
 from narrowcast.training.task import Batch, Task
 
@@ -47,7 +47,7 @@ def train(
     task: Task,
     recipe: Recipe,
     *,
-    folder: Path | None = None,
+    folder: Path | Home | None = None,
     resume: dict[str, Any] | None = None,
 ) -> Generator[Record]:
     """Train for `recipe.steps` attempts and yield what happens, as it happens.
@@ -58,8 +58,8 @@ def train(
     other data, is refused here, before anything is loaded. What follows is bit for bit what an
     uninterrupted run would do; on a GPU only if `recipe.deterministic`, which makes it slower.
 
-    SIGINT, SIGTERM or SIGHUP end the run after the step in progress, with a checkpoint and
-    `Interrupted`.
+    SIGINT, SIGTERM, SIGHUP or a `Home` that was lost end the run after the step in progress, with
+    a checkpoint and `Interrupted`.
     """
     course = _Course(prepared, task, recipe, folder=folder)
     if resume is not None:
@@ -89,9 +89,10 @@ class _Course:
     """A run: what it trains, and how far it has come."""
 
     def __init__(
-        self, prepared: Prepared, task: Task, recipe: Recipe, *, folder: Path | None
+        self, prepared: Prepared, task: Task, recipe: Recipe, *, folder: Path | Home | None
     ) -> None:
-        self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
+        self._prepared, self._task, self._recipe = prepared, task, recipe
+        self._home = FixedHome(folder) if isinstance(folder, Path) else folder
         self._device = next(prepared.model.parameters()).device
         self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
@@ -142,7 +143,7 @@ class _Course:
         if state is not None:
             yield from self._restore(state)
         data = _batches(task, recipe, start=self._progress.batches, device=self._device)
-        with stop_on_signals() as stop, data, deterministic_kernels(recipe.deterministic):
+        with stop_on_signals(self._home) as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
                 task.before_first_step(self._prepared)
             self._since = time.perf_counter()
@@ -158,24 +159,24 @@ class _Course:
                     yield from self._read(leaving=0)
                     raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
-        if self._folder is not None:
-            write_results(self._prepared, task, self._folder)
+        if self._home is not None:
+            write_results(self._prepared, task, self._home.path())
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when it is time to, and end the run if it was asked to."""
         evaluation_is_due = self._is_due(self._recipe.eval.every, last=self._progress.evaluated)
-        if evaluation_is_due and not stop.asked_by:  # a scheduler grants little time to end
+        if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             yield from self._evaluate()
         checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
-        if checkpoint_is_due or (stop.asked_by and self._saved != self._progress.step):
+        if checkpoint_is_due or (stop.why and self._saved != self._progress.step):
             yield from self._read(leaving=0)
             yield from self._save()
-        if stop.asked_by:
-            how = f"continue it with `narrowcast resume {self._folder}`"
+        if stop.why:
+            how = f"continue it with `narrowcast resume {self._home and self._home.path()}`"
             raise Interrupted(
-                f"{stop.asked_by.name} ended the run after step {self._progress.step}; "
-                + (how if self._folder else "without a folder to save it to, it cannot be resumed")
+                f"{stop.why} ended the run after step {self._progress.step}; "
+                + (how if self._home else "without a folder to save it to, it cannot be resumed")
             )
 
     def _evaluate(self) -> Iterator[Record]:
@@ -304,10 +305,10 @@ class _Course:
 
     def _save(self) -> Iterator[Record]:
         """Write a checkpoint of the whole run, if there is a folder to write it to."""
-        if self._folder is None:
+        if self._home is None:
             return
         state = self._state.captured(self._progress)
-        keep, folder = self._recipe.checkpoint.keep, self._folder / "checkpoints"
+        keep, folder = self._recipe.checkpoint.keep, self._home.path() / "checkpoints"
         record = save_checkpoint(folder, self._progress.step, state=state, keep=keep)
         self._saved = self._progress.step
         yield record
