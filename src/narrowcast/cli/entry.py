@@ -6,6 +6,7 @@ answered at once.
 
 import contextlib
 import errno
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -109,6 +110,9 @@ def exit_code_of(words: Sequence[str]) -> int:
 
     An exception that is none of ours is a bug, and keeps its traceback.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ×: better ? than a traceback
     try:
         code = narrowcast.main(args=list(words), prog_name="narrowcast", standalone_mode=False)
     except click.ClickException as error:

@@ -62,7 +62,6 @@ def _opened(stream: Any) -> Any:
     return io.TextIOWrapper(
         raw if at_once else io.BufferedWriter(raw),  # as python -u has it
         encoding=encoding,
-        errors="replace",  # a terminal without ×: better ? than a traceback
         line_buffering=stream is not None and stream.line_buffering,
         write_through=at_once,
     )

@@ -14,8 +14,10 @@ from typing import Any, Self, final
 
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.runs import strict_json
+from narrowcast.runs.peek import read_plain
 from narrowcast.runs.records import Record
 from narrowcast.runs.records_file import RecordsFile
+from narrowcast.runs.shape import Shape, misfit, unreadable
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, TaskInfo
 from narrowcast.runs.writing import NO_SPACE, explain_write_error, replace_file
 
@@ -92,7 +94,7 @@ class RunFolder:
     def recipe_text(self) -> str:
         """The recipe as it was given."""
         try:
-            return (self.path / RECIPE).read_bytes().decode()
+            return read_plain(self.path / RECIPE).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot read {self.path / RECIPE}: {error}") from error
 
@@ -131,15 +133,18 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"cannot write {target}: {explain_write_error(error)}") from error
 
-    def read_json(self, name: str) -> Any:
-        """Read the file `name` of this folder."""
+    def read_json(self, name: str, shape: Shape = dict) -> Any:
+        """Read the file `name` of this folder, or raise CheckpointError if it has another shape."""
         target = self._file_called(name)
         try:
-            return strict_json.loads(target.read_bytes().decode())
+            found = strict_json.loads(read_plain(target).decode())
         except OSError as error:
             raise CheckpointError(f"cannot read {target}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{target} is damaged: {error}") from error
+        if wrong := unreadable(found) or misfit(found, shape):
+            raise CheckpointError(f"{target} is damaged: {wrong}; put it back from a copy")
+        return found
 
     def task_info(self) -> TaskInfo:
         """Return what the run counts and how it is judged.

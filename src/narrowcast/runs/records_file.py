@@ -9,6 +9,7 @@ from typing import final
 
 from narrowcast.errors import CheckpointError
 from narrowcast.runs.lock import LOCK, Lock
+from narrowcast.runs.peek import read_plain
 from narrowcast.runs.records import CheckpointRecord, Record, from_line, to_line
 from narrowcast.runs.writing import explain_write_error, replace_file
 
@@ -114,7 +115,7 @@ class RecordsFile:
     def _ended_records(self) -> list[tuple[Record, int]]:
         """Return every whole record, and the byte after its line."""
         try:
-            content = self.path.read_bytes()
+            content = read_plain(self.path)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
         *lines, last = content.split(b"\n")

@@ -31,6 +31,7 @@ from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
+from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.data import BatchStream
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate, not_finite
@@ -317,8 +318,10 @@ class _Course:
     def _restore(self, state: dict[str, Any]) -> Iterator[Record]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
         with self._observer.probes_removed():
-            self._schedule.restore(state["schedule"])
-            self._adapter.restore(state["adapter"])
+            with part_of(state["step"], "schedule"):
+                self._schedule.restore(state["schedule"])
+            with part_of(state["step"], "adapter"):
+                self._adapter.restore(state["adapter"])
         self._progress, findings = self._state.restore(state)
         self._stepper.drop_graphs()
         self._saved = self._progress.step
