@@ -21,7 +21,7 @@ def doctor(as_json: bool, measure: bool) -> None:
 
     from narrowcast.cli.view.screen import screen, working
 
-    console = screen()
+    console = screen(to_stderr=as_json)
     with working(console, "trying this machine"):
         from narrowcast.hardware import probe
         from narrowcast.precision.plan.presets import recommended

@@ -17,14 +17,13 @@ from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argu
 @quiet_option
 def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
     """Train RECIPE, show how it goes, and write a report."""
-    from narrowcast.cli.view.screen import screen, working
-    from narrowcast.runner.out_dir import out_dir_for
+    from narrowcast.cli.view.screen import lasting_screen, working
+    from narrowcast.runner.out_dir import out_dir
     from narrowcast.workloads import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    place = out_dir_for(loaded.recipe.name, out)
-    console = screen(quiet=quiet)
-    with place.claimed(), working(console, "building the model"):
+    console = lasting_screen(quiet=quiet)
+    with out_dir(loaded.recipe.name, out) as place, working(console, "building the model"):
         from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import introduce
         from narrowcast.runner.run import train as begin

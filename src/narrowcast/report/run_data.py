@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.report.phrases import policies
+from narrowcast.report.shapes import ENVIRONMENT, PLAN, SETTINGS
 from narrowcast.runs.folder import RunFolder
 from narrowcast.runs.records import (
     CheckpointRecord,
@@ -103,10 +104,10 @@ def read_run(path: Path) -> RunData:
     """Read the folder of a run, at whatever point the run is."""
     with RunFolder.open(path) as run:
         records = run.records()
-        settings = run.read_json("resolved.json")
-        plan = run.read_json("plan.json") if (path / "plan.json").exists() else None
+        settings = run.read_json("resolved.json", SETTINGS)
+        plan = run.read_json("plan.json", PLAN) if (path / "plan.json").exists() else None
         has_environment = (path / "environment.json").exists()
-        environment = run.read_json("environment.json") if has_environment else {}
+        environment = run.read_json("environment.json", ENVIRONMENT) if has_environment else {}
         recipe_text = run.recipe_text if (path / "recipe.yaml").exists() else ""
         task = run.task_info()
     return RunData(

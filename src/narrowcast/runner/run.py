@@ -25,6 +25,7 @@ from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
 from narrowcast.runner.changes import continued, notices, require_acceptable
 from narrowcast.runner.finished import report_is_due, write_due_report
+from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runs import Record, RunFolder, describe_environment
 from narrowcast.runs.folder import RECORDS, RESOLVED
@@ -60,6 +61,7 @@ class Run:
         records: Generator[Record],
         *,
         folder: RunFolder | None,
+        home: KeptFolder | None = None,
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
     ) -> None:
@@ -68,7 +70,7 @@ class Run:
         """The step a continued run goes on from; None for a new one."""
         self.notices = list(notices)
         """Where the rest of a continued run will not be what it would have been."""
-        self._assembled, self._records = assembled, records
+        self._assembled, self._records, self._home = assembled, records, home
         self.earlier: list[Record] = [] if folder is None else folder.records()
         """The records it goes on from."""
 
@@ -119,29 +121,37 @@ class Run:
 
         As `narrowcast train` does it: with torch's own generators, which nobody else draws from.
         """
-        if self.folder is None:
+        if self.folder is None or self._home is None:
             with contextlib.closing(self._records) as records:
                 yield from records
             return
+        with self._home.held(self.folder):
+            yield from self._kept(self.folder, self._home, tell)
+
+    def _kept(self, folder: RunFolder, home: KeptFolder, tell: Tell) -> Generator[Record]:
         step = self.resumed_from or 0
-        report_is_due(self.folder.path)
+        report_is_due(home.path())
         try:
             with contextlib.closing(self._records) as records, self._trackers(tell) as trackers:
                 for record in records:
-                    self.folder.write(record)
+                    folder.write(record)
+                    home.look()
                     trackers.take(record)
                     step = record.step
                     yield record
         except Interrupted as stop:
-            write_due_report(self.folder.path)
+            write_due_report(home.path())
             raise Interrupted(
-                f"interrupted after step {step} of {self.recipe.steps}\n"
-                f"resume with: narrowcast resume {shlex.quote(str(self.folder.path))}"
+                f"interrupted after step {step} of {self.recipe.steps}"
+                f"{': ' if home.lost else ''}{home.lost}\n"
+                f"resume with: narrowcast resume {shlex.quote(str(folder.path))}"
             ) from stop
         except DivergedError as error:
-            page = write_due_report(self.folder.path)
+            page = write_due_report(home.path())
             raise DivergedError(f"{error}\nwhat led to it: {page}") from error
-        write_due_report(self.folder.path)
+        write_due_report(home.path())
+        if home.lost:
+            tell(home.lost)
 
     def close(self) -> None:
         """End what is going on, and let go of the folder: another process may continue the run."""
@@ -189,7 +199,8 @@ def train(
         raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
     assembled = assemble(loaded.recipe)
     path = None if out is None else Path(out)
-    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=path)
+    home = None if path is None else KeptFolder(path)
+    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=home)
     if path is None:
         return Run(loaded, assembled, records, folder=None)
     folder = RunFolder.create(
@@ -200,7 +211,7 @@ def train(
     )
     folder.set_task_info(assembled.task.info)
     folder.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
-    return Run(loaded, assembled, records, folder=folder)
+    return Run(loaded, assembled, records, folder=folder, home=home)
 
 
 def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterable[str] = ()) -> Run:
@@ -223,11 +234,12 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         require_trackers(loaded.recipe.trackers)
         require_records(run, state, accept=accepted)
         assembled = assemble(loaded.recipe)
+        home = KeptFolder(run.path)
         records = train_records(
             assembled.prepared,
             assembled.task,
             loaded.recipe,
-            folder=run.path,
+            folder=home,
             resume=state,
             accept=accepted,
         )
@@ -241,7 +253,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
-    return Run(loaded, assembled, records, folder=run, resumed_from=step, notices=told)
+    return Run(loaded, assembled, records, folder=run, home=home, resumed_from=step, notices=told)
 
 
 def plan_recipe(

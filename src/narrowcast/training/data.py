@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.precision.nested import map_tensors, tensors_in
+from narrowcast.training.signals import STOPPING
 from narrowcast.training.task import Batch, MapDataset, SampleDataset, Task
 
 Batches: TypeAlias = Generator[Batch, None, None]
@@ -200,10 +201,11 @@ def _stacked(fetched: Any) -> Any:
 
 
 def _outlive_signals(worker: int) -> None:
-    # A terminal sends Ctrl-C to every process of the run, and a scheduler SIGTERM. The trainer
-    # finishes its step first and needs batches for it; it ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A terminal sends Ctrl-C, and SIGHUP when it is closed, to every process of the run, and a
+    # scheduler SIGTERM. The trainer finishes its step first and needs batches for it; it ends its
+    # workers itself.
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batches:

@@ -11,6 +11,7 @@ from narrowcast.hardware.randomness import capture_randomness, restore_randomnes
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
+from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.resume import require_same_model, shapes
 from narrowcast.training.checkpoints.settings import decisive_differences, told
 from narrowcast.training.task import Hook, Task
@@ -135,16 +136,19 @@ class RunState:
         """
         for name in ("observer", "prepared", "investigator"):
             part: Any = self._parts[name]
-            part.load_state_dict(state[name])
+            with part_of(state["step"], name):
+                part.load_state_dict(state[name])
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
-            hook.load_state_dict(state["hooks"][name])
+            with part_of(state["step"], f"hook {name}"):
+                hook.load_state_dict(state["hooks"][name])
         progress = Progress(
             step=state["step"], batches=state["batches"], evaluated=state["evaluated"]
         )
-        if restore_randomness(state["random"], self._device):
-            return progress, self._accepted
-        saved_on = state["random"]["device"]["type"]
+        with part_of(progress.step, "random state"):
+            if restore_randomness(state["random"], self._device):
+                return progress, self._accepted
+            saved_on = state["random"]["device"]["type"]
         return progress, [
             *self._accepted,
             FindingRecord(

@@ -14,6 +14,7 @@ from narrowcast.runs import Record, TaskInfo
 from narrowcast.runs.vitals import Vitals
 from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint, step_of
 from narrowcast.training.checkpoints.export import WEIGHTS
+from narrowcast.training.signals import Home
 
 
 def bad_weights(prepared: Prepared) -> str:
@@ -39,8 +40,8 @@ def bad_weights(prepared: Prepared) -> str:
 class VitalSigns:
     """What decides whether a run came to anything."""
 
-    def __init__(self, prepared: Prepared, info: TaskInfo, *, folder: Path | None) -> None:
-        self._prepared, self._headline, self._folder = prepared, info.headline.name, folder
+    def __init__(self, prepared: Prepared, info: TaskInfo, *, home: Home | None) -> None:
+        self._prepared, self._headline, self._home = prepared, info.headline.name, home
         self._vitals = Vitals()
 
     def note(self, record: Record) -> None:
@@ -74,24 +75,24 @@ class VitalSigns:
 
     def _left(self, step: int) -> str:
         """Say what is in the folder, and which checkpoint there is to go back to."""
-        if self._folder is None:
+        if self._home is None:
             return ""
-        exported = self._folder / WEIGHTS
+        folder = self._home.path()
+        exported = folder / WEIGHTS
         told = "is that of an earlier end of this run" if exported.exists() else "was not written"
         if not self._vitals.weights:
             return f"{exported} {told}; the weights are in the last checkpoint"
-        finite = self._newest_finite(before=step)
+        finite = self._newest_finite(folder / "checkpoints", before=step)
         if finite is None:
             return f"{exported} {told}, and there is no checkpoint with finite weights"
         return (
             f"{exported} {told}; {finite} is the newest checkpoint with finite weights: remove "
-            f"those after it, and `narrowcast resume {self._folder}` goes on from there"
+            f"those after it, and `narrowcast resume {folder}` goes on from there"
         )
 
-    def _newest_finite(self, *, before: int) -> Path | None:
-        assert self._folder is not None
+    def _newest_finite(self, folder: Path, *, before: int) -> Path | None:
         trained = self._prepared.engine.weights.names
-        for path in reversed(checkpoints(self._folder / "checkpoints")):
+        for path in reversed(checkpoints(folder)):
             if step_of(path) >= before:
                 continue
             try:

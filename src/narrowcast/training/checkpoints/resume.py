@@ -11,7 +11,8 @@ from narrowcast.errors import CheckpointError
 from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord
 from narrowcast.runs.folder import RECORDS
 from narrowcast.runs.writing import sync_file
-from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
+from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, size_of
+from narrowcast.training.checkpoints.parts import require_run_state
 
 SHOWN = 3
 """Differences between two models that a message lists; the first ones tell the rest."""
@@ -23,7 +24,11 @@ def latest_state(run: RunFolder) -> dict[str, Any] | None:
     Changes nothing. A damaged checkpoint raises `CheckpointError`.
     """
     path = latest(run.checkpoints)
-    return None if path is None else load_checkpoint(path)
+    if path is None:
+        return None
+    state = load_checkpoint(path)
+    require_run_state(state, path)
+    return state
 
 
 def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> None:
@@ -39,7 +44,7 @@ def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> None:
     if path is not None and not recorded:
         # How long it took is not known any more.
         unknown = math.nan
-        size = sum(file.stat().st_size for file in path.iterdir())
+        size = size_of(path)
         run.write(
             CheckpointRecord(step=step, seconds_blocked=unknown, seconds_total=unknown, bytes=size)
         )
