@@ -173,7 +173,7 @@ def parse_policy(text: str, *, presets: Mapping[str, Policy]) -> Policy:
     if "=" not in words[0]:
         if words[0] not in presets:
             raise RecipeError(
-                f"precision policy: no preset is named {words[0]!r}"
+                f"precision policy: no preset is named {words[0][:60]!r}"
                 f"{suggestion(words[0], presets)}; the presets are {', '.join(presets)}"
             )
         policy, words = presets[words[0]], words[1:]

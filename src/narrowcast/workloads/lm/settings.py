@@ -28,12 +28,13 @@ LARGEST_BASE = 1e12
 
 Name = Annotated[str, Field(min_length=1)]
 """Of a file, a glob, or one of the words above."""
+Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_SOURCES)]
 
 
 class LmData(DataSection):
     """What a language model reads, and how it is cut."""
 
-    text: Name | Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_SOURCES)] = Field(
+    text: Name | Names = Field(
         default=TOPICS,
         description=f"paths or globs of UTF-8 text files; or {TOPICS} (Python's own English help "
         f"text), or {SYNTHETIC} (random tokens, to measure speed)",

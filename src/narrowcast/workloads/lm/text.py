@@ -1,5 +1,6 @@
 """Text to train on, from files or from Python itself, and to validate on, kept apart from it."""
 
+import errno
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -82,6 +83,9 @@ def _matches(source: str, problems: Problems) -> list[Path]:
     except ValueError as error:  # of pathlib, of ** beside other characters
         problems.add(f"{shown}: {error}")
         return []
+    except RecursionError:
+        problems.add(f"{shown}: too many parts for a path")
+        return []
     if not found:
         problems.add(f"{shown}: no such file")
     if len(found) > MOST_FILES:
@@ -103,7 +107,9 @@ def _read(path: Path, *, most: int) -> str:
         # Some editors begin a file with a byte order mark; it is no part of the text.
         text = data.decode("utf-8-sig")
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
+        why = "; text is cut in memory, of which it may fill a quarter"
+        text = f"{error.strerror}{why if error.errno == errno.EFBIG else ''}"
+        raise RecipeError(f"{path} cannot be read: {text}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(
             f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}; convert it "
