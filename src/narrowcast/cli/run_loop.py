@@ -17,6 +17,7 @@ def run_loop(run: Run, *, console: Console) -> None:
     tally = Tally(steps=run.recipe.steps)
     for record in run.earlier:
         tally = tally.after(record) if isinstance(record, StepRecord) else tally
+    tally = tally.resumed()
     task = run.task.info
     display = RunDisplay(console, tally, task=task, scaled=is_scaled(run.recipe, run.plan))
     try:

@@ -149,7 +149,7 @@ class LiveData:
             loss_scale=record.loss_scale,
             why=shortened(record.why),
             lost_since=None if math.isfinite(record.loss) else lost_since,
-            step_seconds=self.tally.smooth_seconds.value,
+            step_seconds=self.tally.step_seconds,
         )
 
     def _add_eval(self, record: EvalRecord) -> None:
