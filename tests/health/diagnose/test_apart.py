@@ -255,6 +255,18 @@ def test_an_error_in_a_pass_leaves_every_weight_in_its_place():
     assert not model.head._forward_pre_hooks
 
 
+def test_a_look_without_gradients_on_the_way_changes_nothing():
+    class Looked(OwnCode):
+        def forward(self, words):
+            with torch.no_grad():
+                self.middle(self.embed(words))
+            return super().forward(words)
+
+    tied, untied = both(Looked, scale=HIGH)
+    assert tied == untied
+    assert tied[:2] == ("", "grad_weight")
+
+
 def test_uses_that_share_one_cast_of_a_weight_are_several():
     layer, once = nn.Linear(4, 4), nn.Linear(4, 4)
     model = nn.ModuleList([layer, once])
