@@ -100,11 +100,17 @@ def test_without_a_finite_checkpoint_none_is_named(ready, tmp_path):
     assert "there is no checkpoint with finite weights" in ended(made, folder=tmp_path)[1]
 
 
-def test_averages_count_as_weights(ready):
-    made = ready(steps=2, ema={"decay": 0.9})
-    made.prepared.engine.weights.average.averages[1][0] = math.nan
-    said = ended(made)[1]
+def test_averages_count_as_weights(ready, tmp_path):
+    made = ready(steps=4, ema={"decay": 0.9}, checkpoint={"every": 1, "keep": 1})
+
+    def spoil(prepared, applied):
+        if prepared.steps_attempted == 3:
+            prepared.engine.weights.average.averages[1][0] = math.nan
+
+    made = made.but(hooks=(Hook(name="spoil", after_step=spoil),))
+    said = ended(made, folder=tmp_path)[1]
     assert "the averages of 1 of 9 weights are not finite, the first that of rise.bias" in said
+    assert "step-000002 is the newest checkpoint with finite weights" in said
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16, params=bf16, master=split"])

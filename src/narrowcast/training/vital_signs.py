@@ -1,5 +1,6 @@
 """Whether a run is alive: kept from its records, saved with it, and asked for at its end."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -85,9 +86,10 @@ class VitalSigns:
         finite = self._newest_finite(folder / "checkpoints", before=step)
         if finite is None:
             return f"{exported} {told}, and there is no checkpoint with finite weights"
+        resume = f"`narrowcast resume {shlex.quote(str(folder))}`"
         return (
             f"{exported} {told}; {finite} is the newest checkpoint with finite weights: remove "
-            f"those after it, and `narrowcast resume {folder}` goes on from there"
+            f"those after it, and {resume} goes on from there"
         )
 
     def _newest_finite(self, folder: Path, *, before: int) -> Path | None:
@@ -96,10 +98,12 @@ class VitalSigns:
             if step_of(path) >= before:
                 continue
             try:
-                weights = load_checkpoint(path)["prepared"]["weights"]
+                saved = load_checkpoint(path)["prepared"]
             except CheckpointError:
                 continue
-            if not _not_finite({name: weights[name] for name in trained if name in weights}):
+            kept = {name: saved["weights"][name] for name in trained if name in saved["weights"]}
+            averages = {str(i): average for i, average in enumerate(saved["average"] or ())}
+            if not _not_finite(kept) and not _not_finite(averages):
                 return path
         return None
 

@@ -11,11 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.hardware import Hardware
+from narrowcast.health.diagnose.apart import weights_of_several_uses
 from narrowcast.health.diagnose.explain import explain
 from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.health.diagnose.replay import replay
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.plan.plan import make_plan
+from narrowcast.workloads.lm.model import build_gpt
+from narrowcast.workloads.lm.settings import LmModel
 
 EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
 WIDTH, WORDS = 16, 24
@@ -250,3 +253,65 @@ def test_an_error_in_a_pass_leaves_every_weight_in_its_place():
     assert model.head.weight is model.embed.weight
     assert not model.head._forward_hooks
     assert not model.head._forward_pre_hooks
+
+
+def test_a_look_without_gradients_on_the_way_changes_nothing():
+    class Looked(OwnCode):
+        def forward(self, words):
+            with torch.no_grad():
+                self.middle(self.embed(words))
+            return super().forward(words)
+
+    tied, untied = both(Looked, scale=HIGH)
+    assert tied == untied
+    assert tied[:2] == ("", "grad_weight")
+
+
+def test_uses_that_share_one_cast_of_a_weight_are_several():
+    layer, once = nn.Linear(4, 4), nn.Linear(4, 4)
+    model = nn.ModuleList([layer, once])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = layer(once(layer(torch.ones(2, 4)))).sum()
+    assert weights_of_several_uses(model, loss) == {layer.weight, layer.bias}
+
+
+@pytest.mark.parametrize("initial", [2.0**18, 2.0**21, 2.0**24])
+def test_a_language_model_is_told_alike_tied_and_untied(initial):
+    settings, device = {"layers": 2, "width": 16, "heads": 2}, torch.device("cpu")
+    tied, untied = (
+        build_gpt(LmModel(**settings, tied=tied), vocab=WORDS, length=16, seed=0, device=device)
+        for tied in (True, False)
+    )
+    untied.load_state_dict(tied.state_dict())
+    found = []
+    for model in (tied, untied):
+        run = prepared(model, scale=initial)
+        torch.manual_seed(1)
+        words, targets = torch.randint(0, WORDS, (2, 4, 16))
+        verdict = explain(run, [(words, targets)], lambda b, model=model: model(*b))
+        found.append(verdict and told(verdict))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Language, OwnCode, Twins])
+@pytest.mark.parametrize("scale", [HIGH, 2.0**24, 2.0**30])
+def test_on_a_gpu_too_verdicts_are_those_of_the_untied_model(kind, scale, cuda):
+    found = []
+    for tied in (True, False):
+        torch.manual_seed(0)
+        model = made(kind, tied=tied).to(cuda)
+        run = nc.prepare(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            policy="fp16",
+            loss_scale=nc.LossScale(initial=scale, max=2.0**40),
+        )
+        words, targets = torch.randint(0, WORDS, (2, 64)).to(cuda)
+        verdict = explain(
+            run,
+            [(words, targets)],
+            lambda b, model=model: F.cross_entropy(model(b[0]).float(), b[1]),
+        )
+        found.append(verdict and told(verdict)[:4])
+    assert found[0] == found[1]

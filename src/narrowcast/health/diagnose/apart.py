@@ -80,10 +80,12 @@ def apart(model: nn.Module, weights: Collection[nn.Parameter], see: See) -> Iter
         give(next((name for name in reversed(running) if slots[name]), None))
 
     def give(name: str | None) -> None:
-        if name is None or not torch.is_grad_enabled():
+        if name is None:
             for slot in everywhere:
                 slot.put(slot.weight)
             return
+        if not torch.is_grad_enabled():
+            return  # what is used in there makes no gradient
         for weight in dict.fromkeys(slot.weight for slot in slots[name]):
             mine = [slot for slot in slots[name] if slot.weight is weight]
             alias = _alias(weight)

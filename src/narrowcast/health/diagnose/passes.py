@@ -78,7 +78,11 @@ class Passes:
         verdict = self._taken(plan, zero, scales, extremes=extremes, find=several)
         if verdict is None or verdict.phase == "forward" or not several:
             return verdict
-        return self._taken(plan, zero, scales, several=several) or verdict
+        try:
+            return self._taken(plan, zero, scales, several=several) or verdict
+        except torch.OutOfMemoryError:  # that something went wrong is known all the same
+            torch.cuda.empty_cache()
+            return verdict
 
     def _taken(
         self,
