@@ -45,6 +45,8 @@ def part_of(step: int, name: str) -> Iterator[None]:
     """Say of which part of the checkpoint of `step` it is, where that cannot be taken up."""
     try:
         yield
+    except CheckpointError as error:
+        raise CheckpointError(f"the {name} of the checkpoint of step {step}: {error}") from error
     except torch.OutOfMemoryError:
         raise
     except (
