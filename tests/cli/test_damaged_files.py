@@ -119,7 +119,7 @@ def test_no_value_anywhere_makes_a_traceback(runs, damaged, seed):
 @pytest.mark.parametrize(
     "part", ["step", "batches", "shapes", "random", "prepared", "schedule", "adapter", "observer"]
 )
-@pytest.mark.parametrize("value", [None, [], {}, "x", -1, {"$tensor": "none"}])
+@pytest.mark.parametrize("value", [None, [1], -1, {"$tensor": "none"}])
 def test_a_part_of_a_checkpoint_that_no_run_saves_is_refused_by_name(damaged, capsys, part, value):
     file = damaged / "checkpoints" / "step-000002" / "state.json"
     described = json.loads(file.read_text())
