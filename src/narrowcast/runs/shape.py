@@ -1,7 +1,8 @@
 """Whether plain data read from a file has the shape that whoever reads it counts on.
 
-A shape is a type or a tuple of types, `[shape]` for a list of such, or a dict of shapes by key, in
-which `ANY` stands for the keys it does not name. Keys may be missing.
+A shape is a type or a tuple of types, `[shape]` for a list of such, a longer list for one of that
+length, or a dict of shapes by key, in which `ANY` stands for the keys it does not name. Keys may be
+missing.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ def misfit(value: Any, shape: Shape, where: str = "it") -> str | None:
                 return f"{where} is not a mapping"
             others = shape.get(ANY, object)
             inside = [(key, item, shape.get(key, others)) for key, item in value.items()]
-        case [inner]:
+        case list():
             if not isinstance(value, list):
                 return f"{where} is not a list"
-            inside = [(f"entry {i + 1}", item, inner) for i, item in enumerate(value)]
+            each = shape * len(value) if len(shape) == 1 else shape
+            if len(each) != len(value):
+                return f"{where} is not a list of {len(each)}"
+            inside = [
+                (f"entry {i + 1}", *pair) for i, pair in enumerate(zip(value, each, strict=True))
+            ]
         case _:
             kinds = shape if isinstance(shape, tuple) else (shape,)
             # To Python, true is a whole number.
@@ -51,8 +57,8 @@ def unreadable(value: Any) -> str | None:
                     inside += each.values()
                 case list():
                     inside += each
-                case int() if abs(each) >= LARGEST:
-                    return "it holds a whole number of more than 63 bits"
+                case int() if abs(each) > LARGEST:
+                    return "it holds a whole number beyond 2**63"
         if not inside:
             return None
         level = inside

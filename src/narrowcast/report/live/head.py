@@ -21,7 +21,7 @@ from narrowcast.report.phrases import (
     value,
 )
 from narrowcast.report.summary import Ending, Fact
-from narrowcast.runs.follow import LARGEST
+from narrowcast.runs.shape import LARGEST
 
 
 def head(

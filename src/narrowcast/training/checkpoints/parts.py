@@ -11,12 +11,28 @@ from typing import Any
 import torch
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs.shape import ANY, LARGEST, misfit
+from narrowcast.runs.shape import ANY, LARGEST, misfit, unreadable
 from narrowcast.training.checkpoints.checkpoint import step_of
 
 _COUNTS = ("step", "batches", "evaluated")
+_NUMBERS = [(int, float)]
+_PLAIN = {
+    "schedule": {**dict.fromkeys(("phase", "since", "calm"), int), "losses": _NUMBERS},
+    "investigator": {**dict.fromkeys(("replays", "row"), int), "named": str, "explained": bool},
+    "observer": {
+        "amax": [[str, str, _NUMBERS]],
+        "losses": _NUMBERS,
+        "active": [[str, str, str, int, int]],
+    },
+    "adapter": {
+        "adaptation": {"overrides": {ANY: str}, "changed": {ANY: int}, "troubled": {ANY: int}},
+        "seen": [[int, [[str, str, str]], list]],
+    },
+}
+"""Parts that nobody looks at when they are loaded, but in the steps after."""
 _SHAPE = {
     **dict.fromkeys(_COUNTS, int),
+    **_PLAIN,
     "shapes": {ANY: [int]},
     "random": {ANY: object},
     "hooks": {ANY: dict},
@@ -29,10 +45,10 @@ _ALL_NEEDED = (*_COUNTS, "shapes", "random")
 def require_run_state(state: dict[str, Any], path: Path) -> None:
     """Refuse what the checkpoint `path` holds if it is not the state of a run at that step."""
     wrong = next((f"it has no {key}" for key in _ALL_NEEDED if key not in state), None)
-    wrong = wrong or misfit(state, _SHAPE)
+    wrong = wrong or misfit(state, _SHAPE) or unreadable([state.get(name) for name in _PLAIN])
     if not wrong:
         small = all(0 <= state[name] < LARGEST for name in _COUNTS)
-        wrong = None if small else "its counts are not those of a run"
+        wrong = None if small else f"no run has counts of {', '.join(_COUNTS)} like these"
     if not wrong and state["step"] != step_of(path):
         wrong = f"it is of step {state['step']}"
     if wrong:
@@ -47,6 +63,8 @@ def part_of(step: int, name: str) -> Iterator[None]:
     """Say of which part of the checkpoint of `step` it is, where that cannot be taken up."""
     try:
         yield
+    except CheckpointError as error:
+        raise CheckpointError(f"the {name} of the checkpoint of step {step}: {error}") from error
     except torch.OutOfMemoryError:
         raise
     except (
