@@ -19,10 +19,10 @@ def doctor(as_json: bool, measure: bool) -> None:
     """Show what this machine runs natively, and what to use."""
     import json
 
-    from narrowcast.cli.view.screen import screen, working
+    from narrowcast.cli.view.screen import aside, screen, working
 
     console = screen()
-    with working(console, "trying this machine"):
+    with working(aside(quiet=as_json), "trying this machine"):
         from narrowcast.hardware import probe
         from narrowcast.precision.plan.presets import recommended
         from narrowcast.runs import describe_environment

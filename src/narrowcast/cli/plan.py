@@ -20,10 +20,10 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
     loaded = load_recipe(recipe, overrides)
 
-    from narrowcast.cli.view.screen import screen, working
+    from narrowcast.cli.view.screen import aside, screen, working
 
     console = screen()
-    with working(console, "planning"):
+    with working(aside(quiet=as_json), "planning"):
         from narrowcast.hardware import probe
         from narrowcast.runner.assemble import planned
 

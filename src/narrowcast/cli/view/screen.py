@@ -13,6 +13,11 @@ PAPER_WIDTH = 1000
 LABEL_WIDTH = 10
 
 
+def aside(*, quiet: bool = False) -> Console:
+    """Return the console for what is said beside an output that others may read: on stderr."""
+    return Console(stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
+
+
 def screen(*, quiet: bool = False) -> Console:
     """Return the console for this process's output."""
     width = None if sys.stdout.isatty() else PAPER_WIDTH
@@ -43,9 +48,10 @@ def say_command(console: Console, label: str, command: str) -> None:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[None]:
-    """Show on a terminal that `what` is being done."""
+    """Show that `what` is being done: on a terminal while it is, elsewhere as a line at once."""
     if is_live(console):
         with console.status(f"{what} …"):
             yield
     else:
+        console.print(f"{what} …")
         yield
