@@ -69,3 +69,19 @@ def test_the_files_of_a_tokenizer_are_files(narrowcast, tmp_path):
     (tmp_path / "vocab.json").write_text("[" * 200_000)
     ended = narrowcast("plan", "quickstart", f"data.tokenizer={tmp_path}")
     assert (ended.code, "is not JSON" in ended.err) == (2, True)
+
+
+def test_a_first_line_comes_before_the_work_and_never_into_json(narrowcast, tiny, tmp_path):
+    run = tmp_path / "run"
+    assert narrowcast("train", tiny, "--out", run).out.startswith("building the model …\n")
+    assert narrowcast("resume", run).out.startswith("loading the run …\n")
+    assert narrowcast("plan", tiny).err == "planning …\n"
+    assert narrowcast("plan", tiny, "--json").err == ""
+    assert narrowcast("train", tiny, "--quiet", "--out", tmp_path / "quiet").out == ""
+
+
+def test_a_run_says_that_emulation_is_not_for_speed(narrowcast, tiny, tmp_path):
+    slow = narrowcast("train", tiny, "precision.emulate=true", "--out", tmp_path / "a").out
+    assert "note      emulated formats compute as theirs and take longer than fp32\n" in slow
+    plain = narrowcast("train", tiny, "precision.policy=fp32", "--out", tmp_path / "b").out
+    assert "note" not in plain

@@ -17,7 +17,7 @@ from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argu
 @quiet_option
 def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
     """Train RECIPE, show how it goes, and write a report."""
-    from narrowcast.cli.view.screen import lasting_screen, working
+    from narrowcast.cli.view.screen import lasting_screen, say, working
     from narrowcast.runner.out_dir import out_dir
     from narrowcast.workloads import load_recipe
 
@@ -31,4 +31,6 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         ready = begin(loaded, out=place.path)
     with ready as run:
         introduce(console, run.recipe, plan=run.plan, folder=str(place))
+        if any(module.how == "emulated" for module in run.plan.modules):
+            say(console, "note", "emulated formats compute as theirs and take longer than fp32")
         run_loop(run, console=console)

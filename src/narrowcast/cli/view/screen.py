@@ -58,9 +58,10 @@ def say_command(console: Console, label: str, command: str) -> None:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[None]:
-    """Show on a terminal that `what` is being done."""
+    """Show that `what` is being done: on a terminal while it is, elsewhere as a line at once."""
     if is_live(console):
         with console.status(f"{what} …"):
             yield
     else:
+        console.print(f"{what} …")
         yield
