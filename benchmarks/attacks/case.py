@@ -91,7 +91,7 @@ class Case:
         """Return the run of a tiny recipe that nothing happened to."""
         with self._once(f"straight {recipe}") as place:
             if place is not None:
-                self.run("train", *tiny.RECIPES[recipe], "--out", place, codes={DONE})
+                self.run("train", *tiny.WORDS[recipe], "--out", place, codes={DONE})
         return self.shared / f"straight {recipe}"
 
     def stopped(self, recipe: str, *, to: str = "run") -> Path:
@@ -202,7 +202,7 @@ def _without_checkpoint_records(*runs: Path) -> Iterator[list[Path]]:
 
 
 def contents(run: Path) -> dict[str, str]:
-    """Return what every file of a run holds, but for its lock: equal before and after, or touched."""
+    """Return what every file of a run holds, but for its lock."""
     found = {}
     for folder, folders, files in os.walk(run):
         for name in (*folders, *files):

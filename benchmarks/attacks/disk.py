@@ -20,6 +20,7 @@ def size_limit(case: Case) -> Verdict:
     case.tell(f"{recipe}: no file larger than {limit} bytes")
 
     def limited() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a limit for the output, too, otherwise
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     words = ("train", *tiny.RECIPES[recipe], "--out", run)

@@ -13,11 +13,13 @@ from attacks.forks import Ended
 DONE, BAD_INPUT, UNSUPPORTED, DIVERGED, INTERRUPTED = 0, 2, 3, 4, 130
 REFUSED_CODES = frozenset({BAD_INPUT, UNSUPPORTED, DIVERGED})
 ANY_CODE = frozenset({DONE, INTERRUPTED}) | REFUSED_CODES
-LONGEST_MESSAGE = 20_000
+LONGEST_ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*", re.M)
+_MESSAGE = 20_000
 """Characters of a refusal; whoever gets more than that reads none of it."""
 _BUG = re.compile(
     r"Traceback \(most recent call last\)|Exception ignored|^Fatal Python error", re.M
 )
+_ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*", re.M)
 _MESSAGE = re.compile(r"^(narrowcast: |Error: )", re.M)
 
 
@@ -51,11 +53,11 @@ def well_ended(ended: Ended, *, codes: Collection[int] = ANY_CODE) -> Ended:
 
     One that is refused says why, in one message that can be read.
     """
-    shown = f"`narrowcast {' '.join(ended.words)[:300]}`"
+    shown = f"`narrowcast {ended.words[0] if ended.words else ''} …`"
     if ended.code is None:
         raise Found(Verdict.HANG, f"{shown}: {ended.why_stopped}")
     if _BUG.search(ended.said):
-        raise Found(Verdict.TRACEBACK, f"{shown}: exit {ended.code}: {_last_line(ended.said)}")
+        raise Found(Verdict.TRACEBACK, f"{shown}: exit {ended.code}: {_error_in(ended.said)}")
     if ended.code < 0 and ended.code not in codes:
         name = signal.Signals(-ended.code).name
         raise Found(Verdict.TRACEBACK, f"{shown}: ended by {name}: {_last_line(ended.err)}")
@@ -81,6 +83,12 @@ def _check_message(ended: Ended, shown: str) -> None:
         raise Found(Verdict.SILENT, f"{shown}: exit {ended.code} with {messages} messages")
     if len(ended.err) > LONGEST_MESSAGE:
         raise Found(Verdict.SILENT, f"{shown}: a message of {len(ended.err)} characters")
+
+
+def _error_in(text: str) -> str:
+    """Return the line of a traceback that names the error; notes may follow it."""
+    named = _ERROR.findall(text)
+    return named[-1][:300] if named else _last_line(text)
 
 
 def _last_line(text: str) -> str:

@@ -17,12 +17,7 @@ from attacks.case import (
 )
 from attacks.oracle import DONE, INTERRUPTED, Found, Verdict, well_ended
 
-STEPS = 400
 NOTICED_SECONDS = 60.0
-WORDS = tuple(
-    f"steps={STEPS}" if word.startswith("steps=") else word for word in tiny.RECIPES["bf16"]
-)
-LONG = (*WORDS, "checkpoint.every=50", "eval.every=200", "health.every=0")
 HOW = ("moved", "moved and back", "removed", "another in its place", "parent moved", "emptied")
 
 
@@ -34,12 +29,11 @@ def while_it_runs(case: Case) -> Verdict:
     parent = case.folder / "runs"
     parent.mkdir()
     run, elsewhere = parent / "run", case.folder / "elsewhere"
-    command = case.start("train", *LONG, "--out", run)
+    straight = case.straight(tiny.LONG)
+    command = case.start("train", *tiny.WORDS[tiny.LONG], "--out", run)
     watch_until(command, lambda: steps_of(run) >= step)
     _take_away(how, run, elsewhere)
     ended = well_ended(command.wait(NOTICED_SECONDS), codes={DONE, INTERRUPTED})
-    straight = case.folder / "straight"
-    case.run("train", *LONG, "--out", straight, codes={DONE})
     if ended.code == DONE:
         whole = [each for each in (run, elsewhere, elsewhere / "run") if each.exists()]
         if not any(difference_between(each, straight) is None for each in whole):

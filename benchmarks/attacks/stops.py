@@ -40,7 +40,7 @@ def once_or_twice(case: Case) -> Verdict:
     own = set() if second is None and 0 < before < tiny.STEPS else {-first, -(second or first)}
     ended = well_ended(command.wait(SECONDS), codes={DONE, INTERRUPTED, *own})
     if ended.code == DONE:
-        require_equal(run, straight)
+        require_equal(run, straight, asked_to_stop=True)
         return Verdict.FINE
     if not (run / "records.jsonl").exists():
         return Verdict.FINE

@@ -71,6 +71,8 @@ def lost_by_a_question(case: Case) -> Verdict:
         raise Found(Verdict.TRACEBACK, f"exit {ended.code}: {ended.said[-300:]}")
     if ended.code < 0 and ended.code not in (-signal.SIGPIPE, -signal.SIGHUP):
         raise Found(Verdict.TRACEBACK, f"ended by signal {-ended.code}")
+    if ended.code == DONE and how == "full" and 1 in which:
+        raise Found(Verdict.SILENT, "the answer was lost, and the exit code says that all is well")
     return Verdict.FINE
 
 

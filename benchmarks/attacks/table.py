@@ -14,6 +14,7 @@ def rows_of(results: list[Result], kinds: list[str]) -> list[dict[str, Any]]:
     for kind in [*kinds, "all"]:
         own = [each for each in results if kind in (each.kind, "all")]
         row: dict[str, Any] = {"kind": kind, "tried": len(own)}
+        row["seconds"] = round(sum(each.seconds for each in own), 1)
         for verdict in (*COLUMNS, Verdict.NOT_HERE):
             row[verdict] = sum(each.verdict == verdict for each in own)
         rows.append(row)

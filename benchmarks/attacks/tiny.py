@@ -57,6 +57,20 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 """Words of `narrowcast train`, by what is special about them."""
 
+LONG = "long"
+WORDS = {
+    **RECIPES,
+    LONG: (
+        "quickstart",
+        *SHAPE,
+        "steps=400",
+        "checkpoint.every=50",
+        "eval.every=200",
+        "health.every=0",
+    ),
+}
+"""The same, and a run that takes seconds."""
+
 _FORMATS = ("fp32", "bf16", "fp16", "fp8-tensor", "fp8-delayed", "fp8-row", "fp8-block")
 _CHOICES = {
     "optimizer.name": ("adamw", "adam", "sgd", "rmsprop", "adafactor"),
