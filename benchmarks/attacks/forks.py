@@ -8,6 +8,7 @@ started with `fresh=True` is a process like any other.
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import os
@@ -51,6 +52,8 @@ def preload() -> None:
             importlib.import_module(module.name)
     for name in ("plotly", "pydoc_data.topics", "ruamel.yaml", "numpy.ctypeslib", "rich.live"):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is never looked at is never copied by a fork
 
 
 @dataclass(frozen=True)

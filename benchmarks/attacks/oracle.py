@@ -13,8 +13,7 @@ from attacks.forks import Ended
 DONE, BAD_INPUT, UNSUPPORTED, DIVERGED, INTERRUPTED = 0, 2, 3, 4, 130
 REFUSED_CODES = frozenset({BAD_INPUT, UNSUPPORTED, DIVERGED})
 ANY_CODE = frozenset({DONE, INTERRUPTED}) | REFUSED_CODES
-LONGEST_ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*", re.M)
-_MESSAGE = 20_000
+LONGEST_MESSAGE = 20_000
 """Characters of a refusal; whoever gets more than that reads none of it."""
 _BUG = re.compile(
     r"Traceback \(most recent call last\)|Exception ignored|^Fatal Python error", re.M
