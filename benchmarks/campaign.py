@@ -36,7 +36,7 @@ from attacks.oracle import Verdict
 from attacks.schedule import Result, campaign
 from attacks.table import failures, print_failure, print_table, rows_of
 
-MINUTES = 30.0
+MINUTES = 30
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def main() -> int:
         for result in campaign(
             kinds,
             seed=options.seed or 0,
-            seconds=options.seconds or options.minutes * 60,
+            seconds=options.seconds,
             cases=options.cases,
             workers=options.workers,
             scratch=scratch,
@@ -76,7 +76,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="no case begins after them")
+    parser.add_argument("--minutes", type=float, help=f"no case begins after them; {MINUTES:g}")
     parser.add_argument("--seconds", type=float, help="the same in seconds")
     parser.add_argument("--cases", type=int, help="at most so many of each kind")
     parser.add_argument("--seed", type=int, help="of the first case of each kind")
@@ -86,8 +86,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="print good cases, too")
     parser.add_argument("--keep", action="store_true", help="leave the folders of all cases")
     options = parser.parse_args()
-    if options.only and options.seed is not None and options.cases is None:
+    bounded = options.minutes or options.seconds or options.cases
+    if options.only and options.seed is not None and not bounded:
         options.cases = 1  # the case that was printed, and no other
+    options.seconds = options.seconds or (options.minutes or MINUTES) * 60
     return options
 
 
