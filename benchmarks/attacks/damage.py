@@ -112,7 +112,7 @@ def _resume(case: Case, name: str, *, finished: bool) -> Verdict:
     special = way in spoil.SPECIAL
     if name in NOT_NEEDED and not special:
         raise Found(Verdict.LOST, f"refused for {name}, which it does not need: {ended.err[:300]}")
-    if name == "resolved.json" and not special and way is not spoil.delete:
+    if name == "resolved.json" and not special:
         resumed_equal(case, run, straight, "--accept", "settings")
         return Verdict.EQUAL
     if name.startswith("newest/"):

@@ -157,7 +157,7 @@ def words(case: Case) -> Verdict:
     for _ in range(case.rng.choice((1, 1, 1, 2, 4))):
         key = case.turn(keys) if not given else case.rng.choice(keys)
         key = _misspelt(key, case.rng) if case.rng.random() < 0.1 else key
-        value = case.rng.choice(NUMBERS if case.rng.random() < 0.6 else OTHERS)
+        value = _value(case.rng)
         given.append(f"{key}={value}" if case.rng.random() < 0.97 else f"{key}{value}")
     case.tell(" ".join(f"{word[:60]!r}" for word in given))
     return _planned_then_trained(case, (*tiny.RECIPES["bf16"], *given))
@@ -289,6 +289,19 @@ def _keys() -> list[str]:
     leaves = list(loaded.resolved())
     sections = sorted({key.rpartition(".")[0] for key in leaves if "." in key})
     return [*leaves, *sections, "nothing", "", "model.layers.x", "data..text", "further"]
+
+
+def _value(rng: Random) -> str:
+    """Draw a number of any size, one that is written strangely, or something else."""
+    match rng.randrange(4):
+        case 0:
+            return str(round(10 ** rng.uniform(0, 14)))
+        case 1:
+            return f"{10 ** rng.uniform(-12, 12):.3g}"
+        case 2:
+            return rng.choice(NUMBERS)
+        case _:
+            return rng.choice(OTHERS)
 
 
 def _misspelt(key: str, rng: Random) -> str:
