@@ -192,14 +192,15 @@ def _limit_memory() -> None:
 
 def _call(words: Words) -> int:
     """Do what the interpreter does for `python -m narrowcast WORDS`, from streams to exit code."""
-    from narrowcast.cli.entry import exit_code_of
+    from narrowcast.cli import main
 
     sys.stdin = _stream(0, "r")
     sys.stdout = _stream(1, "w")
     sys.stderr = _stream(2, "w", errors="backslashreplace", line_buffering=True)
     sys.argv = ["narrowcast", *words]
+    code = 1
     try:
-        code = exit_code_of(words)
+        main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:  # noqa: BLE001  as the interpreter does

@@ -24,7 +24,7 @@ HOW = ("moved", "moved and back", "removed", "another in its place", "parent mov
 def while_it_runs(case: Case) -> Verdict:
     """Take the folder away: the run ends in one that is whole, says where, and can be resumed."""
     how = case.turn(HOW)
-    step = case.rng.choice((1, 20, 60, 120))
+    step = case.rng.choice((1, 20, 60, 100))
     case.tell(f"{how} after step {step}")
     parent = case.folder / "runs"
     parent.mkdir()

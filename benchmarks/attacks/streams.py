@@ -33,14 +33,19 @@ def lost_in_a_run(case: Case) -> Verdict:
     command = _start(case, how, which, fresh, "train", *tiny.RECIPES[recipe], "--out", str(run))
     # Whoever cannot be heard need not speak: the message of an exit code is lost with the stream.
     ended = command.wait(FRESH_SECONDS if fresh else SECONDS)
+    codes = {DONE, INTERRUPTED}
+    if how == "terminal leaves" and steps_of(run) in (0, tiny.STEPS):
+        codes.add(-signal.SIGHUP)  # before the first step and after the last it may end a run
     if 2 not in which:
-        well_ended(ended, codes={DONE, INTERRUPTED})
+        well_ended(ended, codes=codes)
     elif ended.code is None:
         raise Found(Verdict.HANG, ended.why_stopped)
-    elif ended.code not in (DONE, INTERRUPTED):
+    elif ended.code not in codes:
         raise Found(Verdict.LOST, f"ended with {ended.code}: {ended.said[-300:]}")
     if ended.code == DONE:
-        require_equal(run, straight)
+        require_equal(run, straight, asked_to_stop=True)
+        return Verdict.FINE
+    if not (run / "records.jsonl").exists():
         return Verdict.FINE
     resumed_equal(case, run, straight, asked_to_stop=True)
     return Verdict.EQUAL

@@ -63,9 +63,9 @@ WORDS = {
     LONG: (
         "quickstart",
         *SHAPE,
-        "steps=400",
+        "steps=200",
         "checkpoint.every=50",
-        "eval.every=200",
+        "eval.every=100",
         "health.every=0",
     ),
 }
