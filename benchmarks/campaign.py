@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -32,15 +33,15 @@ from pathlib import Path
 
 from attacks.forks import preload
 from attacks.kinds import KINDS
-from attacks.oracle import Verdict
 from attacks.schedule import Result, campaign
-from attacks.table import failures, print_failure, print_table, rows_of
+from attacks.table import failures, kills_resumed, print_failure, print_table, rows_of
 
 MINUTES = 30
 
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that it has started
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; for fresh processes, too
     preload()
     from narrowcast.runs import describe_environment
@@ -67,10 +68,19 @@ def main() -> int:
     seconds = time.perf_counter() - began
     rows = rows_of(results, kinds)
     print_table(rows)
-    equal = sum("killed" in each.kind and each.verdict == Verdict.EQUAL for each in results)
+    equal = kills_resumed(results)
     print(f"\n{len(results)} cases in {seconds:.0f} s; {equal} kills resumed bit for bit.")
     if options.json:
-        _write(options.json, environment=environment, seconds=seconds, rows=rows, results=results)
+        figures = {
+            "environment": environment,
+            "seed": options.seed or 0,
+            "seconds": round(seconds, 1),
+            "kills_resumed_equal": equal,
+            "rows": rows,
+            "failures": [vars(each) for each in failures(results)],
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     return 1 if failures(results) else 0
 
 
@@ -104,19 +114,6 @@ def _scratch(*, keep: bool) -> Iterator[Path]:
             print(f"left in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write(
-    path: Path, *, environment: object, seconds: float, rows: list, results: list[Result]
-) -> None:
-    figures = {
-        "environment": environment,
-        "seconds": round(seconds, 1),
-        "rows": rows,
-        "failures": [vars(each) for each in failures(results)],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

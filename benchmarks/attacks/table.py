@@ -41,3 +41,8 @@ def print_failure(result: Result) -> None:
 
 def failures(results: list[Result]) -> list[Result]:
     return [each for each in results if each.verdict in BAD]
+
+
+def kills_resumed(results: list[Result]) -> int:
+    """Count runs that were killed, resumed, and became the run that nothing happened to."""
+    return sum("killed" in each.kind and each.verdict == Verdict.EQUAL for each in results)
