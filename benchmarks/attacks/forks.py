@@ -50,8 +50,20 @@ def preload() -> None:
     for module in pkgutil.walk_packages(narrowcast.__path__, "narrowcast."):
         if not any(name in module.name for name in _LEFT_OUT):
             importlib.import_module(module.name)
-    for name in ("plotly", "pydoc_data.topics", "ruamel.yaml", "numpy.ctypeslib", "rich.live"):
+    for name in (
+        "plotly",
+        "pydoc_data.topics",
+        "ruamel.yaml",
+        "numpy.ctypeslib",
+        "rich.live",
+        "torch._dynamo",
+    ):
         importlib.import_module(name)
+    from narrowcast.runner.run import plan_recipe
+
+    plan_recipe("quickstart")  # brings in what torch imports when it is first used
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads: a fork would have one of them"
     gc.collect()
     gc.freeze()  # what is never looked at is never copied by a fork
 
