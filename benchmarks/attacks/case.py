@@ -174,7 +174,9 @@ def require_equal(run: Path, straight: Path, *, asked_to_stop: bool = False) -> 
 def difference_between(run: Path, straight: Path, *, asked_to_stop: bool = False) -> str | None:
     """Say where two runs first differ; one that cannot be read differs.
 
-    A run that was asked to stop has written one checkpoint more, and its records say so.
+    A run that was asked to stop has written one checkpoint more, and its records say so. Where that
+    was after the last step and before its evaluation, which is made up for when it is resumed, the
+    last checkpoint does not know of the evaluation.
     """
     from safetensors import SafetensorError
 
@@ -184,7 +186,7 @@ def difference_between(run: Path, straight: Path, *, asked_to_stop: bool = False
     try:
         if asked_to_stop:
             with _without_checkpoint_records(run, straight) as (one, other):
-                return between(other, one)
+                return between(other, one, but=("evaluated", "vital_signs"))
         return between(straight, run)
     except (NarrowcastError, OSError, SafetensorError) as error:
         return f"it cannot be read: {error}"

@@ -16,7 +16,7 @@ from typing import Any, Self, final
 from torch import nn
 
 from narrowcast.config import LoadedRecipe, Recipe
-from narrowcast.errors import DivergedError, Interrupted, RecipeError
+from narrowcast.errors import DivergedError, Interrupted, NarrowcastError, RecipeError
 from narrowcast.hardware import probe
 from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
@@ -24,16 +24,13 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
 from narrowcast.runner.changes import continued, notices, require_acceptable
-from narrowcast.runner.finished import report_is_due, write_due_report
+from narrowcast.runner.finished import report_is_due, require_places, write_due_report
 from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runs import Record, RunFolder, describe_environment
 from narrowcast.runs.folder import RECORDS, RESOLVED
-from narrowcast.training.checkpoints.resume import (
-    latest_state,
-    require_records,
-    rewind_to,
-)
+from narrowcast.training.checkpoints.records_identity import require_records
+from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.phase_plans import phases_json
 from narrowcast.training.task import Task
 from narrowcast.training.trainer import train as train_records
@@ -140,11 +137,14 @@ class Run:
                     step = record.step
                     yield record
         except Interrupted as stop:
-            write_due_report(home.path())
+            told = [home.lost] if home.lost else []
+            try:
+                write_due_report(home.path())
+            except NarrowcastError as error:  # the checkpoint is what counts
+                told.append(str(error))
             raise Interrupted(
-                f"interrupted after step {step} of {self.recipe.steps}"
-                f"{': ' if home.lost else ''}{home.lost}\n"
-                f"resume with: narrowcast resume {shlex.quote(str(folder.path))}"
+                "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *told])
+                + f"\nresume with: narrowcast resume {shlex.quote(str(folder.path))}"
             ) from stop
         except DivergedError as error:
             page = write_due_report(home.path())
@@ -228,6 +228,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         needs = [RECORDS] if "settings" in accepted else [RECORDS, RESOLVED]
         run = stack.enter_context(RunFolder.open(folder, needs=needs))
         run.claim()
+        require_places(run.path)
         state = latest_state(run)
         recipes = continued(run, list(overrides), state=state, accept=accepted)
         loaded = recipes.after

@@ -78,7 +78,7 @@ class RunState:
         with, and that is told when it is restored.
         """
         step = state["step"]
-        wanted = [*self._parts, "data", "settings"]
+        wanted = [*self._parts, "data", "settings", "records"]
         if missing := [name for name in wanted if name not in state]:
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved by an older version of narrowcast (it "
@@ -92,7 +92,10 @@ class RunState:
                 f"{', '.join(saved) or 'none'}, and the task has {', '.join(self._hooks) or 'none'}"
                 "; resume it with the version of the workload it was begun with"
             )
-        if difference := self.identify_data().differs_from(state["data"]):
+        here = self.identify_data()
+        with part_of(step, "data"):
+            difference = here.differs_from(state["data"])
+        if difference:
             self._refuse_data(difference, step=step, accepted="data" in accept)
         if step > self._recipe.steps:
             raise RecipeError(

@@ -29,7 +29,7 @@ from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.parts import part_of
-from narrowcast.training.checkpoints.resume import sync_records
+from narrowcast.training.checkpoints.records_identity import RecordsDigest
 from narrowcast.training.data import BatchStream, batches_of
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate, not_finite
@@ -121,7 +121,7 @@ class _Course:
                 "vital_signs": self._vital_signs,
             },
         )
-        self._progress, self._saved = Progress(), 0
+        self._progress, self._saved, self._records = Progress(), 0, RecordsDigest()
         self._unread: deque[_Attempt] = deque()
         self._found: list[FindingRecord] = []
         self._since = time.perf_counter()
@@ -323,9 +323,8 @@ class _Course:
         """Write a checkpoint of the whole run, if there is a folder to write it to."""
         if self._home is None:
             return
-        state = self._state.captured(self._progress)
         step, home = self._progress.step, self._home.path()
-        sync_records(home)
+        state = self._state.captured(self._progress) | {"records": self._records.upto_now(home)}
         keep = self._vital_signs.kept(self._recipe.checkpoint.keep, step=step)
         record = save_checkpoint(home / "checkpoints", step, state=state, keep=keep)
         self._saved = step

@@ -38,6 +38,7 @@ _SHAPE = {
     "hooks": {ANY: dict},
     "data": {"samples": int, "digest": str, "looked_at": str},
     "settings": {ANY: object},
+    "records": {"bytes": int, "sha256": str},
 }
 _ALL_NEEDED = (*_COUNTS, "shapes", "random")
 

@@ -1,16 +1,12 @@
 """Taking a run up again: its last checkpoint, the model it fits, the records up to it."""
 
 import math
-from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord
-from narrowcast.runs.folder import RECORDS
-from narrowcast.runs.writing import sync_file
+from narrowcast.runs import CheckpointRecord, RunFolder
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, size_of
 from narrowcast.training.checkpoints.parts import require_run_state
 
@@ -48,38 +44,6 @@ def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> None:
         run.write(
             CheckpointRecord(step=step, seconds_blocked=unknown, seconds_total=unknown, bytes=size)
         )
-
-
-def sync_records(folder: Path) -> None:
-    """Wait until the records of a run are on the disk, if it keeps any.
-
-    Called before a checkpoint is saved: a power cut that leaves the checkpoint, which is synced,
-    must leave the records of its steps too.
-    """
-    if (folder / RECORDS).is_file():
-        sync_file(folder / RECORDS)
-
-
-def require_records(
-    run: RunFolder, state: dict[str, Any] | None, *, accept: Collection[str] = ()
-) -> None:
-    """Refuse records that do not have every step up to the checkpoint `state` comes from, once."""
-    done = 0 if state is None else int(state["step"])
-    records = run.records()  # what is damaged is said here
-    steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]
-    if "records" in accept or steps == list(range(1, done + 1)):
-        return
-    missing = sorted(set(range(1, done + 1)) - set(steps))
-    what = (
-        f"lacks {len(missing)} of the {done} steps that its checkpoint has done, the first of them "
-        f"step {missing[0]}"
-        if missing
-        else "has steps twice or out of order"
-    )
-    raise CheckpointError(
-        f"{run.path / RECORDS} {what}; put it back from a copy, or add --accept records to go "
-        "on with it as it is"
-    )
 
 
 def shapes(model: nn.Module) -> dict[str, list[int]]:
