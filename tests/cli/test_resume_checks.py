@@ -78,6 +78,28 @@ def test_other_data_of_equal_length_is_refused_and_accepted_by_a_word(narrowcast
     assert "has finished its 6 steps" in narrowcast("resume", half).out
 
 
+def test_the_same_data_somewhere_else_is_the_same_data(narrowcast, half, text, tmp_path):
+    moved = tmp_path / "elsewhere.txt"
+    text.rename(moved)
+    assert "no such file" in narrowcast("resume", half).err
+    assert narrowcast("resume", half, f"data.text={moved}").code == 0
+    assert "has finished" in narrowcast("resume", half).out
+
+
+def test_a_relative_path_is_meant_from_where_the_run_began(
+    narrowcast, tiny, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = [*CUT, f"data.text={text.name}", "--out", tmp_path / "relative"]
+    assert narrowcast("train", tiny, *words).code == 0
+    shutil.rmtree(tmp_path / "relative/checkpoints/step-000006")
+    monkeypatch.chdir("/")
+    ended = narrowcast("resume", tmp_path / "relative")
+    assert ended.code == 2
+    assert f"the run began in {tmp_path}" in ended.err
+    assert narrowcast("resume", tmp_path / "relative", f"data.text={text}").code == 0
+
+
 def test_more_data_is_refused_and_accepted_by_a_word(narrowcast, half, text):
     text.write_text(text.read_text() * 2)
     ended = narrowcast("resume", half)
@@ -118,7 +140,9 @@ def test_the_settings_of_the_checkpoint_are_accepted_by_a_word(narrowcast, half,
         content = resolved.read_text()
         resolved.write_text({"empty": "", "list": "[]", "cut": content[:99]}[damage])
         assert "add --accept settings" in narrowcast("resume", half).err
-    assert narrowcast("resume", half, "--accept", "settings").code == 0
+    ended = narrowcast("resume", half, "--accept", "settings")
+    assert ended.code == 0
+    assert "the settings are those of the checkpoint; resolved.json had others" in ended.out
     after = json.loads(resolved.read_text())
     assert {k: e["value"] for k, e in after.items()} == before
     assert narrowcast("resume", half).code == 0
@@ -139,6 +163,21 @@ def test_a_name_and_what_decides_no_step_may_be_written_differently(narrowcast, 
     edit(half, "name", "another")
     edit(half, "checkpoint.every", 3)
     assert narrowcast("resume", half).code == 0
+
+
+def test_a_run_that_lost_a_file_says_how_to_go_on_without_it(narrowcast, half):
+    (half / "records.jsonl").unlink()
+    ended = narrowcast("resume", half)
+    assert ended.code == 2
+    assert "has lost its records.jsonl" in ended.err
+    assert narrowcast("resume", half, "--accept", "records").code == 0
+    assert "has finished" in narrowcast("resume", half).out
+
+
+def test_a_part_of_a_run_is_not_taken_for_one(narrowcast, half):
+    ended = narrowcast("resume", half / "checkpoints" / "step-000004")
+    assert ended.code == 2
+    assert f"is a part of the run in {half}; name that folder" in ended.err
 
 
 def test_records_that_lack_steps_are_refused_and_accepted_by_a_word(narrowcast, half):
@@ -172,7 +211,7 @@ def test_records_that_say_something_else_are_refused(
     before = files(half)
     ended = narrowcast("resume", half)
     assert ended.code == 2
-    assert "has other values, up to the checkpoint, than the run wrote there" in ended.err
+    assert "is not what the run wrote: it has other values up to the checkpoint" in ended.err
     assert files(half) == before
     assert narrowcast("resume", half, "--accept", "records").code == 0
     assert "has finished" in narrowcast("resume", half).out

@@ -226,7 +226,8 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
     require_acceptable(accepted)
     with contextlib.ExitStack() as stack:
         # What the checkpoint has can be put back, so it need not be there.
-        needs = [RECORDS] if "settings" in accepted else [RECORDS, RESOLVED]
+        missing = {"settings": RESOLVED, "records": RECORDS}
+        needs = [name for word, name in missing.items() if word not in accepted]
         run = stack.enter_context(RunFolder.open(folder, needs=needs))
         run.claim()
         require_places(run.path)
@@ -235,7 +236,8 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         loaded = recipes.after
         require_trackers(loaded.recipe.trackers)
         require_records(run, state, accept=accepted)
-        assembled = assemble(loaded.recipe)
+        with _where_it_began(run):
+            assembled = assemble(loaded.recipe)
         home = KeptFolder(run.path)
         records = train_records(
             assembled.prepared,
@@ -246,7 +248,13 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
             accept=accepted,
         )
         run.require_task_info(assembled.task.info)
-        told = notices(run, recipes.before.recipe, loaded.recipe, plan=assembled.prepared.plan)
+        told = notices(
+            run,
+            recipes.before.recipe,
+            loaded.recipe,
+            plan=assembled.prepared.plan,
+            dropped=recipes.dropped,
+        )
         # From here on the folder changes.
         run.set_task_info(assembled.task.info)
         earlier = rewind_to(run, state)
@@ -265,6 +273,24 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         notices=told,
         earlier=earlier,
     )
+
+
+@contextlib.contextmanager
+def _where_it_began(run: RunFolder) -> Iterator[None]:
+    """Let a refusal say that the run began in another working directory, if it did.
+
+    Paths in a recipe may be relative, and mean something else here, or nothing.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        began = run.began_in()
+        if began is None or began == str(Path.cwd()):
+            raise
+        raise RecipeError(
+            f"{error}\nthe run began in {began}, where relative paths are meant from: continue it "
+            "there, or say where the data is"
+        ) from error
 
 
 def plan_recipe(

@@ -24,6 +24,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "narrowcast": _version_of("narrowcast"),
+        "folder": str(Path.cwd()),
         "commit": commit_of(Path.cwd()),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -81,9 +81,7 @@ class RunFolder:
             raise CheckpointError(f"{path} {found}; name the --out folder of a run")
         for name in needs:
             if not (path / name).is_file():
-                raise CheckpointError(
-                    f"{path} is not a run folder: it has no {name}; name the --out folder of a run"
-                )
+                raise CheckpointError(_no_run(path, name))
         return cls(path)
 
     @property
@@ -194,6 +192,16 @@ class RunFolder:
         self.write_json(ENVIRONMENT, {"sessions": [environment]})
         return [told]
 
+    def began_in(self) -> str | None:
+        """Return the working directory of the process that began the run, where that is known."""
+        try:
+            match self.read_json(ENVIRONMENT):
+                case {"sessions": [{"folder": str(folder)}, *_]}:
+                    return folder
+        except CheckpointError:
+            pass
+        return None
+
     def claim(self) -> None:
         """Become the one process that writes to this folder, or refuse to; change nothing else."""
         self._records.claim()
@@ -222,6 +230,20 @@ class RunFolder:
                 f"{name!r} is not the name of a file in a run folder; write e.g. plan.json"
             )
         return self.path / name
+
+
+def _no_run(path: Path, name: str) -> str:
+    """Say what a folder without the file `name` is, as far as can be seen."""
+    around = next((p for p in path.absolute().parents[:2] if (p / RECORDS).is_file()), None)
+    if around is not None:
+        return f"{path} is a part of the run in {around}; name that folder"
+    if any((path / CHECKPOINTS).glob("step-*")):
+        word = "settings" if name == RESOLVED else "records"
+        return (
+            f"{path} has lost its {name}; put it back from a copy, or let `narrowcast resume` go "
+            f"on from the checkpoint without it: add --accept {word}"
+        )
+    return f"{path} is not a run folder: it has no {name}; name the --out folder of a run"
 
 
 def _told(info: TaskInfo) -> str:

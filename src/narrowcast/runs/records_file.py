@@ -107,7 +107,7 @@ class RecordsFile:
         ended = self._ended_records() if ended is None else ended
         end = ended[-1][1] if ended else 0
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
             raise self._cannot_write(error) from error
         self._file = file
@@ -125,6 +125,8 @@ class RecordsFile:
         """Return every whole record, and the byte after its line."""
         try:
             content = read_plain(self.path)
+        except FileNotFoundError:
+            return []
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
         *lines, last = content.split(b"\n")

@@ -13,7 +13,7 @@ from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.resume import require_same_model, shapes
-from narrowcast.training.checkpoints.settings import decisive_differences, told
+from narrowcast.training.checkpoints.settings import decisive_differences, places_in, told
 from narrowcast.training.task import Hook, Task
 
 
@@ -107,7 +107,8 @@ class RunState:
         here = settings_of(self._recipe)
         # One that only a newer or an older version has could not be put right.
         both = {key: value for key, value in here.items() if key in saved}
-        if keys := decisive_differences({key: saved[key] for key in both}, both):
+        places = places_in(type(self._recipe.data))
+        if keys := decisive_differences({key: saved[key] for key in both}, both, places=places):
             raise CheckpointError(
                 f"the checkpoint of step {step} is of a run with other settings: "
                 f"{told(keys, saved, here)}; resume it with those, or start a new run"

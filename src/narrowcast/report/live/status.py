@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowcast.report.phrases import count, duration, scale
+from narrowcast.report.phrases import at_scale, count, duration
 from narrowcast.report.summary import Ending
 
 QUIET_SECONDS = 5.0
@@ -95,9 +95,8 @@ def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
         return Ending(
             label="Diverged",
             tone="bad",
-            advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped, with the "
-            f"loss scale at {scale(course.loss_scale)}, so the run gave up after {progress}."
-            f"{reason}",
+            advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped"
+            f"{at_scale(course.loss_scale)}, so the run gave up after {progress}.{reason}",
         )
     if course.diverged and course.step >= course.asked:
         return Ending(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from narrowcast.errors import RecipeError, blamed_on
 from narrowcast.hardware.randomness import randomness_kept, seed_everything
-from narrowcast.training.data import fetch, outlive_signals
+from narrowcast.training.data import by_workers, fetch, outlive_signals
 from narrowcast.training.task import MapDataset, SampleDataset, Task
 
 LOOKED_AT = 64
@@ -122,16 +122,15 @@ def _digest_of_some(task: Task, *, workers: int) -> str:
     again = indices[:READ_AGAIN]
     look = _Look(data)
     if workers:
-        found = list(
-            DataLoader(
-                look,
-                sampler=[*indices, *again],
-                batch_size=None,
-                num_workers=1,
-                worker_init_fn=outlive_signals,
-                generator=torch.Generator(),  # a run draws nothing for this
-            )
+        loader = DataLoader(
+            look,
+            sampler=[*indices, *again],
+            batch_size=None,
+            num_workers=1,
+            worker_init_fn=outlive_signals,
+            generator=torch.Generator(),  # a run draws nothing for this
         )
+        found = list(by_workers(loader))
     else:
         with randomness_kept(next(task.model.parameters()).device):
             found = [look[index] for index in (*indices, *again)]

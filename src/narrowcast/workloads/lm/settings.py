@@ -1,7 +1,7 @@
 """The sections of a language-model recipe."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,8 @@ Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_SOURCES)]
 
 class LmData(DataSection):
     """What a language model reads, and how it is cut."""
+
+    places: ClassVar[tuple[str, ...]] = ("text",)
 
     text: Name | Names = Field(
         default=TOPICS,
