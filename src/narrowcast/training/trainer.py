@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import DivergedError, Interrupted
+from narrowcast.errors import DivergedError
 from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.peak import peak_bytes
 from narrowcast.hardware.randomness import seed_everything
@@ -26,7 +26,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.checkpoints.checkpoint import save_checkpoint
+from narrowcast.training.checkpoints.checkpoint import is_saved, save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.records_identity import RecordsDigest
@@ -169,6 +169,7 @@ class _Course:
                     yield from self._read(leaving=0)
                     raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
+        yield from self._save_if_lacking()
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
         if self._home is not None:
             write_results(self._prepared, task, self._home.path(), step=self._progress.step)
@@ -179,23 +180,19 @@ class _Course:
         if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             yield from self._evaluate()
-        checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
-        if checkpoint_is_due or (stop.why and self._saved != self._progress.step):
+        if self._is_due(self._recipe.checkpoint.every, last=self._saved):
             yield from self._read(leaving=0)
             yield from self._save()
         if stop.why:
-            how = f"continue it with `narrowcast resume {self._home and self._home.path()}`"
-            raise Interrupted(
-                f"{stop.why} ended the run after step {self._progress.step}; "
-                + (how if self._home else "without a folder to save it to, it cannot be resumed")
-            )
+            yield from self._read(leaving=0)
+            yield from self._save_if_lacking()
+            raise stop.ended_after(self._progress.step)
 
     def _evaluate(self) -> Iterator[Record]:
         try:
             metrics = evaluate(self._prepared, self._task)
         except Exception:  # the task's: whatever it is, it goes on
-            if self._saved != self._progress.step:
-                yield from self._save()  # the steps so far are worth keeping
+            yield from self._save_if_lacking()  # the steps so far are worth keeping
             raise
         step = self._progress.step
         self._progress = replace(self._progress, evaluated=step)
@@ -324,12 +321,19 @@ class _Course:
         if self._home is None:
             return
         step, home = self._progress.step, self._home.path()
+        good_until = self._vital_signs.good_until(step)  # part of the state
         state = self._state.captured(self._progress) | {"records": self._records.upto_now(home)}
-        keep = self._vital_signs.kept(self._recipe.checkpoint.keep, step=step)
-        record = save_checkpoint(home / "checkpoints", step, state=state, keep=keep)
+        kept = {"keep": self._recipe.checkpoint.keep, "good_until": good_until}
+        record = save_checkpoint(home / "checkpoints", step, state=state, **kept)
         self._saved = step
         yield record
         self._since = time.perf_counter()
+
+    def _save_if_lacking(self) -> Iterator[Record]:
+        """Save what no checkpoint holds; a folder that was put back holds none."""
+        if self._home is not None and (step := self._progress.step):
+            if self._saved != step or not is_saved(self._home.path() / "checkpoints", step):
+                yield from self._save()
 
     def _restore(self, state: dict[str, Any]) -> Iterator[Record]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
