@@ -202,6 +202,19 @@ def test_a_damaged_environment_or_recipe_does_not_block_a_resume(narrowcast, hal
     assert len(json.loads((half / "environment.json").read_text())["sessions"]) == 1
 
 
+def test_a_policy_that_auto_did_not_stand_for_is_refused_first(narrowcast, tiny, tmp_path):
+    out = tmp_path / "auto"
+    words = ["precision.policy=auto", "checkpoint.every=2", "--out", out]
+    assert narrowcast("train", tiny, *words).code == 0
+    policy = json.loads((out / "plan.json").read_text())["policy"]
+    shutil.rmtree(out / "checkpoints" / "step-000004")
+    before = files(out)
+    other = "fp8-row" if "bf16" in policy or "fp32" in policy else "bf16"
+    assert narrowcast("resume", out, f"precision.policy={other}").code == 2
+    assert files(out) == before
+    assert narrowcast("resume", out).code == 0
+
+
 def test_a_refused_resume_changes_nothing(narrowcast, half):
     """Records after the checkpoint, which a resume drops, are there as long as it may fail."""
     assert narrowcast("resume", half, "data.workers=0", "steps=3").code == 2

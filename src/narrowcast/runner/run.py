@@ -61,6 +61,7 @@ class Run:
         home: KeptFolder | None = None,
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
+        earlier: Sequence[Record] = (),
     ) -> None:
         self.loaded, self.folder = loaded, folder
         self.resumed_from = resumed_from
@@ -68,7 +69,7 @@ class Run:
         self.notices = list(notices)
         """Where the rest of a continued run will not be what it would have been."""
         self._assembled, self._records, self._home = assembled, records, home
-        self.earlier: list[Record] = [] if folder is None else folder.records()
+        self.earlier = list(earlier)
         """The records it goes on from."""
 
     @property
@@ -245,13 +246,22 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         told = notices(run, recipes.before.recipe, loaded.recipe, plan=assembled.prepared.plan)
         # From here on the folder changes.
         run.set_task_info(assembled.task.info)
-        rewind_to(run, state)
+        earlier = rewind_to(run, state)
         run.write_json(RESOLVED, loaded.resolved())
         run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
         told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
-    return Run(loaded, assembled, records, folder=run, home=home, resumed_from=step, notices=told)
+    return Run(
+        loaded,
+        assembled,
+        records,
+        folder=run,
+        home=home,
+        resumed_from=step,
+        notices=told,
+        earlier=earlier,
+    )
 
 
 def plan_recipe(

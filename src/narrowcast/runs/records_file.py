@@ -67,12 +67,13 @@ class RecordsFile:
                 os.ftruncate(file, before)
             raise self._cannot_write(error) from error
 
-    def rewind(self, step: int) -> None:
-        """Drop what follows the checkpoint of `step`, and a torn last line.
+    def rewind(self, step: int) -> list[Record]:
+        """Drop what follows the checkpoint of `step`, and a torn last line; return what is left.
 
         Where the run died between saving the checkpoint and recording it, the records up to
         `step` stay.
         """
+        self._lock.acquire()
         ended = self._ended_records()
         saved = [
             end
@@ -81,13 +82,14 @@ class RecordsFile:
         ]
         later = next((i for i, (record, _) in enumerate(ended) if record.step > step), len(ended))
         kept = saved[-1] if saved else ended[later - 1][1] if later else 0
-        file = self._open()
+        file = self._open(ended)
         try:
             # A prefix stays, so cutting is enough: one operation, and it works on a full disk.
             os.ftruncate(file, min(kept, os.fstat(file).st_size))
             os.fsync(file)
         except OSError as error:
             raise self._cannot_write(error) from error
+        return [record for record, end in ended if end <= kept]
 
     def close(self) -> None:
         """Let another process write."""
@@ -96,12 +98,15 @@ class RecordsFile:
             self._file = None
         self._lock.release()
 
-    def _open(self) -> int:
-        """Return the file open for writing, its last line whole, once this is the one writer."""
+    def _open(self, ended: list[tuple[Record, int]] | None = None) -> int:
+        """Return the file open for writing, its last line whole, once this is the one writer.
+
+        `ended` is what it holds, for whoever has read it.
+        """
         if self._file is not None:
             return self._file
         self._lock.acquire()
-        ended = self._ended_records()
+        ended = self._ended_records() if ended is None else ended
         end = ended[-1][1] if ended else 0
         try:
             file = os.open(self.path, os.O_RDWR | os.O_APPEND)

@@ -98,7 +98,7 @@ class BatchStream:
                 dataset, order, start=start, workers=workers, prefetch=prefetch, collate=collate
             )
             if workers
-            else (collate(_fetch(dataset, indices)) for indices in order.starting_at(start))
+            else (collate(fetch(dataset, indices)) for indices in order.starting_at(start))
         )
         counted = self._counted(self._fetched)
         self._batches: Batches = (
@@ -142,7 +142,7 @@ class BatchStream:
         self.close()
 
 
-def _fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
+def fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
     """Return the samples of `indices`; torch's loader does the same in a worker."""
     if isinstance(dataset, MapDataset):
         return dataset.__getitems__(indices)
@@ -165,7 +165,7 @@ def _fetched_by_workers(
         num_workers=workers,
         prefetch_factor=max(prefetch, 1),
         collate_fn=collate,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=outlive_signals,
         # Its own: the loader draws a seed for its workers, from the run's generator by default,
         # and a run that is resumed would draw once more than one that never stopped.
         generator=torch.Generator(),
@@ -200,7 +200,8 @@ def _stacked(fetched: Any) -> Any:
     return default_collate(fetched) if isinstance(fetched, list) else fetched
 
 
-def _outlive_signals(worker: int) -> None:
+def outlive_signals(worker: int) -> None:
+    """Let a worker process go on until the run ends it."""
     # A terminal sends Ctrl-C, and SIGHUP when it is closed, to every process of the run, and a
     # scheduler SIGTERM. The trainer finishes its step first and needs batches for it; it ends its
     # workers itself.

@@ -19,8 +19,8 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import DivergedError
 from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.peak import peak_bytes
-from narrowcast.hardware.randomness import seed_everything
-from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
+from narrowcast.hardware.randomness import randomness_kept, seed_everything
+from narrowcast.health.diagnose.investigator import Investigator
 from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
@@ -57,8 +57,8 @@ def train(
     An attempt that overflows counts as a step and is recorded as skipped. Checkpoints go to
     `folder/checkpoints`, the final weights to `folder/model.safetensors`; without a folder nothing
     is saved. `resume` is the state of a checkpoint to go on from; one of another model, of other
-    settings, or of other data unless `accept` has "data", is refused here, before anything is
-    loaded. What follows is bit for bit what an uninterrupted run would do; on a GPU only if
+    settings, or of other data unless `accept` has "data", is refused here; any other is taken up.
+    What follows is bit for bit what an uninterrupted run would do; on a GPU only if
     `recipe.deterministic`, which makes it slower.
 
     SIGINT, SIGTERM, SIGHUP or a `Home` that was lost end the run after the step in progress, with
@@ -127,14 +127,24 @@ class _Course:
         self._since = time.perf_counter()
 
     def begin_at(self, state: dict[str, Any] | None, *, accept: Collection[str]) -> None:
-        """Refuse a checkpoint that this run cannot be the continuation of; load nothing.
+        """Take up the state of a checkpoint, or refuse one that this run is no continuation of.
 
         Data is looked at here if it is ever to be, and not when it may have changed meanwhile.
         """
-        if state is not None:
-            self._state.require_own(state, accept=accept)
-        elif self._home is not None:
-            self._state.identify_data()
+        if state is None:
+            if self._home is not None:
+                self._state.identify_data()
+            return
+        self._state.require_own(state, accept=accept)
+        with randomness_kept(self._device), self._observer.probes_removed():
+            with part_of(state["step"], "schedule"):
+                self._schedule.restore(state["schedule"])
+            with part_of(state["step"], "adapter"):
+                self._adapter.restore(state["adapter"])
+            self._progress = self._state.restore(state)
+            self._state.restore_randomness(state)  # to see that it can be, when the run goes on
+        self._stepper.drop_graphs()
+        self._saved = self._progress.step
 
     def close(self) -> None:
         """Leave the model prepared, and nothing else."""
@@ -151,7 +161,7 @@ class _Course:
         recipe, task = self._recipe, self._task
         seed_everything(recipe.seed)
         if state is not None:
-            yield from self._restore(state)
+            yield from self._state.restore_randomness(state)
         data = batches_of(task, recipe, start=self._progress.batches, device=self._device)
         with stop_on_signals(self._home) as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
@@ -286,24 +296,7 @@ class _Course:
             self._vital_signs.note(record)
             yield record
             yield from told.findings
-            yield from self._observe(record, told)
-
-    def _observe(self, record: StepRecord, told: StepDiagnosis) -> Iterator[Record]:
-        """Yield what is seen in a step beside its record, and let the adapter know."""
-        looked = self._observer.looked
-        yield from self._observer.account(record, explained=told.explained)
-        if told.injected:
-            return  # what was put there on purpose is no reason to change a format
-        if told.overflowed_at is not None:
-            module, role = told.overflowed_at
-            self._adapter.blame(record.step, module, role, loss_scale=record.loss_scale)
-        elif self._observer.looked != looked:
-            self._adapter.note(
-                self._observer.looked,
-                self._observer.issues,
-                unsafe_to_lower=self._observer.unsafe_to_lower,
-                loss_scale=record.loss_scale,
-            )
+            yield from self._adapter.observed(self._observer, record, told)
 
     def _has_moved_since(self, attempt: _Attempt) -> bool:
         """Say whether the weights are not those of an attempt any more. Waits for the device."""
@@ -331,20 +324,8 @@ class _Course:
 
     def _save_if_lacking(self) -> Iterator[Record]:
         """Save what no checkpoint holds; a folder that was put back holds none."""
-        if self._home is not None and (step := self._progress.step):
-            if self._saved != step or not is_saved(self._home.path() / "checkpoints", step):
-                yield from self._save()
-
-    def _restore(self, state: dict[str, Any]) -> Iterator[Record]:
-        """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
-        with self._observer.probes_removed():
-            with part_of(state["step"], "schedule"):
-                self._schedule.restore(state["schedule"])
-            with part_of(state["step"], "adapter"):
-                self._adapter.restore(state["adapter"])
-        with part_of(state["step"], "vital signs"):
-            self._vital_signs.load_state_dict(state["vital_signs"])
-        self._progress, findings = self._state.restore(state)
-        self._stepper.drop_graphs()
-        self._saved = self._progress.step
-        yield from findings
+        step = self._progress.step
+        if self._home is None or step == 0:
+            return
+        if self._saved != step or not is_saved(self._home.path() / "checkpoints", step):
+            yield from self._save()

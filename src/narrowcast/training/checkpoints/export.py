@@ -1,12 +1,16 @@
 """What a finished run leaves: its weights in one safetensors file, and the files of its task."""
 
+import contextlib
 import hashlib
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import CheckpointError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs.folder import CHECKPOINTS, RECORDS
+from narrowcast.runs.lock import LOCK
 from narrowcast.runs.peek import open_plain, peek_json
 from narrowcast.runs.writing import explain_write_error, replace_file, written_beside
 from narrowcast.training.checkpoints.tensor_file import write_tensors
@@ -16,6 +20,7 @@ from narrowcast.training.task import Task
 WEIGHTS = "model.safetensors"
 RESULTS = "finished.json"
 """Written after all others: the step they are of, and the size and checksum of each."""
+NOT_OF_TASKS = frozenset({RECORDS, CHECKPOINTS, LOCK, "tensorboard", "wandb"})
 MOST_BYTES = 16 * 2**20
 """Of that file: a hundred thousand results."""
 
@@ -74,12 +79,17 @@ def export_weights(prepared: Prepared, path: Path) -> None:
 
 
 def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return when each file of a folder was last written, and its size."""
+    """Return when each file of a folder was last written, and its size.
+
+    Not of those that others write while the run goes on: records, checkpoints, trackers.
+    """
     found = {}
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            status = path.stat()
-            found[path] = (status.st_mtime_ns, status.st_size)
+        others = path.relative_to(folder).parts[0] in NOT_OF_TASKS
+        with contextlib.suppress(OSError):  # gone by now
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and not others:
+                found[path] = (status.st_mtime_ns, status.st_size)
     return found
 
 
