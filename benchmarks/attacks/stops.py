@@ -35,16 +35,18 @@ def once_or_twice(case: Case) -> Verdict:
         case.tell(f"{second.name} after {pause} s")
         time.sleep(pause)
         command.send(second)
-    # A second one means what it meant before the run began; so does one that comes before the
-    # first step or after the last, when there is nothing to save.
-    own = set() if second is None and 0 < before < tiny.STEPS else {-first, -(second or first)}
+    # The same again means what it meant before the run began, and another one is one more request;
+    # before the first step and after the last there is nothing to save, and any means what it did.
+    saves = 0 < before < tiny.STEPS and second != first
+    # The second one may come when the first has ended the run, and its handlers are gone.
+    own = ({-second} if second else set()) if saves else {-first, -(second or first)}
     ended = well_ended(command.wait(SECONDS), codes={DONE, INTERRUPTED, *own})
     if ended.code == DONE:
         require_equal(run, straight, asked_to_stop=True)
         return Verdict.FINE
     if not (run / "records.jsonl").exists():
         return Verdict.FINE
-    if ended.code == INTERRUPTED and 0 < before < tiny.STEPS and second is None:
+    if ended.code == INTERRUPTED and saves:
         _check_says_how(ended.err, str(run))
     resumed_equal(case, run, straight, asked_to_stop=True)
     return Verdict.EQUAL

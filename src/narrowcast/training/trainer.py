@@ -318,8 +318,9 @@ class _Course:
         state = self._state.captured(self._progress) | {"records": self._records.upto_now(home)}
         kept = {"keep": self._recipe.checkpoint.keep, "good_until": good_until}
         record = save_checkpoint(home / "checkpoints", step, state=state, **kept)
-        self._saved = step
-        yield record
+        if self._saved != step:  # else it has been told
+            self._saved = step
+            yield record
         self._since = time.perf_counter()
 
     def _save_if_lacking(self) -> Iterator[Record]:
