@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 from attacks import tiny
 from attacks.case import (
@@ -46,6 +47,8 @@ def once_or_twice(case: Case) -> Verdict:
         return Verdict.FINE
     if not (run / "records.jsonl").exists():
         return Verdict.FINE
+    if saves and _last_saved(run) < before:
+        raise Found(Verdict.LOST, f"step {before} was done, and its end saved no checkpoint of it")
     if ended.code == INTERRUPTED and saves:
         _check_says_how(ended.err, str(run))
     resumed_equal(case, run, straight, asked_to_stop=True)
@@ -66,6 +69,10 @@ def while_it_starts(case: Case) -> Verdict:
         return Verdict.FINE
     resumed_equal(case, run, case.straight("tutorial"), asked_to_stop=True)
     return Verdict.EQUAL
+
+
+def _last_saved(run: Path) -> int:
+    return max((int(p.name[-6:]) for p in (run / "checkpoints").glob("step-??????")), default=0)
 
 
 def _check_says_how(said: str, run: str) -> None:

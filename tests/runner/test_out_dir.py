@@ -70,10 +70,10 @@ def test_a_folder_that_nobody_named_stays_with_its_run_and_goes_without_one():
 
 
 def test_a_refused_run_leaves_no_folder_of_runs_that_was_not_there(tiny):
-    assert exit_code_of(["train", tiny, "device=abacus"]) == 2
+    assert exit_code_of(["train", tiny, "data.text=nowhere"]) == 2
     assert not Path("runs").exists()
     Path("runs").mkdir()
-    assert exit_code_of(["train", tiny, "device=abacus"]) == 2
+    assert exit_code_of(["train", tiny, "data.text=nowhere"]) == 2
     with out_dir("a", None) as place, out_dir("b", None):
         pass
     assert not place.path.exists()
