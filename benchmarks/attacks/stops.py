@@ -49,7 +49,7 @@ def once_or_twice(case: Case) -> Verdict:
         return Verdict.FINE
     if saves and _last_saved(run) < before:
         raise Found(Verdict.LOST, f"step {before} was done, and its end saved no checkpoint of it")
-    if ended.code == INTERRUPTED and saves:
+    if ended.code == INTERRUPTED and saves and second is None:
         _check_says_how(ended.err, str(run))
     resumed_equal(case, run, straight, asked_to_stop=True)
     return Verdict.EQUAL
