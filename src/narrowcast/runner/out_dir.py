@@ -34,18 +34,21 @@ def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
 
     An `out` that holds a run already is refused here, before any work is done. A folder that
     nobody named is made, so that of two runs that start at once each has one of its own; where no
-    run comes to be in it, it goes again.
+    run comes to be in it, it goes again, and the folder of runs with it if it was made for it.
     """
     if out is not None:
         require_no_run(Path(out))
         yield OutDir(path=Path(out))
         return
+    is_first = not os.path.lexists(RUNS)
     place = _claimed(RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"))
     try:
         yield place
     finally:
         with suppress(OSError):  # one that a run is in is not empty, and stays
             place.path.rmdir()
+            if is_first:
+                RUNS.rmdir()
 
 
 def beside(path: Path) -> Iterator[Path]:

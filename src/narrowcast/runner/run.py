@@ -138,18 +138,15 @@ class Run:
                     step = record.step
                     yield record
         except Interrupted as stop:
-            told = [home.lost] if home.lost else []
-            try:
-                write_due_report(home.path())
-            except NarrowcastError as error:  # the checkpoint is what counts
-                told.append(str(error))
+            _, told = _reported(home)
             raise Interrupted(
                 "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *told])
                 + f"\nresume with: narrowcast resume {shlex.quote(str(folder.path))}"
             ) from stop
         except DivergedError as error:
-            page = write_due_report(home.path())
-            raise DivergedError(f"{error}\nwhat led to it: {page}") from error
+            page, told = _reported(home)
+            led = [f"what led to it: {page}"] if page else []
+            raise DivergedError("\n".join([str(error), *led, *told])) from error
         write_due_report(home.path())
         if home.lost:
             tell(home.lost)
@@ -305,6 +302,19 @@ def plan_recipe(
     if not 1 <= phase <= len(plans):
         raise RecipeError(f"phase={phase}: this recipe has {len(plans)}; write 1 to {len(plans)}")
     return plans[phase - 1]
+
+
+def _reported(home: KeptFolder) -> tuple[Path | None, list[str]]:
+    """Write the report of a run that ends early; return it, and what else there is to say.
+
+    Why the run ends is what counts: a report that cannot be written does not hide it.
+    """
+    page, told = None, list[str]()
+    try:
+        page = write_due_report(home.path())
+    except NarrowcastError as error:
+        told.append(str(error))
+    return page, [home.lost, *told] if home.lost else told
 
 
 def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> LoadedRecipe:

@@ -113,8 +113,11 @@ class RunFolder:
         """Become the one process that writes to this folder; refused where another is."""
         self._records.hold()
 
-    def is_at(self, path: Path) -> bool:
-        """Say whether `path` is the folder this run writes to, and its records are in it."""
+    def is_at(self, path: Path) -> bool | None:
+        """Say whether `path` is the folder this run writes to, and its records are in it.
+
+        None where the disk does not tell.
+        """
         return self._records.is_at(path / RECORDS)
 
     def move_to(self, path: Path) -> None:

@@ -36,12 +36,14 @@ class RecordsFile:
         """Open the file for writing, unless another process has it."""
         self._open()
 
-    def is_at(self, path: Path) -> bool:
-        """Say whether `path` is the file that is open."""
+    def is_at(self, path: Path) -> bool | None:
+        """Say whether `path` is the file that is open; None where the disk does not tell."""
         try:
             return self._file is not None and os.path.samestat(path.stat(), os.fstat(self._file))
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:  # of a network disk for the most part, and over in a while
+            return None
 
     def move_to(self, path: Path) -> None:
         """Go on at `path`: the open file if it is there, else a copy of it."""

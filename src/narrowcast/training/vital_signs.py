@@ -43,18 +43,22 @@ class VitalSigns:
 
     def __init__(self, prepared: Prepared, info: TaskInfo, *, home: Home | None) -> None:
         self._prepared, self._headline, self._home = prepared, info.headline.name, home
-        self._vitals = Vitals()
+        self._vitals, self._bad_from = Vitals(), 0
 
     def note(self, record: Record) -> None:
         """Take in a record, in the order in which they are handed on."""
         self._vitals = self._vitals.after(record, headline=self._headline)
 
-    def kept(self, keep: int, *, step: int) -> int:
-        """Return how many checkpoints are kept: all, once the weights are not finite.
+    def good_until(self, step: int) -> int:
+        """Return up to which step a checkpoint is any good; called before that of `step` is saved.
 
-        The newest that is any good is then among those that would have made room.
+        Those that were there when the weights first were not finite make no room for later ones.
         """
-        return max(keep, step) if bad_weights(self._prepared) else keep
+        if not bad_weights(self._prepared):
+            self._bad_from = 0
+            return step
+        self._bad_from = self._bad_from or step
+        return self._bad_from - 1
 
     def require_alive(self, step: int, named: Callable[[DivergedError], DivergedError]) -> None:
         """Refuse to call a run done that has come to nothing; `named` knows what led to it."""
@@ -68,11 +72,12 @@ class VitalSigns:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run is judged by too."""
-        return self._vitals.to_json()
+        return {**self._vitals.to_json(), "bad_from": self._bad_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood."""
-        self._vitals = Vitals(**state)
+        self._bad_from = state.get("bad_from", 0)
+        self._vitals = Vitals(**{key: state[key] for key in state if key != "bad_from"})
 
     def _left(self, step: int) -> str:
         """Say what is in the folder, and which checkpoint there is to go back to."""
