@@ -38,7 +38,7 @@ def misfit(value: Any, shape: Shape, where: str = "it") -> str | None:
         case _:
             kinds = shape if isinstance(shape, tuple) else (shape,)
             # To Python, true is a whole number.
-            if object in kinds or (isinstance(value, kinds) and (type(value) in kinds)):
+            if object in kinds or type(value) in kinds:
                 return None
             return f"{where} is not {' or '.join(_NAMES[kind] for kind in kinds)}"
     prefix = "" if where == "it" else f"{where}: "

@@ -117,7 +117,8 @@ class RunState:
         if not accepted:
             raise CheckpointError(
                 f"the data is not that of the checkpoint of step {step}: {difference}; put the "
-                "data back, add --accept data to go on with it as it is, or start a new run"
+                "data back, add --accept data (in Python accept=['data']) to go on with it as it "
+                "is, or start a new run"
             )
         self._accepted.append(
             FindingRecord(
@@ -137,9 +138,10 @@ class RunState:
 
         The model is in the formats it was saved in: schedule and adapter are restored before.
         """
+        in_words = {"prepared": "model's state"}
         for name in ("observer", "prepared", "investigator"):
             part: Any = self._parts[name]
-            with part_of(state["step"], name):
+            with part_of(state["step"], in_words.get(name, name)):
                 part.load_state_dict(state[name])
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None

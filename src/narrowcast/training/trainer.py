@@ -25,6 +25,7 @@ from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
+from narrowcast.runs.commands import resume_command
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
@@ -184,11 +185,10 @@ class _Course:
             yield from self._read(leaving=0)
             yield from self._save()
         if stop.why:
-            how = f"continue it with `narrowcast resume {self._home and self._home.path()}`"
-            raise Interrupted(
-                f"{stop.why} ended the run after step {self._progress.step}; "
-                + (how if self._home else "without a folder to save it to, it cannot be resumed")
-            )
+            how = "without a folder to save it to, it cannot be resumed"
+            if self._home:
+                how = f"continue it with `{resume_command(self._home.path())}`"
+            raise Interrupted(f"{stop.why} ended the run after step {self._progress.step}; {how}")
 
     def _evaluate(self) -> Iterator[Record]:
         try:

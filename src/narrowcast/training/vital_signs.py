@@ -1,6 +1,5 @@
 """Whether a run is alive: kept from its records, saved with it, and asked for at its end."""
 
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -12,6 +11,7 @@ from narrowcast.errors import CheckpointError, DivergedError
 from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Record, TaskInfo
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.vitals import Vitals
 from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint, step_of
 from narrowcast.training.checkpoints.export import WEIGHTS
@@ -86,7 +86,7 @@ class VitalSigns:
         finite = self._newest_finite(folder / "checkpoints", before=step)
         if finite is None:
             return f"{exported} {told}, and there is no checkpoint with finite weights"
-        resume = f"`narrowcast resume {shlex.quote(str(folder))}`"
+        resume = f"`{resume_command(folder)}`"
         return (
             f"{exported} {told}; {finite} is the newest checkpoint with finite weights: remove "
             f"those after it, and {resume} goes on from there"

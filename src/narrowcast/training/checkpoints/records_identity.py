@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, final
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import open_plain
 from narrowcast.runs import RunFolder, StepRecord
 from narrowcast.runs.folder import RECORDS
-from narrowcast.runs.peek import open_plain
 
 CHUNK = 2**20
 
@@ -53,8 +53,8 @@ def require_records(
     saved = state.get("records", {})  # older checkpoints are refused by whoever takes them up
     if wrong := _wrong_steps(steps, done) or _wrong_bytes(run.path / RECORDS, saved):
         raise CheckpointError(
-            f"{run.path / RECORDS} {wrong}; put it back from a copy, or add --accept records to go "
-            "on with it as it is"
+            f"{run.path / RECORDS} {wrong}; put it back from a copy, or add --accept records "
+            "(in Python accept=['records']) to go on with it as it is"
         )
 
 
