@@ -68,7 +68,7 @@ def test_other_data_of_equal_length_is_refused_and_accepted_by_a_word(narrowcast
     assert ended.code == 2
     assert "the data is not that of the checkpoint of step 4" in ended.err
     assert "with other values in them" in ended.err
-    assert "--accept data" in ended.err
+    assert "add --accept data (in Python accept=['data']) to go on" in ended.err
     assert files(half) == before
     assert narrowcast("resume", half, "--accept", "data").code == 0
     with RunFolder.open(half) as run:

@@ -137,7 +137,7 @@ def _resolved(
 ) -> dict[str, Any]:
     """Return what `resolved.json` says, once it agrees with the checkpoint."""
     way_out = (
-        "add --accept settings to take those of the checkpoint"
+        "add --accept settings (in Python accept=['settings']) to take those of the checkpoint"
         if saved
         else "start a new run with `narrowcast train`"
     )

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import open_plain
 from narrowcast.runner.out_dir import beside
 from narrowcast.runs import RunFolder
 from narrowcast.runs.folder import ENVIRONMENT, RECIPE, RECORDS, RESOLVED, TASK
-from narrowcast.runs.peek import open_plain
 from narrowcast.runs.writing import explain_write_error, replace_file
 
 LOOK_SECONDS = 1.0

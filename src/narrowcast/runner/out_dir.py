@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.runs import RunFolder
+from narrowcast.runs.folder import holds_a_run
 
 RUNS = Path("runs")
-LONGEST_SHOWN = 200
-"""Characters of a path that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,10 @@ def require_no_run(path: Path) -> None:
         return  # whatever else is in the way, making the folder says
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        shown = ascii(str(path)[:LONGEST_SHOWN])[1:-1]
-        raise RecipeError(f"no run can be kept at {shown}: {why}; choose another --out") from error
-    raise RecipeError(
-        f"{path} already holds a run; choose another --out, or continue it with "
-        f"`narrowcast resume {path}`"
-    )
+        raise RecipeError(
+            f"no run can be kept at {shown_path(path)}: {why}; choose another --out"
+        ) from error
+    raise holds_a_run(path)
 
 
 def _claimed(first: Path) -> OutDir:

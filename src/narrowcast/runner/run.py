@@ -8,7 +8,6 @@ The command line does the same and shows it.
 
 import contextlib
 import logging
-import shlex
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, final
@@ -28,6 +27,7 @@ from narrowcast.runner.finished import report_is_due, require_places, write_due_
 from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runs import Record, RunFolder, describe_environment
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS, RESOLVED
 from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
@@ -141,7 +141,7 @@ class Run:
             _, told = _reported(home)
             raise Interrupted(
                 "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *told])
-                + f"\nresume with: narrowcast resume {shlex.quote(str(folder.path))}"
+                + f"\nresume with: {resume_command(folder.path)}"
             ) from stop
         except DivergedError as error:
             page, told = _reported(home)
@@ -249,7 +249,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
             run,
             recipes.before.recipe,
             loaded.recipe,
-            plan=assembled.prepared.plan,
+            plan=assembled.plans[0],
             dropped=recipes.dropped,
         )
         # From here on the folder changes.

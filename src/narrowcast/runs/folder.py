@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.plain_files import read_plain
 from narrowcast.runs import strict_json
-from narrowcast.runs.peek import read_plain
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.records import Record
 from narrowcast.runs.records_file import RecordsFile
 from narrowcast.runs.shape import Shape, misfit, unreadable
@@ -257,7 +258,7 @@ def _told(info: TaskInfo) -> str:
 
 def _require_free(path: Path) -> None:
     if (path / RESOLVED).exists() or (path / RECORDS).exists():
-        raise _holds_a_run(path)
+        raise holds_a_run(path)
     if path.is_dir() and any(path.iterdir()):
         raise RecipeError(
             f"{path} holds files that are not a run of narrowcast; choose another --out, "
@@ -267,10 +268,11 @@ def _require_free(path: Path) -> None:
         raise RecipeError(f"{path} is a file, not a folder; choose another --out")
 
 
-def _holds_a_run(path: Path) -> RecipeError:
+def holds_a_run(path: Path) -> RecipeError:
+    """Return the refusal of a folder that holds a run already."""
     return RecipeError(
         f"{path} already holds a run; choose another --out, or continue it with "
-        f"`narrowcast resume {path}`"
+        f"`{resume_command(path)}`"
     )
 
 
@@ -285,7 +287,7 @@ def _claim(path: Path, recipe_text: str, made: list[Path]) -> None:
     try:
         file = (path / RECIPE).open("xb")
     except FileExistsError:
-        raise _holds_a_run(path) from None
+        raise holds_a_run(path) from None
     made.append(path / RECIPE)
     with file:
         file.write(recipe_text.encode())

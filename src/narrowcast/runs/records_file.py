@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import read_plain
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.lock import LOCK, Lock
-from narrowcast.runs.peek import read_plain
 from narrowcast.runs.records import CheckpointRecord, Record, from_line, to_line
 from narrowcast.runs.writing import explain_write_error, replace_file
 
@@ -151,7 +152,7 @@ class RecordsFile:
     def _cannot_write(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"cannot write to {self.path}: {explain_write_error(error)}; "
-            f"then continue with `narrowcast resume {self.path.parent}`"
+            f"then continue with `{resume_command(self.path.parent)}`"
         )
 
 

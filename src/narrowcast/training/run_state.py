@@ -118,7 +118,8 @@ class RunState:
         if not accepted:
             raise CheckpointError(
                 f"the data is not that of the checkpoint of step {step}: {difference}; put the "
-                "data back, add --accept data to go on with it as it is, or start a new run"
+                "data back, add --accept data (in Python accept=['data']) to go on with it as it "
+                "is, or start a new run"
             )
         self._accepted.append(
             FindingRecord(

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Protocol
 
 from narrowcast.errors import Interrupted
+from narrowcast.runs.commands import resume_command
 
 STOPPING = tuple(
     signal.Signals[name]
@@ -58,11 +59,10 @@ class Stop:
 
     def ended_after(self, step: int) -> Interrupted:
         """Return what to raise once `step` is saved."""
-        how = f"continue it with `narrowcast resume {self.home and self.home.path()}`"
-        return Interrupted(
-            f"{self.why} ended the run after step {step}; "
-            + (how if self.home else "without a folder to save it to, it cannot be resumed")
-        )
+        how = "without a folder to save it to, it cannot be resumed"
+        if self.home is not None:
+            how = f"continue it with `{resume_command(self.home.path())}`"
+        return Interrupted(f"{self.why} ended the run after step {step}; {how}")
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Whether a run is alive: kept from its records, saved with it, and asked for at its end."""
 
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -12,6 +11,7 @@ from narrowcast.errors import CheckpointError, DivergedError
 from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Record, TaskInfo
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.vitals import Vitals
 from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint, step_of
 from narrowcast.training.checkpoints.export import WEIGHTS
@@ -65,8 +65,12 @@ class VitalSigns:
         wrong = self._vitals.diverged
         if not wrong:
             return
-        lr = self._prepared.engine.log.wording.lr
-        error = named(DivergedError(wrong, f"Try a lower {lr}, or a wider policy"))
+        words = self._prepared.engine.log.wording
+        if not self._vitals.applied and self._scale_still_falls():
+            smaller = words.loss_scale("initial")
+            error = DivergedError(wrong, f"The loss scale still falls: try a smaller {smaller}")
+        else:
+            error = named(DivergedError(wrong, f"Try a lower {words.lr}, or a wider policy"))
         told = str(error).rstrip(".")
         raise DivergedError(f"the run has diverged: {told}", self._left(step))
 
@@ -78,6 +82,12 @@ class VitalSigns:
         """Take up where a saved run stood."""
         self._bad_from = state.get("bad_from", 0)
         self._vitals = Vitals(**{key: state[key] for key in state if key != "bad_from"})
+
+    def _scale_still_falls(self) -> bool:
+        settings, scales = self._prepared.loss_scale, self._prepared.engine.scale_values()
+        if settings is None or not settings.dynamic:
+            return False
+        return any(scale.item() > settings.min for scale in scales)
 
     def _left(self, step: int) -> str:
         """Say what is in the folder, and which checkpoint there is to go back to."""
@@ -91,7 +101,7 @@ class VitalSigns:
         finite = self._newest_finite(folder / "checkpoints", before=step)
         if finite is None:
             return f"{exported} {told}, and there is no checkpoint with finite weights"
-        resume = f"`narrowcast resume {shlex.quote(str(folder))}`"
+        resume = f"`{resume_command(folder)}`"
         return (
             f"{exported} {told}; {finite} is the newest checkpoint with finite weights: remove "
             f"those after it, and {resume} goes on from there"

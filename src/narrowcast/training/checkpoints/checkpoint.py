@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs.peek import read_plain
+from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
 from narrowcast.runs.shape import ANY, misfit
 from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_beside

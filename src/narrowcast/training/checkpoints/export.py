@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import CheckpointError, blamed_on
+from narrowcast.plain_files import open_plain
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import CHECKPOINTS, RECORDS
 from narrowcast.runs.lock import LOCK
-from narrowcast.runs.peek import open_plain, peek_json
+from narrowcast.runs.peek import peek_json
 from narrowcast.runs.writing import explain_write_error, replace_file, written_beside
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten
@@ -36,7 +38,7 @@ def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) ->
         before = _seen(folder)
         with blamed_on(
             f"write_results of the task; the weights are safe in {folder / WEIGHTS}. Once it is "
-            f"repaired, `narrowcast resume {folder}` writes the rest"
+            f"repaired, `{resume_command(folder)}` writes the rest"
         ):
             task.write_results(folder, prepared)
         files += [path for path, seen in _seen(folder).items() if before.get(path) != seen]
@@ -47,7 +49,7 @@ def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) ->
     except OSError as error:
         raise CheckpointError(
             f"cannot write {folder / RESULTS}: {explain_write_error(error)}; then continue with "
-            f"`narrowcast resume {folder}`"
+            f"`{resume_command(folder)}`"
         ) from error
 
 

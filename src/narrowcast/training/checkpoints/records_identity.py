@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, final
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import open_plain
 from narrowcast.runs import RunFolder, StepRecord
 from narrowcast.runs.folder import RECORDS
-from narrowcast.runs.peek import open_plain
 
 CHUNK = 2**20
 
@@ -56,7 +56,7 @@ def require_records(
     wrong = _wrong_steps(steps, done) or "has other values up to the checkpoint"
     raise CheckpointError(
         f"{run.path / RECORDS} is not what the run wrote: it {wrong}; put it back from a copy, or "
-        "add --accept records to go on with it as it is"
+        "add --accept records (in Python accept=['records']) to go on with it as it is"
     )
 
 

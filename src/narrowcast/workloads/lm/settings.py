@@ -20,7 +20,7 @@ WIDEST_MLP = 2**24
 MOST_TOKENS = 2**24
 """Of a sample and of a vocabulary: 16 million, which a 32-bit token holds."""
 MOST_WINDOWS = 10**9
-MOST_SOURCES = 10_000
+MOST_SOURCES = 100_000
 """Texts that are named one by one; a glob names as many as there are."""
 LARGEST_BASE = 1e12
 """Of rotary positions; models of a million tokens use 1e7."""
