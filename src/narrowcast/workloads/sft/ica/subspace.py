@@ -8,7 +8,7 @@ throw the earlier blocks away and need twice as many passes for the same.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -137,7 +137,9 @@ def principal_subspace(
             f"{components} components were asked for, and the signals have {rank} independent "
             f"directions; ask for at most {rank}"
         )
-    return found
+    # A channel that says nothing is in no direction, to the last bit.
+    kept = (signals.factor != 0).to(found.basis)
+    return replace(found, basis=found.basis * kept[:, None])
 
 
 def _by_covariance(signals: Standardised, components: int) -> Subspace:
