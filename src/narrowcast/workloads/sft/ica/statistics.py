@@ -45,6 +45,7 @@ class RunningStatistics:
         self._shift: Tensor | None = None
         self._sum: Tensor | None = None
         self._squares: Tensor | None = None
+        self._scratch: Tensor | None = None
         self._eps = torch.finfo(torch.float32).eps
 
     def add(self, chunk: Tensor) -> None:
@@ -53,10 +54,11 @@ class RunningStatistics:
         self._eps = torch.finfo(work).eps
         if self._shift is None or self._sum is None or self._squares is None:
             # Near the mean, so that the squares below do not drown their differences.
-            self._shift = chunk.to(work).mean(0)
+            self._shift = chunk[:256].to(work).mean(0)
             self._sum = torch.zeros_like(self._shift, dtype=torch.float64)
             self._squares = torch.zeros_like(self._sum)
-        centred = chunk.to(work) - self._shift
+        self._scratch = centred_in(self._scratch, chunk, self._shift)
+        centred = self._scratch[: len(chunk)]
         total = centred.sum(0)
         if not bool(total.isfinite().all()):
             _refuse_nonfinite(chunk, first_row=self._rows)
@@ -87,6 +89,17 @@ def statistics_of(signals: Signals) -> ChannelStatistics:
     for chunk in signals:
         running.add(chunk)
     return running.result()
+
+
+def centred_in(scratch: Tensor | None, chunk: Tensor, mean: Tensor) -> Tensor:
+    """Return a buffer whose first rows are a chunk less a mean; the one given, if it is enough.
+
+    Cast first: an operation on two dtypes would make a copy of its own.
+    """
+    if scratch is None or len(scratch) < len(chunk):
+        scratch = torch.empty_like(chunk, dtype=mean.dtype)
+    scratch[: len(chunk)].copy_(chunk).sub_(mean)
+    return scratch
 
 
 def _refuse_nonfinite(chunk: Tensor, *, first_row: int) -> None:

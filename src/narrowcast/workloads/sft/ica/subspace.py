@@ -17,7 +17,7 @@ from torch import Tensor
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.ica.dtypes import working_dtype
 from narrowcast.workloads.sft.ica.signals import Signals
-from narrowcast.workloads.sft.ica.statistics import ChannelStatistics
+from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, centred_in
 
 FEW_CHANNELS = 1024
 """Channels whose covariance takes 8 MiB and whose eigenvectors take less than a second."""
@@ -80,15 +80,15 @@ class Standardised:
         return cls(signals=signals, statistics=statistics, factor=factor, device=device)
 
     def centred(self) -> Iterator[Tensor]:
-        """Yield chunks less the mean, in their working dtype."""
+        """Yield chunks less the mean, in their working dtype and in one buffer for all of them."""
         mean: Tensor | None = None
         scratch: Tensor | None = None
         for chunk in self.signals:
             here = chunk.to(self.device) if self.device is not None else chunk
-            if mean is None or scratch is None or len(scratch) < len(here):
+            if mean is None:
                 mean = self.statistics.mean.to(here.device, working_dtype(here.dtype))
-                scratch = torch.empty_like(here, dtype=mean.dtype)
-            yield torch.sub(here, mean, out=scratch[: len(here)])
+            scratch = centred_in(scratch, here, mean)
+            yield scratch[: len(here)]
 
     def covariance_times(self, vectors: Tensor) -> Tensor:
         """Return C times `vectors` (channels, n), in one pass; sums over chunks are in float64."""
