@@ -186,7 +186,8 @@ def main() -> None:
     environment = describe_environment()
     ways = {"narrowcast, streamed": ("streamed", {"device": "cpu"})}
     if options.device != "cpu":
-        ways[f"narrowcast, {options.device}"] = ("streamed", {"device": options.device})
+        # Where passes cost nothing, reading the file again would be all there is to measure.
+        ways[f"narrowcast, {options.device}"] = ("stored", {"device": options.device})
     if options.skip != "sklearn":
         ways["scikit-learn"] = ("sklearn", {})
     rows: list[dict[str, Any]] = []

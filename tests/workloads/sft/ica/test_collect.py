@@ -5,6 +5,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.ica import ICA, ArraySignals, FileSignals
 from narrowcast.workloads.sft.ica.collect import collect
 from narrowcast.workloads.sft.ica.dtypes import Storage
+from narrowcast.workloads.sft.ica.statistics import statistics_of
 
 
 class Uneven:
@@ -51,9 +52,21 @@ def test_an_overflow_in_float16_is_answered_by_float32(noise):
 
 def test_a_column_of_60000s_has_a_finite_mean_and_no_spread(noise):
     noise[:, 2] = 60_000.0
-    statistics = collected(noise, torch.float16).statistics
+    statistics = statistics_of(collected(noise, torch.float16).signals)
     assert statistics.mean[2] == 60_000
     assert statistics.spread[2] == 0
+
+
+def test_signals_too_quiet_for_float16_are_stored_in_float32(noise):
+    result = collected(noise * 1e-7, torch.float16)
+    assert result.dtype == torch.float32
+    assert result.findings[0].kind == "coarse"
+    assert collected(noise * 1e-7, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_what_came_in_no_finer_digits_is_not_widened(noise):
+    assert collected((noise + 100).bfloat16(), torch.bfloat16).dtype == torch.bfloat16
+    assert collected((noise + 100).bfloat16(), torch.float16).dtype == torch.float16
 
 
 def test_channels_far_from_zero_are_too_coarse_for_bfloat16(noise):

@@ -191,3 +191,13 @@ def test_nothing_but_torch_and_numpy_is_needed():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("solver", ["parallel", "deflation", "picard"])
+def test_a_gpu_finds_what_a_cpu_does(signals, solver):
+    source = ArraySignals(signals.signals)
+    here = ICA(components=5, solver=solver, tol=1e-6).fit(source)
+    there = ICA(components=5, solver=solver, tol=1e-6, device=torch.device("cuda"))
+    for found in (there.fit(source), there.fit(there.collect(source))):
+        torch.testing.assert_close(found.loadings, here.loadings, atol=2 * ANGLE, rtol=0)

@@ -22,8 +22,6 @@ class Collected:
     """Signals in memory, and how they came to be what they are."""
 
     signals: StoredSignals
-    statistics: ChannelStatistics
-    """Of the signals as they came, before they were stored."""
     dtype: torch.dtype
     findings: tuple[Finding, ...] = ()
 
@@ -38,23 +36,22 @@ def collect(source: Signals, storage: Storage) -> Collected:
     """Go through a source once and store it; once more, in float32, where the dtype fails it."""
     findings = storage.findings
     try:
-        stored, statistics = _stored(source, storage.dtype)
-        return Collected(
-            signals=stored, statistics=statistics, dtype=storage.dtype, findings=findings
-        )
+        stored = _stored(source, storage.dtype)
+        return Collected(signals=stored, dtype=storage.dtype, findings=findings)
     except _TooNarrowError as trouble:
         findings = (*findings, trouble.finding)
-    stored, statistics = _stored(source, torch.float32)
-    return Collected(signals=stored, statistics=statistics, dtype=torch.float32, findings=findings)
+    stored = _stored(source, torch.float32)
+    return Collected(signals=stored, dtype=torch.float32, findings=findings)
 
 
-def _stored(source: Signals, dtype: torch.dtype) -> tuple[StoredSignals, ChannelStatistics]:
+def _stored(source: Signals, dtype: torch.dtype) -> StoredSignals:
     running = RunningStatistics()
     chunks = tuple(_blocks(_cast(source, dtype, running), source.channels))
     statistics = running.result()
-    if dtype in NARROW:
+    # What came in no finer digits loses none.
+    if torch.finfo(dtype).eps > torch.finfo(running.dtype).eps:
         _refuse_coarse(statistics, dtype)
-    return StoredSignals(chunks, source.channels), statistics
+    return StoredSignals(chunks, source.channels)
 
 
 def _cast(source: Signals, dtype: torch.dtype, running: RunningStatistics) -> Iterator[Tensor]:

@@ -131,7 +131,7 @@ class Freeze:
                 "the checkpoint froze other rows than this recipe does; resume with the networks "
                 "it began with"
             )
-        self._kept = [state[frozen.name]["values"] for frozen in self._frozen]
+        self._kept = [state[f.name]["values"].to(f.weight.device) for f in self._frozen]
 
 
 def _put_in_parts(frozen: FrozenRows, full: Tensor, masters: "MasterWeights", place: int) -> None:
@@ -157,6 +157,8 @@ def _frozen_rows(model: nn.Module, channels: Channels) -> Iterator[FrozenRows]:
                 f"layer {layer} with channels up to {max(chosen, default=0)} is not in this model, "
                 f"which has {blocks.depth} layers of {width}; networks were made for another model"
             )
+        if not chosen:
+            continue
         rows = torch.tensor(sorted(chosen))
         for weight, axis in _row_weights(blocks.blocks[layer].down, chosen):
             if weight.requires_grad:

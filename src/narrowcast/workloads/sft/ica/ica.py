@@ -20,7 +20,7 @@ from narrowcast.workloads.sft.ica.components import (
 )
 from narrowcast.workloads.sft.ica.dtypes import storage_for
 from narrowcast.workloads.sft.ica.findings import Finding
-from narrowcast.workloads.sft.ica.signals import Signals
+from narrowcast.workloads.sft.ica.signals import Signals, SignalsOn
 from narrowcast.workloads.sft.ica.solvers.contrast import CONTRASTS, ContrastName
 from narrowcast.workloads.sft.ica.solvers.fastica import fastica_deflation, fastica_parallel
 from narrowcast.workloads.sft.ica.solvers.picard import picard
@@ -54,7 +54,7 @@ class ICA:
     standardise: bool = True
     """Give every channel variance 1; without, loud channels count more."""
     device: torch.device | None = None
-    """Where to compute; none: where the signals are."""
+    """Where to store and to compute; none: where the signals are."""
 
     def __post_init__(self) -> None:
         _require("solver", self.solver, get_args(SolverName))
@@ -67,7 +67,7 @@ class ICA:
 
     def collect(self, source: Signals, *, model_dtype: torch.dtype | None = None) -> Collected:
         """Store signals of a source that is costly to go through again, such as a model."""
-        return collect(source, storage_for(self.ica_dtype, model_dtype))
+        return collect(self._here(source), storage_for(self.ica_dtype, model_dtype))
 
     def fit(self, signals: Signals | Collected) -> Components:
         """Find the components of signals, which are gone through a few times and never copied.
@@ -90,10 +90,13 @@ class ICA:
         ]
 
     def _reduce(self, given: Signals | Collected, place: int) -> "_Reduced":
-        signals, statistics, findings, dtype = _taken_apart(given)
-        standard = Standardised.of(
-            signals, statistics, unit_variance=self.standardise, device=self.device
-        )
+        known: tuple[Finding, ...] = ()
+        if isinstance(given, Collected):
+            given, known = given.signals, given.findings
+        signals = self._here(given)
+        # Of what was stored, not of what came: rounding moves a mean.
+        statistics = statistics_of(signals)
+        standard = Standardised.of(signals, statistics, unit_variance=self.standardise)
         generator = torch.Generator().manual_seed(self.seed + place)
         subspace = principal_subspace(standard, self.components, generator=generator)
         white = whiten(standard.projected(subspace.basis), subspace.basis, standard.factor)
@@ -101,9 +104,12 @@ class ICA:
             white=white,
             statistics=statistics,
             total=float((statistics.spread * standard.factor).square().sum()),
-            dtype=dtype,
-            findings=(*findings, *_seen_in(statistics, subspace)),
+            dtype=next(iter(signals)).dtype,
+            findings=(*known, *_seen_in(statistics, subspace)),
         )
+
+    def _here(self, signals: Signals) -> Signals:
+        return signals if self.device is None else SignalsOn(signals, self.device)
 
     def _solve(self, white: Tensor) -> tuple[Rotations, tuple[Finding, ...]]:
         """Solve from every beginning at once; in float64 where float32 breaks."""
@@ -181,15 +187,6 @@ class _Reduced:
     """All variance of the standardised signals."""
     dtype: torch.dtype
     findings: tuple[Finding, ...]
-
-
-def _taken_apart(
-    given: Signals | Collected,
-) -> tuple[Signals, ChannelStatistics, tuple[Finding, ...], torch.dtype]:
-    if isinstance(given, Collected):
-        # Of what was stored, not of what came: rounding moves a mean.
-        return given.signals, statistics_of(given.signals), given.findings, given.dtype
-    return given, statistics_of(given), (), next(iter(given)).dtype
 
 
 def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> list[Finding]:

@@ -84,6 +84,24 @@ class FileSignals:
 
 @final
 @dataclass(frozen=True)
+class SignalsOn:
+    """Signals of a source, brought to a device chunk by chunk."""
+
+    source: Signals
+    device: torch.device
+
+    @property
+    def channels(self) -> int:
+        """Those of the source."""
+        return self.source.channels
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for chunk in self.source:
+            yield chunk.to(self.device)
+
+
+@final
+@dataclass(frozen=True)
 class StoredSignals:
     """Signals in memory, in a dtype of their own."""
 

@@ -31,10 +31,13 @@ class ChannelStatistics:
         """(channels), true where rounding to `dtype` is more than a hundredth of the variance.
 
         Rounding has a variance of spacing² / 12, so this begins where a channel spreads over fewer
-        than three spacings: outlier channels, whose mean is large beside their spread.
+        than three spacings: outlier channels, whose mean is large beside their spread, and those
+        so quiet that they end among the smallest numbers of the dtype.
         """
+        about = torch.finfo(dtype)
         typical = (self.mean.square() + self.spread.square()).sqrt()
-        return ~self.constant & (self.spread < 3 * torch.finfo(dtype).eps * typical)
+        spacing = about.eps * typical.clamp(min=about.smallest_normal)
+        return ~self.constant & (self.spread < 3 * spacing)
 
 
 class RunningStatistics:
@@ -42,6 +45,8 @@ class RunningStatistics:
 
     def __init__(self) -> None:
         self._rows = 0
+        self.dtype = torch.float32
+        """That of the latest chunk."""
         self._shift: Tensor | None = None
         self._sum: Tensor | None = None
         self._squares: Tensor | None = None
@@ -50,7 +55,7 @@ class RunningStatistics:
 
     def add(self, chunk: Tensor) -> None:
         """Take in rows. Raises where one is not finite."""
-        work = working_dtype(chunk.dtype)
+        self.dtype, work = chunk.dtype, working_dtype(chunk.dtype)
         self._eps = torch.finfo(work).eps
         if self._shift is None or self._sum is None or self._squares is None:
             # Near the mean, so that the squares below do not drown their differences.

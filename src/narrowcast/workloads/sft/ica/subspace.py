@@ -59,8 +59,6 @@ class Standardised:
     statistics: ChannelStatistics
     factor: Tensor
     """(channels): what centred channels are multiplied by."""
-    device: torch.device | None = None
-    """Where products are computed; none: where the chunks are."""
 
     @classmethod
     def of(
@@ -69,7 +67,6 @@ class Standardised:
         statistics: ChannelStatistics,
         *,
         unit_variance: bool = True,
-        device: torch.device | None = None,
     ) -> "Standardised":
         """Standardise, or only centre."""
         live = ~statistics.constant
@@ -77,18 +74,17 @@ class Standardised:
         common = statistics.spread.square().mean().sqrt().expand_as(statistics.spread)
         scale = statistics.spread if unit_variance else common
         factor = torch.where(live, 1 / scale.masked_fill(~live, 1.0), 0.0)
-        return cls(signals=signals, statistics=statistics, factor=factor, device=device)
+        return cls(signals=signals, statistics=statistics, factor=factor)
 
     def centred(self) -> Iterator[Tensor]:
         """Yield chunks less the mean, in their working dtype and in one buffer for all of them."""
         mean: Tensor | None = None
         scratch: Tensor | None = None
         for chunk in self.signals:
-            here = chunk.to(self.device) if self.device is not None else chunk
             if mean is None:
-                mean = self.statistics.mean.to(here.device, working_dtype(here.dtype))
-            scratch = centred_in(scratch, here, mean)
-            yield scratch[: len(here)]
+                mean = self.statistics.mean.to(chunk.device, working_dtype(chunk.dtype))
+            scratch = centred_in(scratch, chunk, mean)
+            yield scratch[: len(chunk)]
 
     def covariance_times(self, vectors: Tensor) -> Tensor:
         """Return C times `vectors` (channels, n), in one pass; sums over chunks are in float64."""
