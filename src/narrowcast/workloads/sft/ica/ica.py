@@ -92,7 +92,8 @@ class ICA:
     def _reduce(self, given: Signals | Collected, place: int) -> "_Reduced":
         known: tuple[Finding, ...] = ()
         if isinstance(given, Collected):
-            given, known = given.signals, given.findings
+            known = given.findings
+            given = given.signals
         signals = self._here(given)
         # Of what was stored, not of what came: rounding moves a mean.
         statistics = statistics_of(signals)
