@@ -46,7 +46,7 @@ def collect(source: Signals, storage: Storage) -> Collected:
 
 def _stored(source: Signals, dtype: torch.dtype) -> StoredSignals:
     running = RunningStatistics()
-    chunks = tuple(_blocks(_cast(source, dtype, running), source.channels))
+    chunks = tuple(_blocks(_looked_at(source, dtype, running), dtype, source.channels))
     statistics = running.result()
     # What came in no finer digits loses none.
     if torch.finfo(dtype).eps > torch.finfo(running.dtype).eps:
@@ -54,26 +54,28 @@ def _stored(source: Signals, dtype: torch.dtype) -> StoredSignals:
     return StoredSignals(chunks, source.channels)
 
 
-def _cast(source: Signals, dtype: torch.dtype, running: RunningStatistics) -> Iterator[Tensor]:
+def _looked_at(source: Signals, dtype: torch.dtype, running: RunningStatistics) -> Iterator[Tensor]:
+    """Yield chunks that are finite, in `dtype` too."""
     for chunk in source:
         running.add(chunk)
-        narrow = chunk.to(dtype)
-        if dtype in NARROW and dtype != chunk.dtype:
-            # What came in was finite: `running` has seen to it.
-            overflowed = int((~narrow.isfinite()).sum())
-            if overflowed:
-                raise _TooNarrowError(_overflow(chunk, dtype, overflowed))
-        yield narrow
+        if dtype in NARROW and dtype != chunk.dtype and len(chunk):
+            lowest, highest = torch.aminmax(chunk)
+            if max(-float(lowest), float(highest)) > torch.finfo(dtype).max:
+                raise _TooNarrowError(_overflow(chunk, dtype))
+        yield chunk
 
 
-def _blocks(chunks: Iterator[Tensor], channels: int) -> Iterator[Tensor]:
-    """Put chunks of any length into blocks of one, which products are fast on."""
+def _blocks(chunks: Iterator[Tensor], dtype: torch.dtype, channels: int) -> Iterator[Tensor]:
+    """Put chunks of any length into blocks of one, which products are fast on.
+
+    Nothing else is allocated beside them: holes between blocks would be memory that nobody has.
+    """
     rows, block, filled = chunk_rows(channels), None, 0
     for chunk in chunks:
         rest = chunk
         while len(rest):
             if block is None:
-                block, filled = rest.new_empty((rows, channels)), 0
+                block, filled = rest.new_empty((rows, channels), dtype=dtype), 0
             part = rest[: rows - filled]
             block[filled : filled + len(part)] = part
             filled, rest = filled + len(part), rest[len(part) :]
@@ -84,9 +86,10 @@ def _blocks(chunks: Iterator[Tensor], channels: int) -> Iterator[Tensor]:
         yield block[:filled].clone()
 
 
-def _overflow(chunk: Tensor, dtype: torch.dtype, count: int) -> Finding:
-    largest = float(chunk.abs().max())
+def _overflow(chunk: Tensor, dtype: torch.dtype) -> Finding:
     limit = torch.finfo(dtype).max
+    sizes = chunk.float().abs()
+    count, largest = int((sizes > limit).sum()), float(sizes.max())
     return Finding(
         kind="overflow",
         what=f"{count} signals of a chunk, up to {largest:.4g}, overflow {name_of(dtype)}, whose "
