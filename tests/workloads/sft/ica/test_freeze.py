@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Phi3Config, Phi3ForCausalLM
 
 import narrowcast as nc
 from narrowcast.errors import RecipeError, UnsupportedError
@@ -147,7 +148,9 @@ def test_an_adapter_that_has_learnt_is_refused(make_model):
 def test_dora_is_refused(make_model):
     config = LoraConfig(r=4, target_modules=["down_proj"], use_dora=True)
     model = get_peft_model(make_model("llama"), config)
-    with pytest.raises(UnsupportedError, match="write use_dora=False"):
+    with pytest.raises(
+        UnsupportedError, match="which may move every row of a weight; freezing needs plain LoRA"
+    ):
         Freeze(model, CHOSEN)
 
 
@@ -161,3 +164,60 @@ def test_nothing_to_freeze_is_told(make_model):
 def test_channels_of_another_model_are_refused(make_model):
     with pytest.raises(RecipeError, match="networks were made for another model"):
         Freeze(make_model("llama"), {0: (16,)})
+
+
+def neurons(model):
+    """What leads to each input of the down projections and away from it, after a merge."""
+    whole = copy.deepcopy(model)
+    if isinstance(whole, PeftModel):
+        whole = whole.merge_and_unload()
+    found = []
+    for block in find_blocks(whole).blocks:
+        weights = [block.down.plain.weight if block.down.turned else block.down.plain.weight.T]
+        for up in block.ups:
+            rows = up.plain.weight.T if up.turned else up.plain.weight
+            weights += rows.split(block.down.inputs)
+            if up.plain.bias is not None:
+                weights += up.plain.bias[:, None].split(block.down.inputs)
+        found.append(torch.cat([weight.detach() for weight in weights], 1))
+    return found
+
+
+def phi3_lora():
+    config = Phi3Config(
+        num_hidden_layers=3,
+        hidden_size=16,
+        intermediate_size=40,
+        num_attention_heads=2,
+        vocab_size=64,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    targets = ["down_proj", "gate_up_proj"]
+    return get_peft_model(Phi3ForCausalLM(config), LoraConfig(r=4, target_modules=targets))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt2-lora", "llama-lora", "phi3-lora"])
+def test_neurons_cannot_move_either(make_model, batches, kind):
+    model = phi3_lora() if kind == "phi3-lora" else make_model(kind)
+    before = neurons(model)
+    freeze = Freeze(model, {0: (1, 39), 2: (0,)}, site="down_input")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
+
+    def step(loss):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        freeze.restore()
+
+    train(model, batches, step, 20)
+    after = neurons(model)
+    stayed = [(a == b).all(1).nonzero()[:, 0].tolist() for a, b in zip(before, after, strict=True)]
+    assert stayed == [[1, 39], [], [0]]
+
+
+def test_a_layer_without_channels_is_left_alone(make_model):
+    frozen = Freeze(make_model("llama"), {0: (), 1: (2,)})
+    assert frozen.names == ("model.layers.1.mlp.down_proj.weight",)

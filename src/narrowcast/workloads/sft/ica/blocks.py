@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.workloads.sft.ica.networks import Site
@@ -36,6 +36,8 @@ class Block:
     """One layer of the model, as far as networks are concerned."""
 
     mlp: nn.Module
+    ups: tuple[Projection, ...]
+    """Up, and a gate, if there is one; both in one where its outputs are twice as many."""
     down: Projection
 
 
@@ -111,25 +113,22 @@ def as_projection(module: nn.Module) -> Projection | None:
     return None
 
 
-def adapter_rows(projection: Projection) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name and both factors, A (rank, inputs) and B (outputs, rank), of each adapter."""
-    downs = projection.module._modules.get("lora_A")
-    ups = projection.module._modules.get("lora_B")
-    if isinstance(downs, nn.ModuleDict) and isinstance(ups, nn.ModuleDict):
-        for name, up in ups.items():
-            yield name, cast(Tensor, downs[name].weight), cast(Tensor, up.weight)
+def adapters_of(projection: Projection) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield the name and both factors, A (rank, inputs) and B (outputs, rank), of each LoRA."""
+    firsts = projection.module._modules.get("lora_A")
+    seconds = projection.module._modules.get("lora_B")
+    if isinstance(firsts, nn.ModuleDict) and isinstance(seconds, nn.ModuleDict):
+        for name, second in seconds.items():
+            yield name, firsts[name], second
 
 
 def _block(module: nn.Module) -> Block | None:
     mlps = [
-        (child, down)
+        block
         for name, child in module.named_children()
-        if not _is_attention(name, child) and (down := _down_of(child)) is not None
+        if not _is_attention(name, child) and (block := _as_mlp(child)) is not None
     ]
-    if len(mlps) != 1:
-        return None
-    mlp, down = mlps[0]
-    return Block(mlp=mlp, down=down)
+    return mlps[0] if len(mlps) == 1 else None
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
@@ -137,8 +136,8 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     return "attn" in called or "attention" in called
 
 
-def _down_of(module: nn.Module) -> Projection | None:
-    """Return the last projection of an MLP, or none if the module is not one."""
+def _as_mlp(module: nn.Module) -> Block | None:
+    """Return a module as the MLP of a block, or none if it is not one."""
     if as_projection(module) is not None or isinstance(module, nn.ModuleList):
         return None
     projections = list(_projections(module))
@@ -148,7 +147,7 @@ def _down_of(module: nn.Module) -> Projection | None:
     alike = all((up.inputs, up.outputs) == (down.outputs, down.inputs) for up in ups)
     # GPT-NeoX and others may join gate and up in one.
     joined = len(ups) == 1 and (ups[0].inputs, ups[0].outputs) == (down.outputs, 2 * down.inputs)
-    return down if alike or joined else None
+    return Block(mlp=module, ups=tuple(ups), down=down) if alike or joined else None
 
 
 def _projections(module: nn.Module) -> Iterator[Projection]:

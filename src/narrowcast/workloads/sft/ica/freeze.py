@@ -1,10 +1,10 @@
 """Freeze: rows of weights that cannot move, while the rest of the same weight is trained.
 
 An output channel of a down projection is a row of its weight and a number of its bias, and, with an
-adapter, a row of the adapter's B. No optimizer leaves a row alone because its gradient is zero:
-weight decay and momentum move it. So the rows are kept aside, with every digit, and put back after
-each step, with the digits that master weights keep beside them. What the optimizer did to them in
-between is never used by a forward pass.
+adapter, a row of the adapter's B. An input of it is a column, and the rows of what leads there. No
+optimizer leaves a row alone because its gradient is zero: weight decay and momentum move it. So the
+rows are kept aside, with every digit, and put back after each step, with the digits that master
+weights keep beside them. What the optimizer did to them in between is never used by a forward pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.numerics.parts import nearest, split
-from narrowcast.workloads.sft.ica.blocks import Projection, adapter_rows, find_blocks
-from narrowcast.workloads.sft.ica.networks import Channels
+from narrowcast.workloads.sft.ica.blocks import Block, Projection, adapters_of, find_blocks
+from narrowcast.workloads.sft.ica.networks import Channels, Site
 
 if TYPE_CHECKING:
     from narrowcast.precision.step.prepared import Prepared
@@ -35,6 +35,8 @@ class FrozenRows:
     rows: Tensor
     """Which, along `axis`."""
     axis: int
+    zeroed: bool = False
+    """Whether they have to be zero for what they stand for to stay."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a copy of these rows of a tensor like the weight."""
@@ -53,17 +55,21 @@ class Freeze:
     With an optimizer of your own call `restore()` after `optimizer.step()`; a task takes `hook()`.
     """
 
-    def __init__(self, model: nn.Module, channels: Channels) -> None:
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, channels: Channels, *, site: Site = "mlp_output") -> None:
         """Take the rows as they are now; weights that are not trained need no care.
 
         Refuses an adapter that has learnt something for these rows: its A moves them.
         """
-        self._frozen = list(_frozen_rows(model, channels))
+        self._frozen = list(_frozen_rows(model, channels, site))
         if not self._frozen:
             raise RecipeError(
                 "nothing to freeze: no weight of these channels is trained; leave freezing out, or "
                 "train the down projections (LoRA targets such as down_proj or c_proj)"
             )
+        for frozen in self._frozen:
+            if frozen.zeroed:
+                frozen.put(frozen.weight, torch.zeros_like(frozen.of(frozen.weight)))
         self._kept = [frozen.of(frozen.weight) for frozen in self._frozen]
 
     @property
@@ -147,44 +153,98 @@ def _put_in_parts(frozen: FrozenRows, full: Tensor, masters: "MasterWeights", pl
         frozen.put(beside, rest)
 
 
-def _frozen_rows(model: nn.Module, channels: Channels) -> Iterator[FrozenRows]:
+def _frozen_rows(model: nn.Module, channels: Channels, site: Site) -> Iterator[FrozenRows]:
     blocks = find_blocks(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    width = blocks.width("mlp_output")
+    width = blocks.width(site)
     for layer, chosen in channels.items():
         if not 0 <= layer < blocks.depth or not all(0 <= c < width for c in chosen):
             raise RecipeError(
                 f"layer {layer} with channels up to {max(chosen, default=0)} is not in this model, "
                 f"which has {blocks.depth} layers of {width}; networks were made for another model"
             )
-        if not chosen:
-            continue
-        rows = torch.tensor(sorted(chosen))
-        for weight, axis in _row_weights(blocks.blocks[layer].down, chosen):
-            if weight.requires_grad:
-                rows = rows.to(weight.device)
-                yield FrozenRows(name=names[weight], weight=weight, rows=rows, axis=axis)
+        for piece in _pieces(blocks.blocks[layer], sorted(chosen), site) if chosen else ():
+            if piece.weight.requires_grad or piece.zeroed:
+                rows = torch.tensor(piece.rows, device=piece.weight.device)
+                yield FrozenRows(
+                    name=names[piece.weight],
+                    weight=piece.weight,
+                    rows=rows,
+                    axis=piece.axis,
+                    zeroed=piece.zeroed,
+                )
 
 
-def _row_weights(down: Projection, rows: Sequence[int]) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield what holds the output rows of a projection, and along which axis."""
-    weight, bias = (down.plain._parameters.get(name) for name in ("weight", "bias"))
-    if weight is not None:
-        yield weight, 1 if down.turned else 0
-    if bias is not None:
-        yield bias, 0
-    for name, first, second in adapter_rows(down):
-        if first.requires_grad and bool(second[list(rows)].any()):
-            raise RecipeError(
-                f"adapter {name!r} has already learnt something for channels that are to be "
-                "frozen, and what it does to them would move with the rest of it; merge it into "
-                "the model first, and begin with a new one"
+@dataclass(frozen=True)
+class _Piece:
+    weight: nn.Parameter
+    axis: int
+    rows: Sequence[int]
+    zeroed: bool = False
+
+
+def _pieces(block: Block, chosen: Sequence[int], site: Site) -> Iterator[_Piece]:
+    """Yield what channels are made of: rows of the down projection; or its columns, and the rows of
+    all that leads to them."""
+    if site == "mlp_output":
+        yield from _outputs(block.down, chosen)
+        return
+    yield from _inputs(block.down, chosen)
+    for up in block.ups:
+        copies = range(0, up.outputs, block.down.inputs)  # gate and up may be one
+        yield from _outputs(up, [copy + each for copy in copies for each in chosen])
+
+
+def _outputs(projection: Projection, rows: Sequence[int]) -> Iterator[_Piece]:
+    weight, bias = _own(projection.plain)
+    found = [_Piece(weight, 1 if projection.turned else 0, rows)] if weight is not None else []
+    found += [_Piece(bias, 0, rows)] if bias is not None else []
+    moves_freely = []
+    for name, first, second in adapters_of(projection):
+        inner, (outer, shift) = _own(first)[0], _own(second)
+        assert inner is not None
+        assert outer is not None
+        if inner.requires_grad and bool(outer[list(rows)].any()):
+            _refuse_learnt(name)
+        found += [_Piece(each, 0, rows) for each in (outer, shift) if each is not None]
+        moves_freely.append(inner)
+    _refuse_unknown(projection, [*(piece.weight for piece in found), *moves_freely])
+    yield from found
+
+
+def _inputs(projection: Projection, columns: Sequence[int]) -> Iterator[_Piece]:
+    weight, bias = _own(projection.plain)
+    found = [_Piece(weight, 0 if projection.turned else 1, columns)] if weight is not None else []
+    moves_freely = [] if bias is None else [bias]
+    for name, first, second in adapters_of(projection):
+        inner, outers = _own(first)[0], _own(second)
+        assert inner is not None
+        if outers[0] is not None and bool(outers[0].any()):
+            _refuse_learnt(name)
+        # B begins at zero, so that A does nothing yet, and may as well be zero there.
+        found.append(_Piece(inner, 1, columns, zeroed=True))
+        moves_freely += [outer for outer in outers if outer is not None]
+    _refuse_unknown(projection, [*(piece.weight for piece in found), *moves_freely])
+    yield from found
+
+
+def _own(module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    return module._parameters.get("weight"), module._parameters.get("bias")
+
+
+def _refuse_learnt(adapter: str) -> None:
+    raise RecipeError(
+        f"adapter {adapter!r} has already learnt something for channels that are to be frozen, and "
+        "what it does to them would move with the rest of it; merge it into the model first, and "
+        "begin with a new one"
+    )
+
+
+def _refuse_unknown(projection: Projection, known: Sequence[nn.Parameter]) -> None:
+    """Refuse a wrapper that trains something of which nobody here knows what it moves."""
+    for name, parameter in projection.module.named_parameters():
+        if parameter.requires_grad and not any(parameter is each for each in known):
+            raise UnsupportedError(
+                f"{type(projection.module).__module__} trains {name}, which may move every row of "
+                "a weight; freezing needs plain LoRA (no DoRA), or the weight itself"
             )
-        assert isinstance(second, nn.Parameter)
-        yield second, 0
-    others = [m for m in down.module._modules if m.startswith("lora_magnitude")]
-    if any(len(down.module._modules[m] or ()) for m in others):  # type: ignore[arg-type]
-        raise UnsupportedError(
-            "DoRA turns every row of a weight together with its length, so none can be frozen; "
-            "write use_dora=False"
-        )
