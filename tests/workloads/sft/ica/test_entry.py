@@ -11,6 +11,7 @@ from narrowcast.workloads.sft.ica import (
     ZScore,
     functional_networks,
     load_networks,
+    refuse_misfit,
     save_networks,
 )
 
@@ -42,7 +43,7 @@ def test_networks_have_their_size_and_say_where_they_come_from(model, many, tmp_
     path = tmp_path / "networks.json"
     save_networks(networks, path)
     assert load_networks(path) == networks
-    networks.require_fit(depth=3, width=16)
+    refuse_misfit(networks, model)
     with Masks(model) as masks:
         masks.lesion(networks.channels([0]))
         assert int((masks.factors() == 0).sum()) == 5
@@ -61,6 +62,15 @@ def test_networks_are_the_same_each_time(make_model, many):
     model = make_model("gpt2")
     one, other = (functional_networks(model, many, ica=ICA_OF_FEW) for _ in range(2))
     assert one == other
+
+
+def test_networks_of_another_model_are_refused(make_model, many):
+    networks = functional_networks(
+        make_model("gpt2"), many, ica=ICA_OF_FEW, site="down_input", selector=ZScore()
+    )
+    refuse_misfit(networks, make_model("gpt2-lora"))
+    with pytest.raises(RecipeError, match="have 64 channels a layer, and this model has 40"):
+        refuse_misfit(networks, make_model("llama"))
 
 
 def test_some_layers(make_model, many):

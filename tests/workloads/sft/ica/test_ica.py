@@ -144,7 +144,8 @@ def test_the_unit_of_signals_does_not_matter(signals, scale):
     torch.testing.assert_close(one.loadings, other.loadings, atol=ANGLE, rtol=0)
 
 
-def test_a_solver_that_overflows_is_run_again_in_float64(monkeypatch, signals):
+@pytest.mark.parametrize("solver", ["parallel", "deflation", "picard"])
+def test_a_solver_that_overflows_is_run_again_in_float64(monkeypatch, signals, solver):
     from narrowcast.workloads.sft.ica.solvers import contrast
 
     def slopes(x):  # as if a fourth power were too large for float32
@@ -153,8 +154,8 @@ def test_a_solver_that_overflows_is_run_again_in_float64(monkeypatch, signals):
 
     broken = contrast.Contrast(value=contrast.CONTRASTS["logcosh"].value, slopes=slopes)
     monkeypatch.setattr("narrowcast.workloads.sft.ica.ica.CONTRASTS", {"logcosh": broken})
-    found = ICA(components=5).fit(ArraySignals(signals.signals))
-    assert [finding.kind for finding in found.findings] == ["solver"]
+    found = ICA(components=5, solver=solver).fit(ArraySignals(signals.signals))
+    assert "solver" in [finding.kind for finding in found.findings]
     assert "solved in float64" in str(found.findings[0])
     assert found.loadings.isfinite().all()
 

@@ -7,7 +7,12 @@ built like those of transformers.
 
 from narrowcast.workloads.sft.ica.capture import ModelSignals
 from narrowcast.workloads.sft.ica.components import Components
-from narrowcast.workloads.sft.ica.entry import ICAMask, functional_networks, networks_from
+from narrowcast.workloads.sft.ica.entry import (
+    ICAMask,
+    functional_networks,
+    networks_from,
+    refuse_misfit,
+)
 from narrowcast.workloads.sft.ica.findings import Finding
 from narrowcast.workloads.sft.ica.freeze import Freeze
 from narrowcast.workloads.sft.ica.ica import ICA
@@ -54,6 +59,7 @@ __all__ = [
     "networks_from",
     "preserved",
     "random_like",
+    "refuse_misfit",
     "save_networks",
     "scaled",
 ]

@@ -103,8 +103,9 @@ def _keep(heard: dict[int, Tensor], place: int, value: Tensor) -> None:
 
 
 def _without_padding(layers: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-    rows = torch.cat(list(layers), dim=-1)
+    here = layers[0].device  # a model may be spread over several
+    rows = torch.cat([layer.to(here) for layer in layers], dim=-1)
     mask = batch.get("attention_mask")
     if mask is not None and mask.dim() == 2:
-        return rows[mask.bool()]
+        return rows[mask.bool().to(here)]
     return rows.flatten(0, -2)

@@ -86,6 +86,12 @@ def networks_from(
     return FunctionalNetworks(networks=networks, layout=layout, scores=scores)
 
 
+def refuse_misfit(networks: FunctionalNetworks, model: nn.Module) -> None:
+    """Refuse networks that were made for a model of another shape."""
+    blocks = find_blocks(model)
+    networks.require_fit(depth=blocks.depth, width=blocks.width(networks.layout.site))
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class ICAMask:

@@ -42,7 +42,9 @@ class ICA:
     """How components are found; `fit` finds them. The same seed and data give the same result."""
 
     components: int = 20
-    solver: SolverName = "parallel"
+    solver: SolverName = "picard"
+    """Its solutions are those of `parallel`, FastICA, which on activations often jumps to and fro
+    between two places."""
     contrast: ContrastName = "logcosh"
     ica_dtype: str | None = None
     """What signals are stored in: see `dtypes`."""

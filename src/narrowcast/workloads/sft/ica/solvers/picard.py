@@ -88,18 +88,19 @@ def _search(
 ) -> tuple[Tensor, Tensor]:
     """Return how far each item goes, and where it comes to: the first of 1, ½, ¼ … that is lower.
 
-    Where none is, rounding is all there is left to gain: it stays.
+    Higher by what rounding does to the value is lower: near the end there is less than that left.
     """
 
     def value(rotation: Tensor) -> Tensor:
         return (sign * contrast.value(rotation @ white)).sum(-1)
 
     before = value(now)
+    limit = before + 4 * torch.finfo(before.dtype).eps * before.abs()
     chosen, best = torch.zeros_like(before), now
     step = torch.ones_like(before)
     for _ in range(HALVINGS):
         turned = torch.linalg.matrix_exp(step[..., None, None] * direction) @ now
-        lower = (chosen == 0) & (value(turned) < before)
+        lower = (chosen == 0) & (value(turned) <= limit)
         chosen = torch.where(lower, step, chosen)
         best = torch.where(lower[..., None, None], turned, best)
         if bool((chosen > 0).all()):

@@ -29,7 +29,8 @@ class Rotations:
     @property
     def finite(self) -> bool:
         """Whether nothing overflowed. Waits for the device."""
-        return bool(self.matrices.isfinite().all())
+        # A gradient that is not finite moves nothing, and shows in the change alone.
+        return bool(self.matrices.isfinite().all() & self.change.isfinite().all())
 
 
 def random_rotations(
