@@ -8,7 +8,8 @@ sources with heavy tails, normal factors that reach every channel, noise, and a 
 each channel's own. scikit-learn does what the usual pipeline does: it loads the file, standardises,
 reduces to 1,000 directions by PCA, and runs FastICA. narrowcast reads the file chunk by chunk, a
 few times. Each is a process of its own, so that its largest memory (`ru_maxrss`) is its own; both
-times begin before the file is read. Networks are the two in a hundred heaviest channels of each
+times begin before the file is read. What takes seconds is measured three times, before and after
+what takes minutes, and the median counts: other work on the machine weighs on it by chance. Networks are the two in a hundred heaviest channels of each
 component, compared by IoU with the best match of the other side and with what was planted.
 """
 
@@ -100,7 +101,7 @@ def work(options: argparse.Namespace) -> None:
         torch.zeros(1, device=options.device)  # who starts a GPU waits for it once
     imported = peak_bytes()
     shape = {"channels": options.channels, "components": options.components}
-    began = time.perf_counter()
+    began, began_on_processor = time.perf_counter(), time.process_time()
     told: dict[str, Any] = {}
     if options.work == "sklearn":
         loadings = by_sklearn(options.file, **shape)
@@ -113,8 +114,10 @@ def work(options: argparse.Namespace) -> None:
             store=options.work == "stored",
         )
     seconds = time.perf_counter() - began
+    on_processor = time.process_time() - began_on_processor
     np.save(options.out, loadings)
-    told |= {"seconds": round(seconds, 2), "peak_bytes": peak_bytes(), "import_bytes": imported}
+    told |= {"seconds": round(seconds, 2), "processor_seconds": round(on_processor, 2)}
+    told |= {"peak_bytes": peak_bytes(), "import_bytes": imported}
     print(json.dumps(told))
 
 
@@ -168,13 +171,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    print("| way | seconds | peak MiB | of it, imports | IoU with planted |")
-    print("|---|---|---|---|---|")
+    print("| way | seconds | on the processor | peak MiB | of it, imports | IoU with planted |")
+    print("|---|---|---|---|---|---|")
     for row in rows:
         peak, imports = (row[key] / 2**20 for key in ("peak_bytes", "import_bytes"))
         print(
-            f"| {row['way']} | {row['seconds']:.1f} | {peak:.0f} | {imports:.0f} | "
-            f"{row['iou_planted']:.3f} |"
+            f"| {row['way']} | {row['seconds']:.1f} | {row['processor_seconds']:.1f} | {peak:.0f} | "
+            f"{imports:.0f} | {row['iou_planted']:.3f} |"
         )
 
 
@@ -196,10 +199,16 @@ def main() -> None:
         shape = {"rows": options.rows, "channels": options.channels}
         write_signals(file, **shape, sources=options.components)
         planted = [set(np.nonzero(row)[0].tolist()) for row in np.load(file.with_suffix(".npy"))]
-        for way, (what, more) in ways.items():
-            row = {"way": way, **measure(what, file, options, **more)}
-            row["iou_planted"] = round(agreement(planted, row["networks"]), 4)
-            rows.append(row)
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        for turn in range(3):
+            for way, (what, more) in ways.items():
+                if turn == 0 or what != "sklearn":
+                    found[way].append(measure(what, file, options, **more))
+    for way, measured in found.items():
+        row = {"way": way, **sorted(measured, key=lambda each: each["seconds"])[len(measured) // 2]}
+        row["all_seconds"] = [each["seconds"] for each in measured]
+        row["iou_planted"] = round(agreement(planted, row["networks"]), 4)
+        rows.append(row)
     table(rows)
     figures = {"environment": environment, **shape, "components": options.components}
     figures |= {"threads": options.threads, "rows_measured": rows}
