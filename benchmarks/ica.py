@@ -9,8 +9,9 @@ each channel's own. scikit-learn does what the usual pipeline does: it loads the
 reduces to 1,000 directions by PCA, and runs FastICA. narrowcast reads the file chunk by chunk, a
 few times. Each is a process of its own, so that its largest memory (`ru_maxrss`) is its own; both
 times begin before the file is read. What takes seconds is measured three times, before and after
-what takes minutes, and the median counts: other work on the machine weighs on it by chance. Networks are the two in a hundred heaviest channels of each
-component, compared by IoU with the best match of the other side and with what was planted.
+what takes minutes, and the median counts: other work on the machine weighs on it by chance.
+Networks are the two in a hundred heaviest channels of each component, compared by IoU with the best
+match of the other side and with what was planted.
 """
 
 import argparse
@@ -176,8 +177,8 @@ def table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         peak, imports = (row[key] / 2**20 for key in ("peak_bytes", "import_bytes"))
         print(
-            f"| {row['way']} | {row['seconds']:.1f} | {row['processor_seconds']:.1f} | {peak:.0f} | "
-            f"{imports:.0f} | {row['iou_planted']:.3f} |"
+            f"| {row['way']} | {row['seconds']:.1f} | {row['processor_seconds']:.1f} | "
+            f"{peak:.0f} | {imports:.0f} | {row['iou_planted']:.3f} |"
         )
 
 
@@ -205,7 +206,8 @@ def main() -> None:
                 if turn == 0 or what != "sklearn":
                     found[way].append(measure(what, file, options, **more))
     for way, measured in found.items():
-        row = {"way": way, **sorted(measured, key=lambda each: each["seconds"])[len(measured) // 2]}
+        ordered = sorted(measured, key=lambda each: each["seconds"])
+        row = {"way": way, **ordered[len(ordered) // 2]}
         row["all_seconds"] = [each["seconds"] for each in measured]
         row["iou_planted"] = round(agreement(planted, row["networks"]), 4)
         rows.append(row)
