@@ -16,6 +16,7 @@ match of the other side and with what was planted.
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -55,6 +56,9 @@ def write_signals(path: Path, *, rows: int, channels: int, sources: int, seed: i
             chunk *= scale
             chunk += mean
             chunk.tofile(file)
+        # Who reads first would wait for the disk, too.
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def by_sklearn(path: Path, *, channels: int, components: int) -> np.ndarray:
