@@ -1,0 +1,1 @@
+"""Fine-tuning of language models, with functional networks found by independent components."""

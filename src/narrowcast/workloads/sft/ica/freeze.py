@@ -1,0 +1,250 @@
+"""Freeze: rows of weights that cannot move, while the rest of the same weight is trained.
+
+An output channel of a down projection is a row of its weight and a number of its bias, and, with an
+adapter, a row of the adapter's B. An input of it is a column, and the rows of what leads there. No
+optimizer leaves a row alone because its gradient is zero: weight decay and momentum move it. So the
+rows are kept aside, with every digit, and put back after each step, with the digits that master
+weights keep beside them. What the optimizer did to them in between is never used by a forward pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.numerics.parts import nearest, split
+from narrowcast.workloads.sft.ica.blocks import Block, Projection, adapters_of, find_blocks
+from narrowcast.workloads.sft.ica.networks import Channels, Site
+
+if TYPE_CHECKING:
+    from narrowcast.precision.step.prepared import Prepared
+    from narrowcast.precision.weights.master import MasterWeights
+    from narrowcast.training.task import Hook
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FrozenRows:
+    """Rows of one weight."""
+
+    name: str
+    weight: nn.Parameter
+    rows: Tensor
+    """Which, along `axis`."""
+    axis: int
+    zeroed: bool = False
+    """Whether they have to be zero for what they stand for to stay."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of these rows of a tensor like the weight."""
+        return tensor.detach().index_select(self.axis, self.rows.to(tensor.device))
+
+    def put(self, tensor: Tensor, values: Tensor) -> None:
+        """Write these rows of a tensor like the weight."""
+        rows = self.rows.to(tensor.device)
+        tensor.detach().index_copy_(self.axis, rows, values.to(tensor.device, tensor.dtype))
+
+
+@final
+class Freeze:
+    """Rows of a model that are put back after each step.
+
+    With an optimizer of your own call `restore()` after `optimizer.step()`; a task takes `hook()`.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, channels: Channels, *, site: Site = "mlp_output") -> None:
+        """Take the rows as they are now; weights that are not trained need no care.
+
+        Refuses an adapter that has learnt something for these rows: its A moves them.
+        """
+        self._frozen = list(_frozen_rows(model, channels, site))
+        if not self._frozen:
+            raise RecipeError(
+                "nothing to freeze: no weight of these channels is trained; leave freezing out, or "
+                "train the down projections (LoRA targets such as down_proj or c_proj)"
+            )
+        for frozen in self._frozen:
+            if frozen.zeroed:
+                frozen.put(frozen.weight, torch.zeros_like(frozen.of(frozen.weight)))
+        self._kept = [frozen.of(frozen.weight) for frozen in self._frozen]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The weights that have frozen rows."""
+        return tuple(frozen.name for frozen in self._frozen)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the rows back; does not wait for the device."""
+        for frozen, kept in zip(self._frozen, self._kept, strict=True):
+            frozen.put(frozen.weight, kept)
+
+    @torch.no_grad()
+    def drift(self) -> float:
+        """Return the largest change of a frozen number, which is 0 after `restore`."""
+        pairs = zip(self._frozen, self._kept, strict=True)
+        return max(float((f.of(f.weight).double() - k.double()).abs().max()) for f, k in pairs)
+
+    def hook(self, name: str = "freeze") -> "Hook":
+        """Return what a task carries so that its rows stay, in every format and over a resume."""
+        from narrowcast.training.task import Hook
+
+        return Hook(
+            name=name,
+            before_first_step=self.take,
+            after_step=lambda prepared, _applied: self.restore_in(prepared),
+            state_dict=self._state,
+            load_state_dict=self._load,
+        )
+
+    @torch.no_grad()
+    def take(self, prepared: "Prepared") -> None:
+        """Take the rows as a run has them, with every digit it keeps."""
+        weights = prepared.engine.weights
+        self._kept = [frozen.of(weights.full(frozen.weight)) for frozen in self._frozen]
+
+    @torch.no_grad()
+    def restore_in(self, prepared: "Prepared") -> None:
+        """Put the rows back in a run: weights, what masters keep beside them, and averages."""
+        weights = prepared.engine.weights
+        places = {weight: i for i, weight in enumerate(weights.masters.parameters)}
+        for frozen, kept in zip(self._frozen, self._kept, strict=True):
+            place = places.get(frozen.weight)
+            if place is None:
+                frozen.put(frozen.weight, kept)
+            else:
+                _put_in_parts(frozen, kept.float(), weights.masters, place)
+            average = None if weights.average is None else weights.average.of(frozen.weight)
+            if average is not None:
+                frozen.put(average, kept)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            frozen.name: {"rows": frozen.rows, "values": kept}
+            for frozen, kept in zip(self._frozen, self._kept, strict=True)
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        same = set(state) == set(self.names) and all(
+            torch.equal(state[f.name]["rows"].cpu(), f.rows.cpu()) for f in self._frozen
+        )
+        if not same:
+            raise RecipeError(
+                "the checkpoint froze other rows than this recipe does; resume with the networks "
+                "it began with"
+            )
+        self._kept = [state[f.name]["values"].to(f.weight.device) for f in self._frozen]
+
+
+def _put_in_parts(frozen: FrozenRows, full: Tensor, masters: "MasterWeights", place: int) -> None:
+    """Write rows of a weight that is kept in 16 bits, as a master of each kind has them."""
+    dtype, beside = frozen.weight.dtype, masters.beside(place)
+    if masters.kind == "split":
+        working, rest = split(full)
+    else:
+        working = nearest(full, dtype)
+        rest = full if masters.kind == "fp32" else nearest(full - working.float(), dtype)
+    frozen.put(frozen.weight, working)
+    if beside is not None:
+        frozen.put(beside, rest)
+
+
+def _frozen_rows(model: nn.Module, channels: Channels, site: Site) -> Iterator[FrozenRows]:
+    blocks = find_blocks(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    width = blocks.width(site)
+    for layer, chosen in channels.items():
+        if not 0 <= layer < blocks.depth or not all(0 <= c < width for c in chosen):
+            raise RecipeError(
+                f"layer {layer} with channels up to {max(chosen, default=0)} is not in this model, "
+                f"which has {blocks.depth} layers of {width}; networks were made for another model"
+            )
+        for piece in _pieces(blocks.blocks[layer], sorted(chosen), site) if chosen else ():
+            if piece.weight.requires_grad or piece.zeroed:
+                rows = torch.tensor(piece.rows, device=piece.weight.device)
+                yield FrozenRows(
+                    name=names[piece.weight],
+                    weight=piece.weight,
+                    rows=rows,
+                    axis=piece.axis,
+                    zeroed=piece.zeroed,
+                )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    weight: nn.Parameter
+    axis: int
+    rows: Sequence[int]
+    zeroed: bool = False
+
+
+def _pieces(block: Block, chosen: Sequence[int], site: Site) -> Iterator[_Piece]:
+    """Yield what channels are made of: rows of the down projection; or its columns, and the rows of
+    all that leads to them."""
+    if site == "mlp_output":
+        yield from _outputs(block.down, chosen)
+        return
+    yield from _inputs(block.down, chosen)
+    for up in block.ups:
+        copies = range(0, up.outputs, block.down.inputs)  # gate and up may be one
+        yield from _outputs(up, [copy + each for copy in copies for each in chosen])
+
+
+def _outputs(projection: Projection, rows: Sequence[int]) -> Iterator[_Piece]:
+    weight, bias = _own(projection.plain)
+    found = [_Piece(weight, 1 if projection.turned else 0, rows)] if weight is not None else []
+    found += [_Piece(bias, 0, rows)] if bias is not None else []
+    moves_freely = []
+    for name, first, second in adapters_of(projection):
+        inner, (outer, shift) = _own(first)[0], _own(second)
+        assert inner is not None
+        assert outer is not None
+        if inner.requires_grad and bool(outer[list(rows)].any()):
+            _refuse_learnt(name)
+        found += [_Piece(each, 0, rows) for each in (outer, shift) if each is not None]
+        moves_freely.append(inner)
+    _refuse_unknown(projection, [*(piece.weight for piece in found), *moves_freely])
+    yield from found
+
+
+def _inputs(projection: Projection, columns: Sequence[int]) -> Iterator[_Piece]:
+    weight, bias = _own(projection.plain)
+    found = [_Piece(weight, 0 if projection.turned else 1, columns)] if weight is not None else []
+    moves_freely = [] if bias is None else [bias]
+    for name, first, second in adapters_of(projection):
+        inner, outers = _own(first)[0], _own(second)
+        assert inner is not None
+        if outers[0] is not None and bool(outers[0].any()):
+            _refuse_learnt(name)
+        # B begins at zero, so that A does nothing yet, and may as well be zero there.
+        found.append(_Piece(inner, 1, columns, zeroed=True))
+        moves_freely += [outer for outer in outers if outer is not None]
+    _refuse_unknown(projection, [*(piece.weight for piece in found), *moves_freely])
+    yield from found
+
+
+def _own(module: nn.Module) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    return module._parameters.get("weight"), module._parameters.get("bias")
+
+
+def _refuse_learnt(adapter: str) -> None:
+    raise RecipeError(
+        f"adapter {adapter!r} has already learnt something for channels that are to be frozen, and "
+        "what it does to them would move with the rest of it; merge it into the model first, and "
+        "begin with a new one"
+    )
+
+
+def _refuse_unknown(projection: Projection, known: Sequence[nn.Parameter]) -> None:
+    """Refuse a wrapper that trains something of which nobody here knows what it moves."""
+    for name, parameter in projection.module.named_parameters():
+        if parameter.requires_grad and not any(parameter is each for each in known):
+            raise UnsupportedError(
+                f"{type(projection.module).__module__} trains {name}, which may move every row of "
+                "a weight; freezing needs plain LoRA (no DoRA), or the weight itself"
+            )

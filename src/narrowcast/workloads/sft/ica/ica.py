@@ -1,0 +1,232 @@
+"""`ICA`: signals in, independent components out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias, final, get_args
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.collect import Collected, collect
+from narrowcast.workloads.sft.ica.components import (
+    Components,
+    White,
+    agreement,
+    best_of,
+    canonical,
+    whiten,
+)
+from narrowcast.workloads.sft.ica.dtypes import storage_for
+from narrowcast.workloads.sft.ica.findings import Finding
+from narrowcast.workloads.sft.ica.signals import Signals, SignalsOn
+from narrowcast.workloads.sft.ica.solvers.contrast import CONTRASTS, ContrastName
+from narrowcast.workloads.sft.ica.solvers.fastica import fastica_deflation, fastica_parallel
+from narrowcast.workloads.sft.ica.solvers.picard import picard
+from narrowcast.workloads.sft.ica.solvers.rotation import Rotations, random_rotations
+from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, statistics_of
+from narrowcast.workloads.sft.ica.subspace import Standardised, Subspace, principal_subspace
+
+SolverName: TypeAlias = Literal["parallel", "deflation", "picard"]
+SOLVERS: Mapping[SolverName, Callable[..., Rotations]] = MappingProxyType(
+    {"parallel": fastica_parallel, "deflation": fastica_deflation, "picard": picard}
+)
+STABLE = 0.9
+"""Agreement below this is told: a correlation of 0.9 leaves a fifth of the variance to others."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ICA:
+    """How components are found; `fit` finds them. The same seed and data give the same result."""
+
+    components: int = 20
+    solver: SolverName = "picard"
+    """Its solutions are those of `parallel`, FastICA, which on activations often jumps to and fro
+    between two places."""
+    contrast: ContrastName = "logcosh"
+    ica_dtype: str | None = None
+    """What signals are stored in: see `dtypes`."""
+    restarts: int = 4
+    """Beginnings that are tried; the one with the least normal components is taken."""
+    max_iter: int = 200
+    tol: float = 1e-4
+    seed: int = 0
+    standardise: bool = True
+    """Give every channel variance 1; without, loud channels count more."""
+    device: torch.device | None = None
+    """Where to store and to compute; none: where the signals are."""
+
+    def __post_init__(self) -> None:
+        _require("solver", self.solver, get_args(SolverName))
+        _require("contrast", self.contrast, get_args(ContrastName))
+        for name in ("components", "restarts", "max_iter"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"{name}={getattr(self, name)}; write 1 or more")
+        if not 0 < self.tol < 1:
+            raise RecipeError(f"tol={self.tol}; write a number between 0 and 1, such as 1e-4")
+
+    def collect(self, source: Signals, *, model_dtype: torch.dtype | None = None) -> Collected:
+        """Store signals of a source that is costly to go through again, such as a model."""
+        return collect(self._here(source), storage_for(self.ica_dtype, model_dtype))
+
+    def fit(self, signals: Signals | Collected) -> Components:
+        """Find the components of signals, which are gone through a few times and never copied.
+
+        Signals that were collected say so among the findings where `ica_dtype` could not be kept.
+        """
+        (components,) = self.fit_each([signals])
+        return components
+
+    def fit_each(self, signals: Sequence[Signals | Collected]) -> list[Components]:
+        """Find the components of several sets of signals with as many rows, solved side by side."""
+        reduced = [self._reduce(each, place) for place, each in enumerate(signals)]
+        if len({each.statistics.rows for each in reduced}) > 1:
+            raise RecipeError("these signals have different numbers of rows; fit them one by one")
+        white = torch.stack([each.white.signals for each in reduced])
+        rotations, solved = self._solve(white)
+        return [
+            self._finish(each, white[i], rotations.matrices[i], (*each.findings, *solved))
+            for i, each in enumerate(reduced)
+        ]
+
+    def _reduce(self, given: Signals | Collected, place: int) -> "_Reduced":
+        known: tuple[Finding, ...] = ()
+        if isinstance(given, Collected):
+            known = given.findings
+            given = given.signals
+        signals = self._here(given)
+        # Of what was stored, not of what came: rounding moves a mean.
+        statistics = statistics_of(signals)
+        standard = Standardised.of(signals, statistics, unit_variance=self.standardise)
+        generator = torch.Generator().manual_seed(self.seed + place)
+        subspace = principal_subspace(standard, self.components, generator=generator)
+        white = whiten(standard.projected(subspace.basis), subspace.basis, standard.factor)
+        return _Reduced(
+            white=white,
+            statistics=statistics,
+            total=float((statistics.spread * standard.factor).square().sum()),
+            dtype=next(iter(signals)).dtype,
+            findings=(*known, *_seen_in(statistics, subspace)),
+        )
+
+    def _here(self, signals: Signals) -> Signals:
+        return signals if self.device is None else SignalsOn(signals, self.device)
+
+    def _solve(self, white: Tensor) -> tuple[Rotations, tuple[Finding, ...]]:
+        """Solve from every beginning at once; in float64 where float32 breaks."""
+        generator = torch.Generator().manual_seed(self.seed)
+        # The same beginnings for every layer: none depends on how many there are.
+        start = random_rotations((self.restarts,), self.components, generator=generator)
+        start = start.expand(len(white), *start.shape)
+        solve = SOLVERS[self.solver]
+        found: tuple[Finding, ...] = ()
+        for dtype in (torch.float32, torch.float64):
+            rotations = solve(
+                white[:, None].to(dtype),
+                start.to(white.device, dtype),
+                CONTRASTS[self.contrast],
+                max_iter=self.max_iter,
+                tol=self.tol,
+            )
+            if rotations.finite:
+                return rotations, (*found, *self._unconverged(rotations))
+            found = (
+                Finding(
+                    kind="solver",
+                    what=f"{self.solver} with {self.contrast} is not finite in {dtype}",
+                    answer="it is solved in float64",
+                ),
+            )
+        raise RecipeError(
+            f"{self.solver} with {self.contrast} is not finite even in float64: the signals have "
+            "extreme rows; write contrast=logcosh, which bounds what one row can do"
+        )
+
+    def _unconverged(self, rotations: Rotations) -> tuple[Finding, ...]:
+        left = int((~rotations.converged).sum())
+        if not left:
+            return ()
+        return (
+            Finding(
+                kind="convergence",
+                what=f"{left} of {rotations.converged.numel()} solutions still moved by "
+                f"{float(rotations.change.max()):.1g} after {self.max_iter} iterations",
+                answer="write a larger max_iter, solver=picard, or fewer components; look at the "
+                "stability of each",
+            ),
+        )
+
+    def _finish(
+        self, reduced: "_Reduced", white: Tensor, rotations: Tensor, findings: tuple[Finding, ...]
+    ) -> Components:
+        wide = rotations.double()
+        best = best_of(wide, white)
+        others = torch.cat([wide[:best], wide[best + 1 :]])
+        stability = torch.ones(self.components, dtype=torch.float64, device=wide.device)
+        if len(others):
+            stability = agreement(wide[best], others)
+        loadings, unmixing, scores, stability = canonical(reduced.white, wide[best], stability)
+        return Components(
+            loadings=loadings.float().cpu(),
+            unmixing=unmixing.float().cpu(),
+            mean=reduced.statistics.mean.float().cpu(),
+            explained=(loadings.square().sum(0) / reduced.total).cpu(),
+            negentropy=scores.cpu(),
+            stability=stability.clamp(max=1.0).cpu(),
+            rows=reduced.statistics.rows,
+            dtype=reduced.dtype,
+            findings=(*findings, *_unstable(stability)),
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Reduced:
+    white: White
+    statistics: ChannelStatistics
+    total: float
+    """All variance of the standardised signals."""
+    dtype: torch.dtype
+    findings: tuple[Finding, ...]
+
+
+def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> list[Finding]:
+    findings = []
+    if constant := int(statistics.constant.sum()):
+        findings.append(
+            Finding(
+                kind="constant",
+                what=f"{constant} of {len(statistics.spread)} channels are constant",
+                answer="they are in no component",
+            )
+        )
+    if not subspace.converged:
+        findings.append(
+            Finding(
+                kind="subspace",
+                what=f"after {subspace.passes} passes a direction is {subspace.residual:.1g} from "
+                "an eigenvector: components beyond the clear ones share their variance with others",
+                answer="ask for fewer components, or take the last ones for what they are",
+            )
+        )
+    return findings
+
+
+def _unstable(stability: Tensor) -> list[Finding]:
+    low = [i for i, score in enumerate(stability.tolist()) if score < STABLE]
+    if not low:
+        return []
+    return [
+        Finding(
+            kind="stability",
+            what=f"components {', '.join(map(str, low))} came out otherwise from other beginnings",
+            answer="give more rows, or ask for fewer components; their numbers are no names",
+        )
+    ]
+
+
+def _require(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise RecipeError(f"{name}={value!r}; write one of {', '.join(map(str, allowed))}")

@@ -1,0 +1,207 @@
+"""Functional networks: for each component, channels of layers; the templates of one model.
+
+A site says which channels are meant: those of a block's MLP output, or the inputs of its down
+projection.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, TypeAlias, final
+
+from narrowcast.errors import RecipeError
+
+Site: TypeAlias = Literal["mlp_output", "down_input"]
+Channels: TypeAlias = Mapping[int, tuple[int, ...]]
+"""Channels by layer, in ascending order."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The channels there were to choose from."""
+
+    layers: tuple[int, ...]
+    """Those that were looked at, in ascending order."""
+    width: int
+    """Channels of each."""
+    depth: int | None = None
+    """Layers of the model; none where it is not known."""
+    site: Site = "mlp_output"
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise RecipeError(f"layers {self.layers}: list them once each, ascending, from 0")
+        if self.width < 1:
+            raise RecipeError(f"width {self.width}: layers have 1 channel or more")
+        if self.depth is not None and self.layers[-1] >= self.depth:
+            raise RecipeError(f"layer {self.layers[-1]} of a model with {self.depth}")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where networks come from; empty where that is not known."""
+
+    name: str = "functional_networks"
+    model: str = ""
+    data: str = ""
+    seed: int | None = None
+    dtype: str = ""
+    """What signals were stored in."""
+    selector: str = ""
+    findings: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What is known of one component."""
+
+    explained: float
+    negentropy: float
+    stability: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A network, the one of another set that is nearest to it, and how much they share."""
+
+    component: int
+    other: int
+    iou: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FunctionalNetworks:
+    """Networks by component."""
+
+    networks: Mapping[int, Channels]
+    layout: Layout
+    provenance: Provenance = Provenance()  # frozen
+    scores: Mapping[int, Score] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known, width = set(self.layout.layers), self.layout.width
+        for component, network in self.networks.items():
+            if component < 0:
+                raise RecipeError(f"component {component}: components are numbered from 0")
+            for layer, channels in network.items():
+                if layer not in known:
+                    raise RecipeError(
+                        f"component {component} has layer {layer}, and the layout has "
+                        f"{_listed(self.layout.layers)}"
+                    )
+                ascending = all(a < b for a, b in pairwise(channels))
+                if not channels or not ascending or channels[0] < 0 or channels[-1] >= width:
+                    raise RecipeError(
+                        f"component {component}, layer {layer}: list channels from 0 to "
+                        f"{width - 1} once each, ascending; leave out a layer without any"
+                    )
+        if strangers := sorted(set(self.scores) - set(self.networks)):
+            raise RecipeError(f"scores of components {_listed(strangers)}, which do not exist")
+
+    @property
+    def components(self) -> tuple[int, ...]:
+        """The numbers of the components, ascending."""
+        return tuple(sorted(self.networks))
+
+    def size(self, component: int) -> int:
+        """Return how many channels a network has."""
+        return sum(map(len, self._network(component).values()))
+
+    def channels(
+        self, components: Iterable[int] | None = None, *, layers: Sequence[int] | None = None
+    ) -> dict[int, tuple[int, ...]]:
+        """Return the union of networks, of all or some, in all or some layers."""
+        chosen = self.components if components is None else tuple(components)
+        if not chosen:
+            raise RecipeError(f"no components named; there are {_listed(self.components)}")
+        union: dict[int, set[int]] = {}
+        for component in chosen:
+            for layer, channels in self._network(component).items():
+                if layers is None or layer in layers:
+                    union.setdefault(layer, set()).update(channels)
+        return {layer: tuple(sorted(union[layer])) for layer in sorted(union)}
+
+    def others(self, channels: Channels) -> dict[int, tuple[int, ...]]:
+        """Return all channels of the layout but these."""
+        rest = {
+            layer: tuple(sorted(set(range(self.layout.width)) - set(channels.get(layer, ()))))
+            for layer in self.layout.layers
+        }
+        return {layer: kept for layer, kept in rest.items() if kept}
+
+    def iou(self, component: int, other: "FunctionalNetworks", other_component: int) -> float:
+        """Return how much of two networks is common to both, 0 to 1; two empty ones share all."""
+        self._refuse_other_layout(other)
+        mine, theirs = self._flat(component), other._flat(other_component)
+        return len(mine & theirs) / len(mine | theirs) if mine | theirs else 1.0
+
+    def match(
+        self, other: "FunctionalNetworks", *, threshold: float = 0.2, top: int = 1
+    ) -> list[Match]:
+        """Return for each network the nearest of another set, above a threshold, best first."""
+        found = []
+        for mine in self.components:
+            near = [
+                Match(component=mine, other=each, iou=self.iou(mine, other, each))
+                for each in other.components
+            ]
+            near = [each for each in near if each.iou > threshold]
+            found += sorted(near, key=lambda each: (-each.iou, each.other))[:top]
+        return found
+
+    def require_fit(self, *, depth: int, width: int, site: Site | None = None) -> None:
+        """Refuse a model of another shape than these networks were made for."""
+        made_for = "made for " + (self.provenance.model or "another model")
+        again = "; build networks for this model"
+        if site is not None and site != self.layout.site:
+            raise RecipeError(
+                f"these networks are of {self.layout.site} channels, and {site} is asked for; "
+                f"build them with site={site}"
+            )
+        if width != self.layout.width:
+            raise RecipeError(
+                f"these networks, {made_for}, have {self.layout.width} channels a layer, and this "
+                f"model has {width}{again}"
+            )
+        if self.layout.depth is not None and depth != self.layout.depth:
+            raise RecipeError(
+                f"these networks, {made_for}, are of {self.layout.depth} layers, and this model "
+                f"has {depth}{again}"
+            )
+        if self.layout.layers[-1] >= depth:
+            raise RecipeError(
+                f"these networks, {made_for}, have layer {self.layout.layers[-1]}, and this model "
+                f"has {depth} layers{again}"
+            )
+
+    def _network(self, component: int) -> Channels:
+        if component not in self.networks:
+            raise RecipeError(
+                f"there is no component {component}; there are {_listed(self.components)}"
+            )
+        return self.networks[component]
+
+    def _flat(self, component: int) -> set[tuple[int, int]]:
+        network = self._network(component)
+        return {(layer, channel) for layer in network for channel in network[layer]}
+
+    def _refuse_other_layout(self, other: "FunctionalNetworks") -> None:
+        mine, theirs = self.layout, other.layout
+        if (mine.width, mine.site) != (theirs.width, theirs.site):
+            raise RecipeError(
+                f"networks of {mine.width} {mine.site} channels a layer and of {theirs.width} "
+                f"{theirs.site} channels cannot be compared; build both for one model"
+            )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Write numbers, a run of them as a range."""
+    ordered = sorted(numbers)
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered)) or "none"

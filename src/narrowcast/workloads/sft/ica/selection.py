@@ -1,0 +1,107 @@
+"""Selectors: which channels of a component make its network."""
+
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import numpy as np
+from torch import Tensor
+
+from narrowcast.errors import RecipeError
+
+
+class Selector(Protocol):
+    """Chooses channels by their loadings on one component."""
+
+    def __str__(self) -> str:
+        """Say what is chosen, as provenance keeps it."""
+        ...
+
+    def select(self, loadings: Tensor) -> list[int]:
+        """Return the channels, in ascending order; one without any loading is never chosen."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Percentile:
+    """The channels whose loading, of either sign, is at or above a percentile of all.
+
+    It fixes the size: at 98, two in a hundred channels, whatever the component is like.
+    """
+
+    percentile: float = 98.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.percentile < 100:
+            raise RecipeError(
+                f"percentile {self.percentile}; write 0 or more and less than 100: 98 selects two "
+                "in a hundred channels"
+            )
+
+    def __str__(self) -> str:
+        return f"percentile={self.percentile:g}"
+
+    def select(self, loadings: Tensor) -> list[int]:
+        """Return the channels at or above the percentile."""
+        size = _array(loadings.abs())
+        return _places((size >= np.percentile(size, self.percentile)) & (size > 0))
+
+
+@final
+@dataclass(frozen=True)
+class ZScore:
+    """The channels whose loading is more than so many standard deviations above the mean.
+
+    Canonical components have their heaviest loading positive, so one side is the heavy one.
+    """
+
+    threshold: float = 1.96
+    two_sided: bool = False
+    """Also those as far below it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < np.inf:
+            raise RecipeError(f"z-score {self.threshold}; write a number above 0, such as 1.96")
+
+    def __str__(self) -> str:
+        return f"{'|z|' if self.two_sided else 'z'}>{self.threshold:g}"
+
+    def select(self, loadings: Tensor) -> list[int]:
+        """Return the channels beyond the threshold."""
+        values = _array(loadings)
+        spread = values.std()
+        if spread == 0:
+            return []
+        score = (values - values.mean()) / spread
+        beyond = np.abs(score) if self.two_sided else score
+        return _places((beyond > self.threshold) & (values != 0))
+
+
+@final
+@dataclass(frozen=True)
+class TopK:
+    """So many channels, those with the largest loadings of either sign."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise RecipeError(f"top-k of {self.count}; write 1 or more")
+
+    def __str__(self) -> str:
+        return f"top-k={self.count}"
+
+    def select(self, loadings: Tensor) -> list[int]:
+        """Return the heaviest channels; of equal ones, the first."""
+        size = _array(loadings.abs())
+        heaviest = np.argsort(-size, kind="stable")[: self.count]
+        return sorted(int(i) for i in heaviest if size[i] > 0)
+
+
+def _array(loadings: Tensor) -> np.ndarray:
+    array: np.ndarray = loadings.detach().double().cpu().numpy()
+    return array
+
+
+def _places(chosen: np.ndarray) -> list[int]:
+    return [int(i) for i in np.nonzero(chosen)[0]]

@@ -1,0 +1,1 @@
+"""Solvers: rotations of white signals that make them independent."""

@@ -1,0 +1,190 @@
+"""The directions of largest variance of standardised signals, without a matrix of all signals.
+
+Few channels: their covariance in one pass, and its eigenvectors. Many: a randomised range finder
+that is improved from pass to pass. Each pass multiplies the covariance C, which is never formed, by
+a block of vectors; the blocks so far span a Krylov space, and the best directions in it, with how
+far each is from being an eigenvector, come out of a small problem (block Lanczos). Power iterations
+throw the earlier blocks away and need twice as many passes for the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.dtypes import working_dtype
+from narrowcast.workloads.sft.ica.signals import Signals
+from narrowcast.workloads.sft.ica.statistics import ChannelStatistics, centred_in
+
+FEW_CHANNELS = 1024
+"""Channels whose covariance takes 8 MiB and whose eigenvectors take less than a second."""
+OVERSAMPLE = 12
+"""Vectors beside those asked for; ten are usual, and a dozen fill whole registers."""
+MAX_PASSES = 12
+TOLERANCE = 1e-3
+"""How far, relative to its variance, a direction may be from an eigenvector: an angle of about a
+thousandth, far below what noise in some ten thousand rows does to it."""
+RANK_TOLERANCE = 1e-6
+"""A variance this small beside the largest is rounding."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Subspace:
+    """Orthonormal directions of standardised channels."""
+
+    basis: Tensor
+    """(channels, components)."""
+    variances: Tensor
+    """(components), of the signals along them, largest first."""
+    passes: int
+    residual: float
+    """The largest distance of a direction from an eigenvector, relative to its variance."""
+
+    @property
+    def converged(self) -> bool:
+        """Whether further passes would change nothing that counts."""
+        return self.residual <= TOLERANCE
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Standardised:
+    """Signals with mean 0 and, where asked for, variance 1; a constant channel is 0."""
+
+    signals: Signals
+    statistics: ChannelStatistics
+    factor: Tensor
+    """(channels): what centred channels are multiplied by."""
+
+    @classmethod
+    def of(
+        cls,
+        signals: Signals,
+        statistics: ChannelStatistics,
+        *,
+        unit_variance: bool = True,
+    ) -> "Standardised":
+        """Standardise, or only centre."""
+        live = ~statistics.constant
+        # Without a scale for each, one for all: results do not depend on the unit of signals.
+        common = statistics.spread.square().mean().sqrt().expand_as(statistics.spread)
+        scale = statistics.spread if unit_variance else common
+        factor = torch.where(live, 1 / scale.masked_fill(~live, 1.0), 0.0)
+        return cls(signals=signals, statistics=statistics, factor=factor)
+
+    def centred(self) -> Iterator[Tensor]:
+        """Yield chunks less the mean, in their working dtype and in one buffer for all of them."""
+        mean: Tensor | None = None
+        scratch: Tensor | None = None
+        for chunk in self.signals:
+            if mean is None:
+                mean = self.statistics.mean.to(chunk.device, working_dtype(chunk.dtype))
+            scratch = centred_in(scratch, chunk, mean)
+            yield scratch[: len(chunk)]
+
+    def covariance_times(self, vectors: Tensor) -> Tensor:
+        """Return C times `vectors` (channels, n), in one pass; sums over chunks are in float64."""
+        factor = self.factor.to(vectors.device, vectors.dtype)[:, None]
+        scaled = factor * vectors
+        total = torch.zeros_like(vectors, dtype=torch.float64)
+        for chunk in self.centred():
+            total += chunk.T @ (chunk @ scaled)
+        return (total * factor / self.statistics.rows).to(vectors.dtype)
+
+    def covariance(self) -> Tensor:
+        """Return C (channels, channels), in float64, in one pass."""
+        total: Tensor | None = None
+        for chunk in self.centred():
+            product = chunk.T @ chunk
+            total = product.double() if total is None else total.add_(product)
+        assert total is not None
+        factor = self.factor.to(total)
+        return total.mul_(factor[:, None]).mul_(factor / self.statistics.rows)
+
+    def projected(self, basis: Tensor) -> Tensor:
+        """Return the signals along `basis`, (rows, components), in one pass."""
+        scaled = self.factor.to(basis)[:, None] * basis
+        return torch.cat([chunk @ scaled for chunk in self.centred()])
+
+
+def principal_subspace(
+    signals: Standardised, components: int, *, generator: torch.Generator
+) -> Subspace:
+    """Return the directions of largest variance. Refuses more than the signals have."""
+    rows, channels = signals.statistics.rows, len(signals.factor)
+    live = int((~signals.statistics.constant).sum())
+    if components > min(live, rows - 1):
+        raise RecipeError(
+            f"{components} components of {rows} rows and {live} channels that vary; ask for at "
+            f"most {min(live, rows - 1)}, or give more data"
+        )
+    width = min(components + OVERSAMPLE, channels)
+    if channels <= max(FEW_CHANNELS, 4 * width):
+        found = _by_covariance(signals, components)
+    else:
+        found = _by_lanczos(signals, components, width=width, generator=generator)
+    rank = int((found.variances > RANK_TOLERANCE * found.variances[0]).sum())
+    if rank < components:
+        raise RecipeError(
+            f"{components} components were asked for, and the signals have {rank} independent "
+            f"directions; ask for at most {rank}"
+        )
+    # A channel that says nothing is in no direction, to the last bit.
+    kept = (signals.factor != 0).to(found.basis)
+    return replace(found, basis=found.basis * kept[:, None])
+
+
+def _by_covariance(signals: Standardised, components: int) -> Subspace:
+    values, vectors = torch.linalg.eigh(signals.covariance())
+    basis = vectors[:, -components:].flip(1)
+    return Subspace(
+        basis=basis.to(_work(signals)),
+        variances=values[-components:].flip(0),
+        passes=1,
+        residual=0.0,
+    )
+
+
+def _by_lanczos(
+    signals: Standardised, components: int, *, width: int, generator: torch.Generator
+) -> Subspace:
+    first = next(iter(signals.centred()))
+    # Drawn on the CPU, so that every device begins alike.
+    drawn = torch.randn((len(signals.factor), width), generator=generator, dtype=torch.float64)
+    block = _orthonormal(drawn.to(first.device, first.dtype))
+    vectors, images = block[:, :0], block[:, :0]
+    for passes in range(1, MAX_PASSES + 1):
+        image = signals.covariance_times(block)
+        vectors, images = torch.cat([vectors, block], 1), torch.cat([images, image], 1)
+        found = _best_in(vectors, images, components, passes=passes)
+        if found.converged or vectors.shape[1] + width > len(signals.factor):
+            break
+        block = image - vectors @ (vectors.T @ image)
+        block = _orthonormal(block)
+        # Once more: what cancelled above left rounding along the old ones.
+        block = _orthonormal(block - vectors @ (vectors.T @ block))
+    return found
+
+
+def _best_in(vectors: Tensor, images: Tensor, components: int, *, passes: int) -> Subspace:
+    small = (vectors.T @ images).double()
+    values, weights = torch.linalg.eigh((small + small.T) / 2)
+    variances = values[-components:].flip(0)
+    weights = weights[:, -components:].flip(1).to(vectors.dtype)
+    basis = vectors @ weights
+    distance = (images @ weights - basis * variances.to(basis)).norm(dim=0).double()
+    residual = float((distance / variances.clamp(min=1e-30)).max())
+    return Subspace(basis=basis, variances=variances, passes=passes, residual=residual)
+
+
+def _orthonormal(block: Tensor) -> Tensor:
+    orthonormal: Tensor = torch.linalg.qr(block).Q
+    return orthonormal
+
+
+def _work(signals: Standardised) -> torch.dtype:
+    return next(iter(signals.centred())).dtype

@@ -1,0 +1,63 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica import layers_of
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers"),
+    [
+        (None, tuple(range(12))),
+        ("0", (0,)),
+        ("0,3,7", (0, 3, 7)),
+        ("7,3, 0", (0, 3, 7)),
+        ("0:4,9:", (0, 1, 2, 3, 9, 10, 11)),
+        ("0:4,5:6,9:", (0, 1, 2, 3, 5, 9, 10, 11)),
+        (":2", (0, 1)),
+        (":", tuple(range(12))),
+        ("3,2:5", (2, 3, 4)),
+    ],
+)
+def test_what_is_meant(spec, layers):
+    assert layers_of(spec, 12) == layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("", "an empty layer spec"),
+        ("  ", "an empty layer spec"),
+        ("1,,2", "have nothing between commas"),
+        ("1,", "have nothing between commas"),
+        ("-1", "have a negative number"),
+        ("12", "name layer 12 of a model with 12; write numbers from 0 to 11"),
+        ("3:13", "name layer 12"),
+        ("4:4", "range 4:4 from 4 to before 4, which is empty"),
+        ("5:2", "which is empty"),
+        ("12:", "which is empty"),
+        ("one", "have 'one' between commas"),
+        ("1-3", "have '1-3'"),
+        ("0:4:2", "have '0:4:2'"),
+        ("²", "have '²'"),
+    ],
+)
+def test_what_is_refused(spec, why):
+    with pytest.raises(RecipeError, match=why):
+        layers_of(spec, 12)
+
+
+@given(layers=st.sets(st.integers(0, 30), min_size=1))
+def test_a_list_of_layers_names_them(layers):
+    assert layers_of(",".join(map(str, layers)), 31) == tuple(sorted(layers))
+
+
+@given(spec=st.text(alphabet="0123456789,:- ", max_size=12), depth=st.integers(1, 40))
+def test_a_text_is_refused_with_advice_or_names_layers_of_the_model(spec, depth):
+    try:
+        layers, refusal = layers_of(spec, depth), ""
+    except RecipeError as error:
+        layers, refusal = (), str(error)
+    assert bool(layers) != ("write numbers from 0 to" in refusal)
+    assert set(layers) <= set(range(depth))
