@@ -14,6 +14,7 @@ Bars: 100 % of the visible ones detected, no weight contaminated, 95 % named to 
 """
 
 import argparse
+import contextlib
 import json
 import math
 import random
@@ -31,6 +32,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from narrowcast.config.sections import DataSection, FaultSection, Recipe, Section
+from narrowcast.errors import DivergedError
 from narrowcast.hardware import probe
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.plan.plan import make_plan
@@ -208,16 +210,16 @@ def tried(case: Case) -> Result:
     records: list[Record] = []
     result = Result(case=case)
     before = after = weights(prepared)
-    run = train(prepared, task, recipe)
-    for record in run:
-        records.append(record)
-        if not isinstance(record, StepRecord):
-            continue
-        if record.step == case.fault.step - 1:
-            before = weights(prepared)
-            result.visible = is_visible(case, task, prepared)
-        elif record.step == case.fault.step:
-            after = weights(prepared)
+    with contextlib.suppress(DivergedError):  # which the records show too
+        for record in train(prepared, task, recipe):
+            records.append(record)
+            if not isinstance(record, StepRecord):
+                continue
+            if record.step == case.fault.step - 1:
+                before = weights(prepared)
+                result.visible = is_visible(case, task, prepared)
+            elif record.step == case.fault.step:
+                after = weights(prepared)
     judge(result, records, before, after)
     return result
 

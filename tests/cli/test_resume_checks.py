@@ -155,6 +155,40 @@ def test_records_that_lack_steps_are_refused_and_accepted_by_a_word(narrowcast, 
     assert narrowcast("resume", half, "--accept", "records").code == 0
 
 
+@pytest.mark.parametrize("damage", ["edit", "swap"])
+def test_records_that_say_something_else_are_refused(
+    narrowcast, half, tiny, text, tmp_path, damage
+):
+    """Each line is right for itself; only the run knows what it has written."""
+    records = half / "records.jsonl"
+    if damage == "edit":
+        lines = records.read_text().splitlines(keepends=True)
+        lines[0] = lines[0].replace('"loss": ', '"loss": 1', 1)
+        records.write_text("".join(lines))
+    else:
+        words = [*CUT, f"data.text={text}", "seed=1", "--out", tmp_path / "other"]
+        assert narrowcast("train", tiny, *words).code == 0
+        shutil.copy(tmp_path / "other/records.jsonl", records)
+    before = files(half)
+    ended = narrowcast("resume", half)
+    assert ended.code == 2
+    assert "has other values, up to the checkpoint, than the run wrote there" in ended.err
+    assert files(half) == before
+    assert narrowcast("resume", half, "--accept", "records").code == 0
+    assert "has finished" in narrowcast("resume", half).out
+
+
+@pytest.mark.parametrize("name", ["report.html", "model.safetensors", "plan.json"])
+def test_a_folder_in_the_place_of_a_file_is_said_before_anything_is_done(narrowcast, half, name):
+    (half / name).unlink(missing_ok=True)
+    (half / name).mkdir()
+    before = files(half)
+    ended = narrowcast("resume", half)
+    assert ended.code == 2
+    assert f"{name} is a folder, where the run keeps a file" in ended.err
+    assert files(half) == before
+
+
 def test_a_damaged_environment_or_recipe_does_not_block_a_resume(narrowcast, half):
     (half / "environment.json").write_text("[")
     (half / "recipe.yaml").unlink()

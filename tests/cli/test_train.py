@@ -69,7 +69,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(narrowcast, tiny, t
         (["precision.overrides={nosuch.*: fp32}"], 2, "nosuch.*: fp32 matches no module"),
         (["precision.loss_scale.scale_groups=[nosuch]"], 2, "'nosuch' matches no module"),
         (["precision.loss_scale.growth=3"], 2, "only powers of two scale exactly"),
-        (["batch_size=1e9"], 2, "asks for more than the"),
+        (["batch_size=30000"], 2, "asks for more than the"),
         (["data.text=nowhere.txt"], 2, "nowhere.txt"),
         (["device=cuda:99"], 3, "device=cuda:99"),
         (["model.width=100000", "model.layers=50"], 3, "weights, gradients and optimizer take"),
@@ -186,3 +186,24 @@ def wait_for_step(folder: Path, step: int) -> None:
             return
         time.sleep(0.01)
     raise AssertionError(f"no step {step} in a minute")
+
+
+def test_a_run_that_came_to_nothing_ends_with_4_and_says_so_first(narrowcast, tiny, tmp_path):
+    out = tmp_path / "run"
+    words = ("steps=12", "optimizer.lr=1e6", "lr_schedule.warmup=0", "precision.policy=bf16")
+    ended = narrowcast("train", tiny, *words, "--out", out)
+    assert ended.code == 4
+    said = "narrowcast: the run has diverged: "
+    assert ended.err.startswith(said)
+    summary = ended.out[ended.out.rindex("diverged  12 steps in ") :]
+    assert "\ndone" not in ended.out
+    assert "weights " not in summary
+    assert not (out / "model.safetensors").exists()
+    assert "was not written" in ended.err
+    page = (out / "report.html").read_text()
+    assert '<span class="badge bad">Diverged</span>' in page
+    assert re.search(r"<h1>tiny diverged in bf16", page)
+
+    again = narrowcast("resume", out)
+    assert (again.code, again.err) == (4, ended.err)
+    assert not (out / "model.safetensors").exists()

@@ -97,5 +97,5 @@ def test_the_schema_has_it_for_its_workload_and_for_no_other():
         for branch in schema["allOf"]
     }
     assert branches["other"]["ica"] is False
-    reference = branches["toy"]["ica"]["$ref"].removeprefix("#/$defs/")
+    reference = branches["toy"]["ica"]["anyOf"][0]["$ref"].removeprefix("#/$defs/")
     assert set(schema["$defs"][reference]["properties"]) == {"components", "kept", "solver"}

@@ -11,7 +11,9 @@ def schema(sections):
     return recipe_schema({"toy": sections("toy")})
 
 
-def resolve(schema, reference):
+def resolve(schema, section):
+    reference, empty = section["anyOf"]
+    assert empty == {"type": "null"}
     return schema["$defs"][reference["$ref"].removeprefix("#/$defs/")]
 
 

@@ -86,7 +86,7 @@ def test_a_binary_file_is_refused(recipes, content):
 def test_a_large_file_is_refused_without_reading_all_of_it(recipes):
     with (recipes / "big.yaml").open("wb") as file:
         file.truncate(2**40)  # sparse
-    with pytest.raises(RecipeError, match="larger than 1 MiB, so it is not a recipe"):
+    with pytest.raises(RecipeError, match=r"big.yaml: it is larger than 256 KiB"):
         read_source("big.yaml")
 
 
@@ -97,3 +97,26 @@ def test_a_file_that_may_not_be_read_is_refused(recipes):
     (recipes / "x.yaml").chmod(0)
     with pytest.raises(RecipeError, match=r"cannot read the recipe x.yaml: Permission denied"):
         read_source("x.yaml")
+
+
+def test_a_link_in_a_circle_is_no_misspelling_of_itself(recipes):
+    (recipes / "l1.yaml").symlink_to("l2.yaml")
+    (recipes / "l2.yaml").symlink_to("l1.yaml")
+    with pytest.raises(RecipeError) as caught:
+        read_source("l1.yaml")
+    assert str(caught.value) == (
+        "cannot read the recipe l1.yaml: Too many levels of symbolic links; name a YAML file"
+    )
+
+
+def test_a_pipe_a_device_and_names_that_cannot_be_are_refused_at_once(recipes):
+    os.mkfifo(recipes / "pipe")
+    for source, why in [
+        ("pipe", "it is a pipe"),
+        ("/dev/zero", "it is a device"),
+        ("x" * 10**6, "File name too long"),
+        ("a\0b", "zero byte in its name"),
+    ]:
+        with pytest.raises(RecipeError, match=why) as caught:
+            read_source(source)
+        assert len(str(caught.value)) < 400

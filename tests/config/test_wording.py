@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.config.wording import LONGEST_VALUE, closest, shown
+from narrowcast.config.problems import LONGEST_VALUE
+from narrowcast.config.wording import closest, shown
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,29 @@ def test_every_command_that_is_shown_can_be_typed(docs, page):
         assert {word for word in words[1:] if word.startswith("-")} <= known
 
 
+SMALL = (
+    "steps=6", "batch_size=2", "model.layers=1", "model.width=16", "model.heads=2",
+    "data.length=16", "health.every=0", "data.eval_windows=4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+def test_commands_typed_in_order_find_the_runs_they_name(docs, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words, shown in docs.console_commands(docs.ROOT / name):
+        if words == ["make", "demo"]:
+            words = ["narrowcast", "train", "quickstart"]
+        if words[0] != "narrowcast" or shown:
+            continue
+        verb, rest = words[1], [word.replace("=400", "=8") for word in words[2:]]
+        if verb == "train":
+            assert exit_code_of([verb, *rest, *SMALL, "--quiet"]) == 0, words
+        elif verb in ("resume", "report", "compare"):
+            assert exit_code_of([verb, *rest]) == 0, words
+        elif verb == "watch":
+            assert (tmp_path / rest[0] / "records.jsonl").exists(), words
+
+
 def test_an_answer_that_is_shown_is_the_answer(docs, page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, shown in docs.console_commands(page):

@@ -104,7 +104,6 @@ def test_a_loss_that_was_never_finite_is_told(run_data_of, step):
         ([2.0, 3.0], "evaluated loss rose from 2.000 to 3.000"),
         ([2.0, 2.0], "evaluated loss stayed at 2.000"),
         ([2.5], "evaluated loss 2.500 at step 1"),
-        ([2.5, math.nan], "evaluated loss 2.500 at step 1, not a number at the end"),
     ],
 )
 def test_the_headline_says_how_the_evaluations_went(metrics, said, run_data_of, step):
@@ -113,6 +112,39 @@ def test_the_headline_says_how_the_evaluations_went(metrics, said, run_data_of, 
     ]
     data = run_data_of([step(1), step(2), *evals], steps=2)
     assert headline(data) == f"quickstart trained in fp16 for 2 steps: {said}."
+
+
+def test_a_run_that_came_to_nothing_says_so_first(run_data_of, step):
+    evals = [EvalRecord(step=n, metrics={"loss": y}) for n, y in ((1, 2.5), (2, math.nan))]
+    skipped = step(2, applied=False, why="inf in head")
+    data = run_data_of([step(1), skipped, *evals], steps=2)
+    assert (
+        headline(data) == "quickstart diverged in fp16 in 2 steps: its last evaluated loss is nan."
+    )
+    found = ending(data)
+    assert (found.label, found.tone) == ("Diverged", "bad")
+    assert "its weights are in its last checkpoint" in found.advice
+    assert "inf in head" in found.advice
+    # A run that is not over may come to something yet.
+    going = run_data_of([step(1), skipped, *evals], steps=9)
+    assert ending(going).label == "Unfinished"
+    assert "not a number at the end" in headline(going)
+
+
+def test_a_run_with_infinite_weights_says_so_first(run_data_of, step):
+    found = FindingRecord(
+        step=1,
+        since=1,
+        module="",
+        role="weight",
+        what="weights not finite",
+        why="1 of 2 weights are not finite, the first head.weight",
+        action="",
+        advice="",
+    )
+    data = run_data_of([step(1), EvalRecord(step=1, metrics={"loss": 2.0}), found], steps=1)
+    assert "the first head.weight" in headline(data)
+    assert "only a checkpoint of before" in ending(data).advice
 
 
 def test_the_facts_count_skips_tokens_and_time(run_data_of, step):

@@ -108,7 +108,8 @@ def test_a_bad_step_of_several_scaled_losses_is_looked_into(ready):
         )
 
     parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
-    (record,) = steps(ready("fp16", steps=1, parts=parts))
+    made = ready("fp16", steps=1, parts=parts)
+    record = next(train(made.prepared, made.task, made.recipe))
     assert record.why.startswith("not finite: ")
 
 
@@ -140,7 +141,8 @@ def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
         return found
 
     parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
-    steps(ready("fp16", steps=2, accumulate=3, parts=parts, health={"verdicts": False}))
+    scale = {"policy": "fp16", "loss_scale": {"initial": 1024.0}}
+    steps(ready(steps=2, accumulate=3, parts=parts, health={"verdicts": False}, precision=scale))
     assert len(alive) == 6
 
 

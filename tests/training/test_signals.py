@@ -5,22 +5,20 @@ import textwrap
 
 import pytest
 
-from narrowcast.training.signals import stop_on_signals
-
-BOTH = [signal.SIGINT, signal.SIGTERM]
+from narrowcast.training.signals import STOPPING, stop_on_signals
 
 
-@pytest.mark.parametrize("number", BOTH)
+@pytest.mark.parametrize("number", STOPPING)
 def test_a_first_signal_is_noted_and_handlers_are_put_back(number):
-    before = [signal.getsignal(n) for n in BOTH]
+    before = [signal.getsignal(n) for n in STOPPING]
     with stop_on_signals() as stop:
         assert stop.asked_by is None
         signal.raise_signal(number)
         assert stop.asked_by is number
-    assert [signal.getsignal(n) for n in BOTH] == before
+    assert [signal.getsignal(n) for n in STOPPING] == before
 
 
-@pytest.mark.parametrize("second", BOTH)
+@pytest.mark.parametrize("second", STOPPING)
 def test_a_second_signal_ends_the_process_at_once(second):
     program = f"""
     import signal
@@ -41,12 +39,13 @@ def test_a_second_signal_ends_the_process_at_once(second):
     assert child.stdout == "first\n"
 
 
-def test_a_signal_the_process_was_started_to_ignore_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_the_process_was_started_to_ignore_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)  # as nohup does with SIGHUP
     try:
         with stop_on_signals() as stop:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
             assert stop.asked_by is None
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)

@@ -176,10 +176,11 @@ def _measure(name: str, given: dict[str, Any], **settings: Any) -> None:
     trains = name == "quality"  # all of it in one turn, and any number at once
 
     from narrowcast.bench.running import Asked, measure
-    from narrowcast.cli.view.bench_table import console_for, print_figures, print_quality
+    from narrowcast.cli.view.bench_table import print_figures, print_quality
+    from narrowcast.cli.view.screen import screen
     from narrowcast.runs.strict_json import dumps
 
-    console = console_for(quiet=given["quiet"], to_stderr=json_file == STDOUT)
+    console = screen(quiet=given["quiet"], to_stderr=json_file == STDOUT)
     asked = Asked(
         recipe=given["recipe"],
         overrides=given["overrides"],

@@ -45,4 +45,6 @@ def compare(
     if page is not None:
         from narrowcast.report.compare.page import write_comparison
 
-        click.echo(str(write_comparison(comparison, page)), err=as_json)
+        written = write_comparison(comparison, page)
+        if not as_json:
+            click.echo(str(written))

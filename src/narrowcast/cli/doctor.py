@@ -21,8 +21,8 @@ def doctor(as_json: bool, measure: bool) -> None:
 
     from narrowcast.cli.view.screen import screen, working
 
-    console = screen()
-    with working(console, "trying this machine"):
+    console = screen(to_stderr=as_json)
+    with working(screen(quiet=as_json, to_stderr=True), "trying this machine"):
         from narrowcast.hardware import probe
         from narrowcast.precision.plan.presets import recommended
         from narrowcast.runs import describe_environment

@@ -4,8 +4,9 @@ Verbs import torch, pydantic and rich inside their functions, so that help and a
 answered at once.
 """
 
+import contextlib
+import errno
 import io
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -16,6 +17,7 @@ from narrowcast import __version__
 from narrowcast.cli.bench import bench
 from narrowcast.cli.compare import compare
 from narrowcast.cli.doctor import doctor
+from narrowcast.cli.output import OutputLostError, open_output, outlive_output
 from narrowcast.cli.plan import plan
 from narrowcast.cli.recipes import recipes
 from narrowcast.cli.report import report
@@ -96,7 +98,11 @@ for verb in VERBS:
 
 def main() -> NoReturn:
     """Run the words of the command line, and exit."""
-    sys.exit(exit_code_of(sys.argv[1:]))
+    open_output()
+    try:
+        sys.exit(exit_code_of(sys.argv[1:]))
+    finally:
+        outlive_output()  # Python writes what is left of it while it shuts down
 
 
 def exit_code_of(words: Sequence[str]) -> int:
@@ -110,19 +116,27 @@ def exit_code_of(words: Sequence[str]) -> int:
     try:
         code = narrowcast.main(args=list(words), prog_name="narrowcast", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OutputLostError):
+            error.show()
         if isinstance(error, click.NoSuchOption):
             setting = error.option_name.lstrip("-").partition("=")[0]
-            click.echo(f"Settings of a recipe have no dashes: write {setting}=VALUE", err=True)
+            _complain(f"Settings of a recipe have no dashes: write {setting}=VALUE")
         return error.exit_code
     except NarrowcastError as error:
-        click.echo(f"narrowcast: {error}", err=True)
+        _complain(f"narrowcast: {error}")
         return error.exit_code
     except click.Abort:  # what click makes of Ctrl-C
-        click.echo("narrowcast: interrupted", err=True)
+        _complain("narrowcast: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has seen enough. Python would say so once more while it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OutputLostError as error:
+        if error.errno == errno.EPIPE:
+            return 1  # the reader has seen enough
+        _complain(f"narrowcast: cannot write the output: {error.strerror}")
+        return NarrowcastError.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _complain(text: str) -> None:
+    """Say `text` on stderr, if there is anybody to hear it."""
+    with contextlib.suppress(OutputLostError):
+        click.echo(text, err=True)

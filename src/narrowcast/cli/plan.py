@@ -23,7 +23,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
     from narrowcast.cli.view.screen import screen, working
 
     console = screen()
-    with working(console, "planning"):
+    with working(screen(quiet=as_json, to_stderr=True), "planning"):
         from narrowcast.hardware import probe
         from narrowcast.runner.assemble import planned
 

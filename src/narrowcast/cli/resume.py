@@ -25,9 +25,9 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
     KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers, data.prefetch and trackers.
     Data, settings and records that are not those of the checkpoint are refused.
     """
-    from narrowcast.cli.view.screen import say, screen, working
+    from narrowcast.cli.view.screen import lasting_screen, say, working
 
-    console = screen(quiet=quiet)
+    console = lasting_screen(quiet=quiet)
     with working(console, "loading the run"):
         from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import already_done, introduce

@@ -5,6 +5,7 @@ from rich.console import Console
 from narrowcast.cli.view.phases import is_scaled
 from narrowcast.cli.view.progress import RunDisplay
 from narrowcast.cli.view.summary import conclude
+from narrowcast.errors import DivergedError
 from narrowcast.runner.run import Run
 from narrowcast.runs import StepRecord
 from narrowcast.runs.tally import Tally
@@ -16,16 +17,27 @@ def run_loop(run: Run, *, console: Console) -> None:
     tally = Tally(steps=run.recipe.steps)
     for record in run.earlier:
         tally = tally.after(record) if isinstance(record, StepRecord) else tally
+    tally = tally.resumed()
     task = run.task.info
     display = RunDisplay(console, tally, task=task, scaled=is_scaled(run.recipe, run.plan))
-    with display:
-        for record in run.records(tell=display.warn):
-            display.show(record)
+    try:
+        with display:
+            for record in run.records(tell=display.warn):
+                display.show(record)
+    except DivergedError:
+        _conclude(console, run, display, diverged=True)
+        raise
+    _conclude(console, run, display)
+
+
+def _conclude(console: Console, run: Run, display: RunDisplay, *, diverged: bool = False) -> None:
+    assert run.folder is not None
     conclude(
         console,
         run.folder.path,
         page=run.folder.path / "report.html",
-        task=task,
+        task=display.task,
         tally=display.tally,
         metrics=display.metrics,
+        diverged=diverged,
     )

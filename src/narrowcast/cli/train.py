@@ -17,14 +17,13 @@ from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argu
 @quiet_option
 def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool) -> None:
     """Train RECIPE, show how it goes, and write a report."""
-    from narrowcast.cli.view.screen import screen, working
-    from narrowcast.runner.out_dir import out_dir_for
+    from narrowcast.cli.view.screen import lasting_screen, say, working
+    from narrowcast.runner.out_dir import out_dir
     from narrowcast.workloads import load_recipe
 
     loaded = load_recipe(recipe, overrides)
-    place = out_dir_for(loaded.recipe.name, out)
-    console = screen(quiet=quiet)
-    with place.claimed(), working(console, "building the model"):
+    console = lasting_screen(quiet=quiet)
+    with out_dir(loaded.recipe.name, out) as place, working(console, "building the model"):
         from narrowcast.cli.run_loop import run_loop
         from narrowcast.cli.view.summary import introduce
         from narrowcast.runner.run import train as begin
@@ -32,4 +31,6 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         ready = begin(loaded, out=place.path)
     with ready as run:
         introduce(console, run.recipe, plan=run.plan, folder=str(place))
+        if any(module.how == "emulated" for module in run.plan.modules):
+            say(console, "note", "emulated formats compute as theirs and take longer than fp32")
         run_loop(run, console=console)

@@ -7,14 +7,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from narrowcast.config.limits import (
+    LARGEST_INDEX,
+    LARGEST_RATE,
+    LARGEST_SCALE,
+    MOST_ENTRIES,
+    MOST_MICRO_BATCHES,
+    MOST_STEPS,
+    SMALLEST_SCALE,
+)
 from narrowcast.config.phases import Schedule
 from narrowcast.config.section import Section, refuse_conflicts
-
-LARGEST_SCALE = 2.0**126
-"""The largest power of two whose inverse fp32 holds too, the format the scale is kept in."""
-SMALLEST_SCALE = 2.0**-24
-"""The smallest positive value of fp16: a scale below it would flush a gradient of 1."""
-
 
 OptimizerName = Literal["adamw", "adam", "sgd", "rmsprop", "adafactor"]
 
@@ -44,14 +47,19 @@ class OptimizerSection(Section):
     """The torch optimizer; the defaults are torch's for AdamW."""
 
     name: OptimizerName = Field(default="adamw", description="torch optimizer")
-    lr: float = Field(default=1e-3, ge=0, description="learning rate at its highest")
+    lr: float = Field(
+        default=1e-3, ge=0, le=LARGEST_RATE, description="learning rate at its highest"
+    )
     weight_decay: float = Field(
-        default=0.01, ge=0, description="weight decay on parameters of two or more dimensions"
+        default=0.01,
+        ge=0,
+        le=LARGEST_RATE,
+        description="weight decay on parameters of two or more dimensions",
     )
     betas: tuple[Share, Share] = Field(
         default=(0.9, 0.999), description="decay of the two moments (adam, adamw)"
     )
-    eps: float = Field(default=1e-8, gt=0, description="added to the denominator")
+    eps: float = Field(default=1e-8, gt=0, le=LARGEST_RATE, description="added to the denominator")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum (sgd, rmsprop)")
     fused: bool | None = Field(
         default=None, description="one kernel for all parameters; none: where the device has it"
@@ -79,7 +87,9 @@ class LrScheduleSection(Section):
     name: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="course of the learning rate after the warmup"
     )
-    warmup: int = Field(default=0, ge=0, description="steps over which lr rises to its highest")
+    warmup: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="steps over which lr rises to its highest"
+    )
     final: float = Field(
         default=0.0,
         ge=0,
@@ -107,25 +117,39 @@ class EmaSection(Section):
 class LossScaleSection(Section):
     """The factor on the loss that lifts small gradients into the range of a narrow format."""
 
-    initial: float = Field(default=65536.0, description="scale of the first step")
+    initial: float = Field(
+        default=65536.0,
+        ge=SMALLEST_SCALE,
+        le=LARGEST_SCALE,
+        description="scale of the first step",
+    )
     growth: PowerOfTwo = Field(
-        default=2.0, ge=2, description="factor after growth_interval calm steps"
+        default=2.0, ge=2, le=LARGEST_SCALE, description="factor after growth_interval calm steps"
     )
     backoff: PowerOfTwo = Field(default=0.5, gt=0, lt=1, description="factor after an overflow")
-    growth_interval: int = Field(default=2000, ge=1, description="calm steps before it grows")
+    growth_interval: int = Field(
+        default=2000, ge=1, le=MOST_STEPS, description="calm steps before it grows"
+    )
     min: float = Field(
         default=1.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the floor, 2**-24 or more"
     )
     max: float = Field(
         default=262144.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the ceiling"
     )
-    hysteresis: int = Field(default=1, ge=1, description="overflows in a row before it backs off")
+    hysteresis: int = Field(
+        default=1, ge=1, le=MOST_STEPS, description="overflows in a row before it backs off"
+    )
     dynamic: bool = Field(default=True, description="false: the scale stays at initial")
     patience: int = Field(
-        default=50, ge=1, description="overflows in a row at the floor before giving up"
+        default=50,
+        ge=1,
+        le=MOST_STEPS,
+        description="overflows in a row at the floor before giving up",
     )
     scale_groups: tuple[str, ...] = Field(
-        default=(), description="globs of modules that get a scale of their own"
+        default=(),
+        max_length=MOST_ENTRIES,
+        description="globs of modules that get a scale of their own",
     )
 
     @model_validator(mode="after")
@@ -156,8 +180,12 @@ class AdaptSection(Section):
         default=False, description="widen modules that overflow, saturate or lose their gradients"
     )
     most: float = Field(default=0.25, ge=0, le=1, description="share of modules widened at once")
-    cooldown: int = Field(default=100, ge=1, description="steps between two changes of a module")
-    calm: int = Field(default=1000, ge=1, description="steps without trouble before it returns")
+    cooldown: int = Field(
+        default=100, ge=1, le=MOST_STEPS, description="steps between two changes of a module"
+    )
+    calm: int = Field(
+        default=1000, ge=1, le=MOST_STEPS, description="steps without trouble before it returns"
+    )
 
 
 class PrecisionSection(Section):
@@ -167,7 +195,9 @@ class PrecisionSection(Section):
         default="default", min_length=1, description="name of a preset, or the text of a policy"
     )
     overrides: dict[str, str] = Field(
-        default_factory=dict, description="module glob: policy for the modules it matches"
+        default_factory=dict,
+        max_length=MOST_ENTRIES,
+        description="module glob: policy for the modules it matches",
     )
     emulate: bool | None = Field(
         default=None,
@@ -184,21 +214,30 @@ class PrecisionSection(Section):
         default_factory=AdaptSection, description="formats that follow what tensors show"
     )
     schedule: Schedule = Field(
-        default=(), description="phases of the run, each {policy, overrides, until}; none: one"
+        default=(),
+        max_length=MOST_ENTRIES,
+        description="phases of the run, each {policy, overrides, until}; none: one",
     )
 
 
 class CheckpointSection(Section):
     """When the state of the run is saved."""
 
-    every: int = Field(default=0, ge=0, description="steps between; 0: at the end and on signals")
-    keep: int = Field(default=2, ge=1, description="checkpoints kept; older ones are deleted")
+    every: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="steps between; 0: at the end and on signals",
+    )
+    keep: int = Field(
+        default=2, ge=1, le=MOST_STEPS, description="checkpoints kept; older ones are deleted"
+    )
 
 
 class EvalSection(Section):
     """When the model is evaluated."""
 
-    every: int = Field(default=0, ge=0, description="steps between; 0: at the end")
+    every: int = Field(default=0, ge=0, le=MOST_STEPS, description="steps between; 0: at the end")
 
 
 class HealthSection(Section):
@@ -207,6 +246,7 @@ class HealthSection(Section):
     every: int = Field(
         default=50,
         ge=0,
+        le=MOST_STEPS,
         description="steps between two readings of what tensors lose to their formats; 0: none",
     )
     verdicts: bool = Field(
@@ -218,7 +258,7 @@ class HealthSection(Section):
 class FaultSection(Section):
     """A number put in place of another, on purpose, for the passes of one micro-batch."""
 
-    step: int = Field(ge=1, description="the step it is put into", examples=[40])
+    step: int = Field(ge=1, le=MOST_STEPS, description="the step it is put into", examples=[40])
     module: str = Field(
         description="name of a module, or a glob that matches exactly one",
         examples=["blocks.1.mlp.up"],
@@ -228,11 +268,16 @@ class FaultSection(Section):
     )
     value: Literal["inf", "nan", "large", "bit-flip"] = Field(description="what is put there")
     micro_batch: int = Field(
-        default=1, ge=1, description="the micro-batch of the step", examples=[1]
+        default=1,
+        ge=1,
+        le=MOST_MICRO_BATCHES,
+        description="the micro-batch of the step",
+        examples=[1],
     )
     index: int | None = Field(
         default=None,
         ge=0,
+        le=LARGEST_INDEX,
         description="which number of the tensor; none: chosen by the seed",
         examples=[17],
     )

@@ -34,7 +34,7 @@ def wrong_entry(error: ErrorDetails, field: FieldInfo, inside: Sequence[int | st
         return f"{here}: {name}: no such setting; {does}"
     if error["type"] == "missing":
         return f"{here} has no {name}; write {name}: {_value(there)} ({there.description})"
-    text = f"{here}: {name} needs {needed(there)}, got {shown(error['input'])}"
+    text = f"{here}: {name} needs {needed(there, error['input'])}, got {shown(error['input'])}"
     guess = closest(str(error["input"]), map(str, choices_of(there.annotation)))
     return f"{text}; did you mean {guess}?" if guess else f"{text}; write {name}: {_value(there)}"
 

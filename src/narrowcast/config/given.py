@@ -10,8 +10,10 @@ from typing import Annotated, Any, final
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from narrowcast.config.limits import LONGEST_WORD
+from narrowcast.config.problems import Problems, shortened
 from narrowcast.config.tree import Tree, entry_type, fitted, is_mapping, takes_text
-from narrowcast.config.wording import meant, needed, shortened, shown, written
+from narrowcast.config.wording import meant, needed, shown, written
 from narrowcast.config.yaml_text import Document, KeyPath, YamlError, is_unicode, parse
 from narrowcast.errors import RecipeError
 
@@ -35,11 +37,12 @@ class Given:
 
     tree: Tree
     settings: dict[KeyPath, Setting] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
 
     def add_file(self, document: Document, *, origin: str, shown_as: str) -> None:
         """Add what a recipe file sets."""
-        self.problems += [f"{shown_as}:{line}: {text}" for line, text in document.problems]
+        for line, text in document.problems:
+            self.problems.add(f"{shown_as}:{line}: {text}")
         match document.value:
             case dict():
                 source = _File(origin, shown_as, document.lines)
@@ -61,12 +64,18 @@ class Given:
         """Add one KEY=VALUE of a command line."""
         key, equals, text = word.partition("=")
         path = tuple(key.strip().split("."))
-        if not is_unicode(word):
-            self.problems.append(f"{word!a}: not valid UTF-8")
+        begin = shortened(word)
+        if len(word) > LONGEST_WORD:
+            self.problems.add(
+                f"{begin}: {len(word)} characters are too long for a word; write at most "
+                f"{LONGEST_WORD}, or put the setting into a file"
+            )
+        elif not is_unicode(word):
+            self.problems.add(f"{begin!a}: not valid UTF-8")
         elif not equals:
-            self.problems.append(f"{word}: not KEY=VALUE; {self._example(word)}")
+            self.problems.add(f"{begin}: not KEY=VALUE; {self._example(begin)}")
         elif not key.strip():
-            self.problems.append(f"{word}: no key before the =; write KEY=VALUE, e.g. steps=100")
+            self.problems.add(f"{begin}: no key before the =; write KEY=VALUE, e.g. steps=100")
         else:
             self._add(self.tree, path, 0, _Raw.of(text), _Word(word))
 
@@ -88,7 +97,7 @@ class Given:
                 if path[done] in entry:
                     self._add(entry[path[done]], path, done + 1, value, source)
                 elif done or not self._may_be_a_section(path, value):
-                    self.problems.append(self._unknown(path, done, value, source))
+                    self.problems.add(lambda: self._unknown(path, done, value, source))
             case _:
                 self._add_section(entry, path, value, source)
 
@@ -99,15 +108,16 @@ class Given:
     def _add_section(self, tree: Tree, path: KeyPath, value: object, source: _File | _Word) -> None:
         if isinstance(value, _Raw) and value.text.lstrip().startswith("{"):
             if isinstance(value.parsed, YamlError):
-                self.problems.append(f"{source.where(path)}: {value.parsed}")
+                self.problems.add(f"{source.where(path)}: {value.parsed}")
                 return
-            self.problems += [f"{source.where(path)}: {text}" for text in value.problems]
+            for text in value.problems:
+                self.problems.add(f"{source.where(path)}: {text}")
             value = value.parsed
         if isinstance(value, dict):
             for key, item in value.items():
                 self._add(tree, (*path, key), len(path), item, source)
         elif value is not None:  # a file may leave a section empty
-            self.problems.append(_section(tree, path, value, source))
+            self.problems.add(_section(tree, path, value, source))
 
     def _add_leaf(
         self, entry: FieldInfo, path: KeyPath, done: int, value: object, source: _File | _Word
@@ -116,14 +126,15 @@ class Given:
         where = source.where(path)
         if rest and not is_mapping(entry.annotation):
             dotted = ".".join(leaf)
-            self.problems.append(f"{where}: {dotted} has no settings in it; {_takes(leaf, entry)}")
+            self.problems.add(f"{where}: {dotted} has no settings in it; {_takes(leaf, entry)}")
             return
         annotation = entry_type(entry.annotation) if rest else entry.annotation
         if isinstance(value, _Raw):
             if isinstance(value.parsed, YamlError) and not takes_text(value.parsed, annotation):
-                self.problems.append(f"{where}: {value.parsed}")
+                self.problems.add(f"{where}: {value.parsed}")
                 return
-            self.problems += [f"{where}: {text}" for text in value.problems]
+            for text in value.problems:
+                self.problems.add(f"{where}: {text}")
             value = value.fitting(annotation)
         value, origin = fitted(value, annotation), source.origin
         if rest:
@@ -176,7 +187,7 @@ class _File:
 
     def where(self, path: KeyPath) -> str:
         line = self.lines.get(path)
-        return f"{self.shown_as}{f':{line}' if line else ''}: {'.'.join(path)}"
+        return f"{self.shown_as}{f':{line}' if line else ''}: {shortened('.'.join(path))}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from narrowcast.config.given import Given, Setting
+from narrowcast.config.limits import MOST_WORDS
+from narrowcast.config.problems import Problems
 from narrowcast.config.sections import Recipe, Sections
 from narrowcast.config.sources import read_source
 from narrowcast.config.tree import recipe_tree
@@ -54,7 +56,7 @@ def load_recipe(
     Everything that is wrong is said at once, in one RecipeError.
     """
     found = read_source(source, shipped)
-    words = list(overrides)
+    words = _few(overrides)
     try:
         document = parse(found.text)
     except YamlError as error:
@@ -80,7 +82,7 @@ def from_resolved(
 
     `text` is the recipe file that run was given.
     """
-    words = list(overrides)
+    words = _few(overrides)
     for key, entry in resolved.items():
         if not isinstance(entry, Mapping) or set(entry) != {"value", "origin"}:
             raise CheckpointError(f"resolved.json is damaged: {key} has no value and origin")
@@ -107,7 +109,8 @@ def _load(
     known, problem = _sections(first.settings.get(("workload",)), sections)
     given = Given(recipe_tree(known))
     fill(given)
-    given.problems += problem
+    for each in problem:
+        given.problems.add(each)
     recipe = validate(given, known, shown_as=shown_as)
     if recipe is None or given.problems:
         raise RecipeError(_listed(given.problems))
@@ -127,10 +130,22 @@ def _sections(workload: Setting | None, sections: SectionsOf) -> tuple[Sections 
         return None, [f"{workload.where}: {error}"]
 
 
-def _listed(problems: list[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    return "\n".join([f"{len(problems)} problems in the recipe:", *(f"  {p}" for p in problems)])
+def _few(words: Iterable[str]) -> list[str]:
+    """Return the words of a command line, and refuse more than anybody types."""
+    given = list(words)
+    if len(given) > MOST_WORDS:
+        raise RecipeError(
+            f"{len(given)} words KEY=VALUE were given; write at most {MOST_WORDS}, and the others "
+            "into a file"
+        )
+    return given
+
+
+def _listed(problems: Problems) -> str:
+    if problems.count == 1:
+        return problems.told[0]
+    head = f"{problems.count} problems in the recipe:"
+    return "\n".join([head, *(f"  {line}" for line in problems.lines())])
 
 
 def _flat(recipe: Recipe) -> Iterator[tuple[str, Any]]:

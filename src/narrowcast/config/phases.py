@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from narrowcast.config.limits import LARGEST_FP32, MOST_ENTRIES, MOST_STEPS
 from narrowcast.config.section import Section, refuse_conflicts
 
 LOSSES = 20
@@ -26,10 +27,16 @@ class ConditionSection(Section):
     """What ends a phase, where neither a step nor a share of the run does."""
 
     calm: int | None = Field(
-        default=None, ge=1, description="steps of the phase in a row of which none was skipped"
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="steps of the phase in a row of which none was skipped",
     )
     loss_below: float | None = Field(
-        default=None, description=f"mean training loss of the last {LOSSES} steps of the phase"
+        default=None,
+        ge=-LARGEST_FP32,
+        le=LARGEST_FP32,
+        description=f"mean training loss of the last {LOSSES} steps of the phase",
     )
 
 
@@ -43,10 +50,12 @@ class PhaseSection(Section):
         default=None, min_length=1, description="as precision.policy, which it has where none is"
     )
     overrides: dict[str, str] = Field(
-        default_factory=dict, description="as precision.overrides, and besides these"
+        default_factory=dict,
+        max_length=MOST_ENTRIES,
+        description="as precision.overrides, and besides these",
     )
     until: (
-        Annotated[int, Field(ge=1)]
+        Annotated[int, Field(ge=1, le=MOST_STEPS)]
         | Annotated[float, Field(gt=0, lt=1)]
         | Annotated[str, Field(pattern=PERCENT)]
         | ConditionSection

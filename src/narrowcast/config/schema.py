@@ -11,6 +11,8 @@ from pydantic.json_schema import models_json_schema
 from narrowcast.config.sections import CommonSettings, Sections
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+NONE = {"type": "string", "pattern": "^([nN][oO][nN][eE]|[nN][uU][lL][lL])$"}
+"""How none is written besides YAML's null: `clip_norm: none`."""
 
 
 def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
@@ -24,14 +26,18 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
     ordered = sorted(models, key=lambda model: (model.__module__, model.__qualname__))
     references, schema = models_json_schema([(model, "validation") for model in ordered])
     definitions = schema["$defs"]
+    for definition in definitions.values():
+        definition["properties"] = {
+            name: _as_written(node) for name, node in definition["properties"].items()
+        }
     common = definitions.pop(references[CommonSettings, "validation"]["$ref"].rpartition("/")[2])
     own: dict[str, Any] = {name: {} for added in sections.values() for name in added.by_name}
     properties = {**common["properties"], **own}
     properties["workload"] = {**properties["workload"], "enum": sorted(sections)}
     return {
         "$schema": DIALECT,
-        "title": "narrowcast recipe",
         **common,
+        "title": "narrowcast recipe",
         "properties": properties,
         "allOf": [
             {
@@ -39,7 +45,7 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
                 "then": {
                     "properties": {
                         # A section of another workload is no setting of this one.
-                        section: references[added.by_name[section], "validation"]
+                        section: _or_empty(references[added.by_name[section], "validation"])
                         if section in added.by_name
                         else False
                         for section in own
@@ -50,3 +56,17 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
         ],
         "$defs": definitions,
     }
+
+
+def _as_written(node: dict[str, Any]) -> dict[str, Any]:
+    """Let a property be all that a file may say: an empty section, and none in any letters."""
+    if "$ref" in node:
+        return _or_empty(node)
+    options = node.get("anyOf", [])
+    return {**node, "anyOf": [*options, NONE]} if {"type": "null"} in options else node
+
+
+def _or_empty(node: dict[str, Any]) -> dict[str, Any]:
+    """Let a section be left empty."""
+    about = {name: part for name, part in node.items() if name != "$ref"}
+    return {**about, "anyOf": [{"$ref": node["$ref"]}, {"type": "null"}]}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
+from narrowcast.config.limits import LONGEST_TEXT
+
 
 def refuse_conflicts(conflicts: list[tuple[tuple[str, ...], str]]) -> None:
     """Raise, from a validator, for settings that are fine alone but not together.
@@ -25,5 +27,6 @@ class Section(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
+        str_max_length=LONGEST_TEXT,
         defer_build=True,  # on first use: most commands never validate a recipe
     )

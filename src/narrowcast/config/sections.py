@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, Self, TypeVar, final
+from typing import Annotated, Literal, Self, TypeVar, final
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from narrowcast.config.common_sections import (
     CheckpointSection,
@@ -23,6 +23,17 @@ from narrowcast.config.common_sections import (
     LrScheduleSection,
     OptimizerSection,
     PrecisionSection,
+)
+from narrowcast.config.limits import (
+    LARGEST_FP32,
+    LARGEST_INDEX,
+    LONGEST_NAME,
+    MOST_AHEAD,
+    MOST_ENTRIES,
+    MOST_MICRO_BATCHES,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    MOST_WORKERS,
 )
 from narrowcast.config.phases import misplaced
 from narrowcast.config.section import Section as Section
@@ -35,8 +46,12 @@ _Kind = TypeVar("_Kind", bound=Section)
 class DataSection(Section):
     """What every workload's `data` section has; workloads extend it."""
 
-    workers: int = Field(default=0, ge=0, description="processes that load batches; 0: none")
-    prefetch: int = Field(default=2, ge=1, description="batches kept ready ahead of the step")
+    workers: int = Field(
+        default=0, ge=0, le=MOST_WORKERS, description="processes that load batches; 0: none"
+    )
+    prefetch: int = Field(
+        default=2, ge=1, le=MOST_AHEAD, description="batches kept ready ahead of the step"
+    )
 
 
 @final
@@ -63,18 +78,39 @@ class Sections:
         )
 
 
+def _short_enough(name: str) -> str:
+    """Refuse a name that no folder can have; letters beyond ASCII take two bytes or more."""
+    if len(name.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"{len(name.encode())} bytes are too long for the name of a folder; write one of at "
+            f"most {LONGEST_NAME}"
+        )
+    return name
+
+
 class CommonSettings(Section):
     """The settings that are the same for every workload."""
 
     workload: str = Field(min_length=1, description="what is trained, e.g. lm")
-    name: str = Field(default="", description="name of the run; from the recipe's file name")
+    name: Annotated[str, AfterValidator(_short_enough)] = Field(
+        default="",
+        max_length=LONGEST_NAME,
+        description="name of the run; from the recipe's file name",
+    )
     description: str = Field(default="", description="one line shown by `narrowcast recipes`")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="fixes weights, data order, noise")
-    steps: int = Field(ge=1, description="optimizer steps to run")
-    batch_size: int = Field(ge=1, description="samples per micro-batch")
-    accumulate: int = Field(default=1, ge=1, description="micro-batches per step")
+    seed: int = Field(
+        default=0, ge=0, le=LARGEST_INDEX, description="fixes weights, data order, noise"
+    )
+    steps: int = Field(ge=1, le=MOST_STEPS, description="optimizer steps to run")
+    batch_size: int = Field(ge=1, le=MOST_SAMPLES, description="samples per micro-batch")
+    accumulate: int = Field(
+        default=1, ge=1, le=MOST_MICRO_BATCHES, description="micro-batches per step"
+    )
     clip_norm: float | None = Field(
-        default=1.0, gt=0, description="largest norm of all gradients together; none: no clipping"
+        default=1.0,
+        gt=0,
+        le=LARGEST_FP32,
+        description="largest norm of all gradients together; none: no clipping",
     )
     device: str = Field(
         default="auto",
@@ -101,10 +137,14 @@ class CommonSettings(Section):
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")
     health: HealthSection = Field(default_factory=HealthSection, description="numerical health")
     faults: tuple[FaultSection, ...] = Field(
-        default=(), description="faults to rehearse: step, module, role, value"
+        default=(),
+        max_length=MOST_ENTRIES,
+        description="faults to rehearse: step, module, role, value",
     )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        default=(), description="programs that are told of the run too; wandb without a network"
+        default=(),
+        max_length=MOST_ENTRIES,
+        description="programs that are told of the run too; wandb without a network",
     )
 
     @model_validator(mode="after")

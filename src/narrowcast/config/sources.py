@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from narrowcast.config.limits import LARGEST_FILE
+from narrowcast.config.plain_file import path_of, read_plain, status_of
+from narrowcast.config.problems import shortened
 from narrowcast.config.wording import closest
 from narrowcast.errors import RecipeError
 
-LARGEST_FILE = 2**20
-"""Bytes a recipe may have; somebody who names a data file should not wait for all of it."""
+LONGEST_PATH = 200
+"""Characters of a path that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,14 @@ def read_source(source: str | Path, shipped: Mapping[str, Path]) -> Source:
     """Read the file called `source` or the one of that name in `shipped`, or raise RecipeError."""
     if isinstance(source, str) and source in shipped:
         origin = f"{source}.yaml"
-        return Source(source, origin, origin, _read(shipped[source]))
-    path = Path(source).expanduser()
-    if not str(source).strip() or not path.exists():
-        raise RecipeError(_not_found(str(source), path, list(shipped)))
-    return Source(path.stem, path.name, str(source), _read(path))
+        return Source(source, origin, origin, shipped[source].read_text(encoding="utf-8"))
+    path = path_of(source)
+    try:
+        if str(source).strip() and status_of(path) is not None:
+            return Source(path.stem, path.name, shortened(str(source), LONGEST_PATH), _read(path))
+    except OSError as error:
+        raise RecipeError(_unreadable(path, error)) from error
+    raise RecipeError(_not_found(str(source), path, list(shipped)))
 
 
 def _read(path: Path) -> str:
@@ -42,13 +48,7 @@ def _read(path: Path) -> str:
         inside = sorted(file.name for file in path.glob("*.yaml"))
         example = path / inside[0] if inside else path / "recipe.yaml"
         raise RecipeError(f"{path} is a folder, not a recipe; name a file, e.g. {example}")
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
-    if len(content) > LARGEST_FILE:
-        raise RecipeError(f"{path} is larger than 1 MiB, so it is not a recipe; name a YAML file")
+    content = read_plain(path, most=LARGEST_FILE)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -56,6 +56,11 @@ def _read(path: Path) -> str:
     if "\0" in text:
         raise RecipeError(f"{path} is not UTF-8 text, so it is not a recipe; name a YAML file")
     return text
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    shown = ascii(shortened(str(path), LONGEST_PATH))[1:-1]
+    return f"cannot read the recipe {shown}: {error.strerror}; name a YAML file"
 
 
 def _not_found(source: str, path: Path, names: list[str]) -> str:
@@ -69,7 +74,5 @@ def _not_found(source: str, path: Path, names: list[str]) -> str:
     what = "file" if looks_like_a_file else "recipe"
     hint = f"; did you mean {guess}?" if guess else ";"
     shipped = ", ".join(names) or "none"
-    return (
-        f"{source or '(nothing)'}: no such {what}{hint} shipped recipes: {shipped}; "
-        "or name a YAML file"
-    )
+    asked = shortened(source, LONGEST_PATH) or "(nothing)"
+    return f"{asked}: no such {what}{hint} shipped recipes: {shipped}; or name a YAML file"

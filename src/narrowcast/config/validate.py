@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from narrowcast.config.entries import wrong_entry
 from narrowcast.config.given import Given, Setting
+from narrowcast.config.limits import MOST_TOLD
 from narrowcast.config.sections import CommonSettings, Recipe, Sections
 from narrowcast.config.tree import choices_of, leaves, options_of
 from narrowcast.config.wording import closest, needed, shown, written
@@ -38,7 +40,8 @@ def validate(given: Given, sections: Sections | None, *, shown_as: str) -> Recip
         if not fresh:
             return None
         # Once each: a setting of several types is refused by pydantic once a type.
-        given.problems += dict.fromkeys(problem.text for problem in fresh)
+        for text in dict.fromkeys(problem.text for problem in fresh):
+            given.problems.add(text)
         wrong.update(*(problem.keys for problem in fresh))
 
 
@@ -96,9 +99,13 @@ class _Words:
     given: Given
     shown_as: str
 
+    @cached_property
+    def _fields(self) -> dict[KeyPath, FieldInfo]:
+        return dict(leaves(self.given.tree))
+
     def explain(self, error: ErrorDetails) -> Iterator[_Problem]:
         path = tuple(map(str, error["loc"]))
-        fields = dict(leaves(self.given.tree))
+        fields = self._fields
         if error["type"] == "conflict":
             for keys, text in error["ctx"]["conflicts"]:
                 involved = [(*path, *key.split(".")) for key in keys] or [path]
@@ -114,6 +121,8 @@ class _Words:
         setting = self.given.settings[leaf]
         if error["type"] in ("value_error", "assertion_error"):
             text = error["msg"].partition(", ")[2]  # said by us
+        elif error["type"] in _TOO_LONG and len(error["input"]) > MOST_TOLD:
+            text = _too_long(error)
         else:
             inside = error["loc"][len(leaf) :]
             entry = wrong_entry(error, fields[leaf], inside)
@@ -132,9 +141,18 @@ def _missing(path: KeyPath, field: FieldInfo) -> str:
     return f"not set; write {key}=VALUE, {needed(field)} ({field.description or key})"
 
 
+_TOO_LONG = {"string_too_long": "characters", "too_long": "entries"}
+
+
+def _too_long(error: ErrorDetails) -> str:
+    """Say how long something is, and how long it may be."""
+    what, most = _TOO_LONG[error["type"]], error["ctx"]["max_length"]
+    return f"{len(error['input'])} {what} are too many; write at most {most}"
+
+
 def _wrong(setting: Setting, field: FieldInfo, path: KeyPath) -> str:
     """Say what a setting takes, when it was given something else."""
-    text = f"needs {needed(field)}, got {shown(setting.value)}"
+    text = f"needs {needed(field, setting.value)}, got {shown(setting.value)}"
     choices = [str(choice) for choice in choices_of(field.annotation)]
     if isinstance(setting.value, str):
         if guess := closest(setting.value, choices):

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import difflib
 import json
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from narrowcast.config.problems import shortened
 from narrowcast.config.tree import Tree, choices_of, leaves, options_of
 from narrowcast.config.yaml_text import KeyPath
 
-LONGEST_VALUE = 60
-"""Characters of a value or a word that are shown."""
 
+def needed(field: FieldInfo, got: object = None) -> str:
+    """Say what values `field` takes: `a whole number of at least 1`.
 
-def needed(field: FieldInfo) -> str:
-    """Say what values `field` takes: `a whole number of at least 1`."""
+    A bound far above what anybody means is said to who went beyond it with `got`, and to nobody
+    else.
+    """
     if any(getattr(bound, "pattern", None) for bound in field.metadata):
         return str(field.description)
-    return _needed(field.annotation, field.metadata)
+    most = [bound for bound in field.metadata if isinstance(bound, annotated_types.Le)]
+    number = isinstance(got, int | float) and not isinstance(got, bool)
+    beyond = [bound for bound in most if number and got > bound.le]  # type: ignore[operator]
+    near = [bound for bound in field.metadata if bound not in most or bound.le == 1]  # a share
+    return _needed(field.annotation, beyond or near)
 
 
 def shown(value: object) -> str:
@@ -47,11 +54,6 @@ def shown(value: object) -> str:
 def written(value: object) -> str:
     """Return `value` as it stands behind the = of a command line."""
     return shortened(value) if isinstance(value, str) else shown(value)
-
-
-def shortened(text: str) -> str:
-    """Return `text`, or its beginning where it is too long for a message."""
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -88,11 +90,15 @@ def meant(path: KeyPath, at: int, tree: Tree) -> KeyPath | None:
 
 
 def _needed(annotation: object, bounds: Sequence[Any]) -> str:
-    options = options_of(annotation)
-    phrases = [_kind(option) for option in options if option is not type(None)]
+    if get_origin(annotation) in (Union, types.UnionType):
+        # What each part of a union takes, with bounds of its own; those of all of them come last.
+        options = [part for part in get_args(annotation) if part is not type(None)]
+        phrases = [_needed_item(option) for option in options]
+    else:
+        phrases = [_kind(*options_of(annotation))]
     limits = " and ".join(filter(None, map(_limit, bounds)))
     whole = " or ".join(dict.fromkeys(phrases)) + (f" {limits}" if limits else "")
-    return f"{whole}, or none" if type(None) in options else whole
+    return f"{whole}, or none" if type(None) in options_of(annotation) else whole
 
 
 _SIMPLE = {
@@ -154,8 +160,6 @@ def _limit(bound: object) -> str:
             return f"below {_number(lt)}"
         case annotated_types.MinLen(length):
             return "that is not empty" if length == 1 else f"of length {length} or more"
-        case annotated_types.MaxLen(length):
-            return f"of length {length} or less"
         case _:
             return ""
 

@@ -7,6 +7,7 @@ scalars takes `.1e3` for text.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from narrowcast.errors import RecipeError
 
 LARGEST_DOCUMENT = 100_000
 """Values a document may hold, so that aliases of aliases cannot fill the memory."""
+
+DEEPEST = 100
+"""Brackets that may be open at once: what ruamel takes for them grows with their square."""
 
 KeyPath = tuple[str, ...]
 
@@ -48,6 +52,8 @@ def parse(text: str) -> Document:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 
+    if _depth(text) > DEEPEST:
+        raise YamlError("nested too deeply for a recipe", 1)
     reader = _Reader()
     try:
         with warnings.catch_warnings():
@@ -65,6 +71,15 @@ def parse(text: str) -> Document:
     return Document(value, reader.lines, reader.problems)
 
 
+def _depth(text: str) -> int:
+    """Return how many brackets are open at once, wherever they stand."""
+    deepest = depth = 0
+    for found in re.finditer(r"[\[{]|[\]}]", text):
+        depth += 1 if found[0] in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def parse_scalar(text: str) -> object:
     """Return what the plain scalar `text` stands for in the core schema of YAML 1.2."""
     for pattern, build in _CORE_SCHEMA:
@@ -73,10 +88,12 @@ def parse_scalar(text: str) -> object:
     return text
 
 
-def _integer(text: str) -> int | float:
-    # Python refuses to read an int of more than 4300 digits; as a float it is inf, and refused
-    # as such.
-    return int(text) if len(text) < 1000 else float(text)
+def _integer(text: str, base: int = 10) -> int | float:
+    # Python refuses to read or to write an int of more than 4300 decimal digits; no setting takes
+    # a tenth of that, so it is refused as infinite.
+    if len(text) < 400:
+        return int(text, base)
+    return -math.inf if text.startswith("-") else math.inf
 
 
 def is_unicode(text: str) -> bool:
@@ -97,8 +114,8 @@ _CORE_SCHEMA: list[tuple[re.Pattern[str], Callable[[str], object]]] = [
     (re.compile(r"true|True|TRUE"), lambda text: True),
     (re.compile(r"false|False|FALSE"), lambda text: False),
     (re.compile(r"[-+]?[0-9]+"), _integer),
-    (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
-    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
+    (re.compile(r"0o[0-7]+"), lambda text: _integer(text[2:], 8)),
+    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: _integer(text[2:], 16)),
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)"), _infinity),
     (re.compile(r"\.(nan|NaN|NAN)"), lambda text: float("nan")),

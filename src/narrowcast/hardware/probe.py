@@ -139,7 +139,7 @@ def _cpu() -> Hardware:
     return Hardware(
         device="cpu",
         name=_cpu_name(),
-        memory_bytes=_host_memory_bytes(),
+        memory_bytes=host_memory_bytes(),
         products=types.MappingProxyType(products),
     )
 
@@ -253,7 +253,8 @@ def _cpuinfo(key: str) -> str:
     return ""
 
 
-def _host_memory_bytes() -> int:
+def host_memory_bytes() -> int:
+    """Return how much memory the machine itself has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -79,9 +79,9 @@ def in_force(
 def _given_by(record: PrecisionRecord, phases: Sequence[Mapping[str, Any]]) -> dict[str, Change]:
     """Return the modules to which a policy gives other formats than the first one did."""
     formats: Mapping[str, str] = next(
-        (p["formats"] for p in phases if p["policy"] == record.after), {}
+        (p.get("formats", {}) for p in phases if p.get("policy") == record.after), {}
     )
-    asked = phases[0]["formats"] if phases else {}
+    asked = phases[0].get("formats", {}) if phases else {}
     return {
         name: Change(format=text, step=record.step, returned=False, by_name=False)
         for name, text in formats.items()

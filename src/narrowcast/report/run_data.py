@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.report.phrases import policies
+from narrowcast.report.shapes import ENVIRONMENT, PLAN, SETTINGS
 from narrowcast.runs.folder import RunFolder
 from narrowcast.runs.records import (
     CheckpointRecord,
@@ -18,6 +19,7 @@ from narrowcast.runs.records import (
     StepRecord,
 )
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
+from narrowcast.runs.vitals import Vitals, vitals_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,18 @@ class RunData:
         return headline_of(self.task, self.metrics)
 
     @property
+    def vitals(self) -> Vitals:
+        """What decides whether the run came to anything."""
+        records: list[Record] = [*self.steps, *self.evals, *self.findings]
+        return vitals_of(records, headline=self.task.headline.name)
+
+    @property
+    def diverged(self) -> str:
+        """What is wrong with a run that has done its steps; nothing where nothing is."""
+        done = len(self.steps) >= int(self.setting("steps", 0)) > 0
+        return self.vitals.diverged if done else ""
+
+    @property
     def metrics(self) -> list[str]:
         """The metrics that were evaluated, in the order of the task."""
         found = dict.fromkeys(name for record in self.evals for name in record.metrics)
@@ -90,10 +104,10 @@ def read_run(path: Path) -> RunData:
     """Read the folder of a run, at whatever point the run is."""
     with RunFolder.open(path) as run:
         records = run.records()
-        settings = run.read_json("resolved.json")
-        plan = run.read_json("plan.json") if (path / "plan.json").exists() else None
+        settings = run.read_json("resolved.json", SETTINGS)
+        plan = run.read_json("plan.json", PLAN) if (path / "plan.json").exists() else None
         has_environment = (path / "environment.json").exists()
-        environment = run.read_json("environment.json") if has_environment else {}
+        environment = run.read_json("environment.json", ENVIRONMENT) if has_environment else {}
         recipe_text = run.recipe_text if (path / "recipe.yaml").exists() else ""
         task = run.task_info()
     return RunData(

@@ -57,6 +57,8 @@ def ending(data: RunData) -> Ending:
     gave_up = _gave_up(data)
     if gave_up and done < asked:
         return Ending(label="Diverged", tone="bad", advice=gave_up)
+    if data.diverged:
+        return Ending(label="Diverged", tone="bad", advice=_came_to_nothing(data))
     lost = _lost_at(data.steps)
     if lost is not None:
         return Ending(
@@ -96,6 +98,8 @@ def headline(data: RunData) -> str:
         return f"{data.name} is set up to train {_in_policy(data)} and has not run a step."
     done, asked = len(data.steps), int(data.setting("steps", 0))
     steps = count(done, "step") if done >= asked else f"{count(done)} of {count(asked, 'step')}"
+    if data.diverged:
+        return f"{data.name} diverged {_in_policy(data)} in {steps}: {data.diverged}."
     return f"{data.name} trained {_in_policy(data)} for {steps}: {_quality(data)}."
 
 
@@ -122,6 +126,16 @@ def _in_policy(data: RunData) -> str:
         return f"in {name}{emulated}"
     mostly = f", mostly {most}{emulated}" if most else ""
     return f"with the {name} policy{mostly}" if name.isalpha() else f"with policy {name}{mostly}"
+
+
+def _came_to_nothing(data: RunData) -> str:
+    """Say what is left of a run that has done its steps and diverged."""
+    left = "its weights are in its last checkpoint"
+    if data.vitals.weights:
+        left = "only a checkpoint of before its weights were lost is of any use"
+    why = next((r.why for r in reversed(data.steps) if r.why), "")
+    reason = f" The last reason given for a skipped step: {why}." if why else ""
+    return f"The run has done its steps and came to nothing; {left}.{reason}"
 
 
 def _gave_up(data: RunData) -> str:

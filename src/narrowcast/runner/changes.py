@@ -10,6 +10,7 @@ from narrowcast.config.phases import last_step
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.runs import RunFolder
+from narrowcast.runs.shape import ANY
 from narrowcast.training.checkpoints.settings import (
     MAY_CHANGE,
     decisive_differences,
@@ -106,9 +107,7 @@ def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
     now = plan.to_json()
     try:
         was = run.read_json(PLAN)
-    except CheckpointError as error:
-        was = error
-    if not isinstance(was, dict):
+    except CheckpointError:
         return [f"{PLAN} was damaged, so it is not known whether the formats run as they did"]
     was = {key: was[key] for key in was if key != "phases"}  # `plan` is the first one's
     if was == now:
@@ -133,7 +132,7 @@ def _resolved(
         there = _entries(run)
     except CheckpointError as error:
         if not saved or "settings" not in accept:
-            raise CheckpointError(f"{error}; put it back from a copy, or {way_out}") from error
+            raise CheckpointError(f"{error}, or {way_out}") from error
     here = {key: entry["value"] for key, entry in there.items()}
     if "settings" in accept and saved:
         return {
@@ -151,13 +150,12 @@ def _resolved(
 
 
 def _entries(run: RunFolder) -> dict[str, Any]:
-    found = run.read_json(RESOLVED)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{run.path / RESOLVED} is damaged: it is no JSON object")
+    found: dict[str, Any] = run.read_json(RESOLVED, {ANY: {ANY: object}})
     for key, entry in found.items():
-        if not isinstance(entry, dict) or entry.keys() != {"value", "origin"}:
+        if entry.keys() != {"value", "origin"}:
             raise CheckpointError(
-                f"{run.path / RESOLVED} is damaged: {key} has no value and origin"
+                f"{run.path / RESOLVED} is damaged: {key} has no value and origin; put it back "
+                "from a copy"
             )
     return found
 

@@ -5,13 +5,15 @@ from pathlib import Path
 
 from narrowcast.errors import CheckpointError
 from narrowcast.report.page import FILE as REPORT
-from narrowcast.runner.changes import continued
+from narrowcast.runner.changes import PLAN, continued
 from narrowcast.runner.report_sections import write_run_report
 from narrowcast.runs import RunFolder
+from narrowcast.runs.folder import ENVIRONMENT, RECIPE, RESOLVED, TASK
 from narrowcast.runs.writing import explain_write_error
-from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, step_of
-from narrowcast.training.checkpoints.export import results_are_whole
-from narrowcast.training.checkpoints.resume import require_records
+from narrowcast.training.checkpoints.checkpoint import latest, step_of
+from narrowcast.training.checkpoints.export import RESULTS, WEIGHTS, results_are_whole
+from narrowcast.training.checkpoints.records_identity import require_records
+from narrowcast.training.checkpoints.resume import latest_state
 
 REPORT_DUE = ".report-due"
 """There from the moment a run is begun or continued until its report is written: one that was
@@ -31,10 +33,19 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> int:
         done = step_of(last)
         if not results_are_whole(run.path, step=done):
             return 0
-        state = load_checkpoint(last)
+        state = latest_state(run)
         steps = continued(run, overrides, state=state).after.recipe.steps
         require_records(run, state)
         return steps if steps == done else 0
+
+
+def require_places(folder: Path) -> None:
+    """Refuse a folder in which a run could not write what it leads to, before it goes on."""
+    for name in (RECIPE, RESOLVED, ENVIRONMENT, TASK, PLAN, WEIGHTS, RESULTS, REPORT, REPORT_DUE):
+        if (folder / name).is_dir():
+            raise CheckpointError(
+                f"{folder / name} is a folder, where the run keeps a file; move it elsewhere"
+            )
 
 
 def report_is_due(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Where a new run goes."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,50 +12,45 @@ from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.runs import RunFolder
 
 RUNS = Path("runs")
+LONGEST_SHOWN = 200
+"""Characters of a path that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutDir:
-    """A folder that can be made."""
+    """The folder of a run to come."""
 
     path: Path
-    unnamed: bool = False
-    """Whether it was found here rather than asked for."""
     taken: Path | None = None
     """The folder that would have been used, had it not been there already."""
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Hold a folder that nobody named while its run is built; let go of it if that fails."""
-        if not self.unnamed:
-            yield
-            return
-        with suppress(OSError):  # what is in the way, whoever makes the run says
-            self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # one that a run is in is not empty, and stays
-                self.path.rmdir()
 
     def __str__(self) -> str:
         return f"{self.path} ({self.taken} is taken)" if self.taken else str(self.path)
 
 
-def out_dir_for(name: str, out: str | None) -> OutDir:
-    """Return the place of a new run called `name`: `out`, or the first free one of that name.
+@contextmanager
+def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
+    """Give the place of a new run called `name`: `out`, or the first free one of that name.
 
-    Makes nothing. An `out` that holds a run already is refused here, before any work is done.
+    An `out` that holds a run already is refused here, before any work is done. A folder that
+    nobody named is made, so that of two runs that start at once each has one of its own; where no
+    run comes to be in it, it goes again.
     """
     if out is not None:
         require_no_run(Path(out))
-        return OutDir(path=Path(out))
-    first = RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run")
-    if not first.exists():
-        return OutDir(path=first, unnamed=True)
-    numbered = (first.with_name(f"{first.name}-{n}") for n in count(2))
-    free = next(path for path in numbered if not path.exists())
-    return OutDir(path=free, unnamed=True, taken=first)
+        yield OutDir(path=Path(out))
+        return
+    place = _claimed(RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"))
+    try:
+        yield place
+    finally:
+        with suppress(OSError):  # one that a run is in is not empty, and stays
+            place.path.rmdir()
+
+
+def beside(path: Path) -> Iterator[Path]:
+    """Return the names a folder may have beside `path` where that is taken, without end."""
+    return (path.with_name(f"{path.name}-{number}") for number in count(2))
 
 
 def require_no_run(path: Path) -> None:
@@ -63,7 +59,27 @@ def require_no_run(path: Path) -> None:
         RunFolder.open(path)
     except CheckpointError:
         return  # whatever else is in the way, making the folder says
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        shown = ascii(str(path)[:LONGEST_SHOWN])[1:-1]
+        raise RecipeError(f"no run can be kept at {shown}: {why}; choose another --out") from error
     raise RecipeError(
         f"{path} already holds a run; choose another --out, or continue it with "
         f"`narrowcast resume {path}`"
     )
+
+
+def _claimed(first: Path) -> OutDir:
+    """Make the first folder of that name that nobody has; only one of two processes can."""
+    if _is_made(first):
+        return OutDir(path=first)
+    return OutDir(path=next(path for path in beside(first) if _is_made(path)), taken=first)
+
+
+def _is_made(path: Path) -> bool:
+    try:
+        path.mkdir(parents=True)
+    except OSError:
+        # Taken; or something is in the way of all of them, which whoever makes the run says.
+        return not os.path.lexists(path)
+    return True

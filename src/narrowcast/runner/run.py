@@ -16,7 +16,7 @@ from typing import Any, Self, final
 from torch import nn
 
 from narrowcast.config import LoadedRecipe, Recipe
-from narrowcast.errors import DivergedError, Interrupted, RecipeError
+from narrowcast.errors import DivergedError, Interrupted, NarrowcastError, RecipeError
 from narrowcast.hardware import probe
 from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
@@ -24,15 +24,13 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
 from narrowcast.runner.changes import continued, notices, require_acceptable
-from narrowcast.runner.finished import report_is_due, write_due_report
+from narrowcast.runner.finished import report_is_due, require_places, write_due_report
+from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runs import Record, RunFolder, describe_environment
 from narrowcast.runs.folder import RECORDS, RESOLVED
-from narrowcast.training.checkpoints.resume import (
-    latest_state,
-    require_records,
-    rewind_to,
-)
+from narrowcast.training.checkpoints.records_identity import require_records
+from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.phase_plans import phases_json
 from narrowcast.training.task import Task
 from narrowcast.training.trainer import train as train_records
@@ -60,6 +58,7 @@ class Run:
         records: Generator[Record],
         *,
         folder: RunFolder | None,
+        home: KeptFolder | None = None,
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
     ) -> None:
@@ -68,7 +67,7 @@ class Run:
         """The step a continued run goes on from; None for a new one."""
         self.notices = list(notices)
         """Where the rest of a continued run will not be what it would have been."""
-        self._assembled, self._records = assembled, records
+        self._assembled, self._records, self._home = assembled, records, home
         self.earlier: list[Record] = [] if folder is None else folder.records()
         """The records it goes on from."""
 
@@ -119,29 +118,40 @@ class Run:
 
         As `narrowcast train` does it: with torch's own generators, which nobody else draws from.
         """
-        if self.folder is None:
+        if self.folder is None or self._home is None:
             with contextlib.closing(self._records) as records:
                 yield from records
             return
+        with self._home.held(self.folder):
+            yield from self._kept(self.folder, self._home, tell)
+
+    def _kept(self, folder: RunFolder, home: KeptFolder, tell: Tell) -> Generator[Record]:
         step = self.resumed_from or 0
-        report_is_due(self.folder.path)
+        report_is_due(home.path())
         try:
             with contextlib.closing(self._records) as records, self._trackers(tell) as trackers:
                 for record in records:
-                    self.folder.write(record)
+                    folder.write(record)
+                    home.look()
                     trackers.take(record)
                     step = record.step
                     yield record
         except Interrupted as stop:
-            write_due_report(self.folder.path)
+            told = [home.lost] if home.lost else []
+            try:
+                write_due_report(home.path())
+            except NarrowcastError as error:  # the checkpoint is what counts
+                told.append(str(error))
             raise Interrupted(
-                f"interrupted after step {step} of {self.recipe.steps}\n"
-                f"resume with: narrowcast resume {shlex.quote(str(self.folder.path))}"
+                "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *told])
+                + f"\nresume with: narrowcast resume {shlex.quote(str(folder.path))}"
             ) from stop
         except DivergedError as error:
-            page = write_due_report(self.folder.path)
+            page = write_due_report(home.path())
             raise DivergedError(f"{error}\nwhat led to it: {page}") from error
-        write_due_report(self.folder.path)
+        write_due_report(home.path())
+        if home.lost:
+            tell(home.lost)
 
     def close(self) -> None:
         """End what is going on, and let go of the folder: another process may continue the run."""
@@ -189,7 +199,8 @@ def train(
         raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
     assembled = assemble(loaded.recipe)
     path = None if out is None else Path(out)
-    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=path)
+    home = None if path is None else KeptFolder(path)
+    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=home)
     if path is None:
         return Run(loaded, assembled, records, folder=None)
     folder = RunFolder.create(
@@ -200,7 +211,7 @@ def train(
     )
     folder.set_task_info(assembled.task.info)
     folder.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
-    return Run(loaded, assembled, records, folder=folder)
+    return Run(loaded, assembled, records, folder=folder, home=home)
 
 
 def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterable[str] = ()) -> Run:
@@ -217,17 +228,19 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         needs = [RECORDS] if "settings" in accepted else [RECORDS, RESOLVED]
         run = stack.enter_context(RunFolder.open(folder, needs=needs))
         run.claim()
+        require_places(run.path)
         state = latest_state(run)
         recipes = continued(run, list(overrides), state=state, accept=accepted)
         loaded = recipes.after
         require_trackers(loaded.recipe.trackers)
         require_records(run, state, accept=accepted)
         assembled = assemble(loaded.recipe)
+        home = KeptFolder(run.path)
         records = train_records(
             assembled.prepared,
             assembled.task,
             loaded.recipe,
-            folder=run.path,
+            folder=home,
             resume=state,
             accept=accepted,
         )
@@ -241,7 +254,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
-    return Run(loaded, assembled, records, folder=run, resumed_from=step, notices=told)
+    return Run(loaded, assembled, records, folder=run, home=home, resumed_from=step, notices=told)
 
 
 def plan_recipe(

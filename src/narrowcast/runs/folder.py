@@ -15,8 +15,10 @@ from typing import Any, Self, final
 
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.runs import strict_json
+from narrowcast.runs.peek import read_plain
 from narrowcast.runs.records import Record
 from narrowcast.runs.records_file import RecordsFile
+from narrowcast.runs.shape import Shape, misfit, unreadable
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, TaskInfo
 from narrowcast.runs.writing import NO_SPACE, explain_write_error, replace_file
 
@@ -93,7 +95,7 @@ class RunFolder:
     def recipe_text(self) -> str:
         """The recipe as it was given."""
         try:
-            return (self.path / RECIPE).read_bytes().decode()
+            return read_plain(self.path / RECIPE).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot read {self.path / RECIPE}: {error}") from error
 
@@ -109,6 +111,20 @@ class RunFolder:
         """Drop the records after the checkpoint of `step`, and a torn last line."""
         self._records.rewind(step)
 
+    def hold(self) -> None:
+        """Become the one process that writes to this folder; refused where another is."""
+        self._records.hold()
+
+    def is_at(self, path: Path) -> bool:
+        """Say whether `path` is the folder this run writes to, and its records are in it."""
+        return self._records.is_at(path / RECORDS)
+
+    def move_to(self, path: Path) -> None:
+        """Go on in the folder `path`, with the records so far in it, wherever they are now."""
+        self.path = path
+        self._records.move_to(path / RECORDS)
+        self.checkpoints.mkdir(exist_ok=True)
+
     def write_json(self, name: str, value: object) -> None:
         """Write `value` to the file `name` of this folder, whole or not at all."""
         target = self._file_called(name)
@@ -118,15 +134,20 @@ class RunFolder:
         except OSError as error:
             raise CheckpointError(f"cannot write {target}: {explain_write_error(error)}") from error
 
-    def read_json(self, name: str) -> Any:
-        """Read the file `name` of this folder."""
+    def read_json(self, name: str, shape: Shape = dict) -> Any:
+        """Read the file `name` of this folder, or raise CheckpointError if it has another shape."""
         target = self._file_called(name)
         try:
-            return strict_json.loads(target.read_bytes().decode())
+            found = strict_json.loads(read_plain(target).decode())
         except OSError as error:
             raise CheckpointError(f"cannot read {target}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{target} is damaged: {error}") from error
+            raise CheckpointError(
+                f"{target} is damaged: {error}; put it back from a copy"
+            ) from error
+        if wrong := unreadable(found) or misfit(found, shape):
+            raise CheckpointError(f"{target} is damaged: {wrong}; put it back from a copy")
+        return found
 
     def task_info(self) -> TaskInfo:
         """Return what the run counts and how it is judged.

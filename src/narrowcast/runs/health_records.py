@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowcast.runs import strict_json
+from narrowcast.runs.shape import LARGEST
 
 NAMES = ("module", "role", "format")
 SHARES = ("overflow", "underflow", "subnormal", "nonfinite")
@@ -95,7 +96,7 @@ def health_line(record: HealthRecord, *, kind: str) -> str:
 def health_from_json(found: dict[str, Any]) -> HealthRecord:
     """Return the record that such a line was made from; raise KeyError or TypeError otherwise."""
     step = found.pop("step", None)
-    if type(step) is not int:
+    if type(step) is not int or abs(step) > LARGEST:
         raise TypeError("step is not a whole number")
     values: dict[str, Any] = {name: _texts(name, found) for name in NAMES}
     values |= {name: _numbers(name, _column(name, found)) for name in NUMBERS}

@@ -14,6 +14,7 @@ from narrowcast.runs.health_records import (
     health_from_json,
     health_line,
 )
+from narrowcast.runs.shape import LARGEST
 
 __all__ = [
     "KINDS",
@@ -213,13 +214,18 @@ def _number_or_none(name: str, value: object) -> float | None:
 def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is not a whole number")
+    if abs(value) > LARGEST:
+        raise TypeError(f"{name} is beyond 2**63")
     return value
 
 
 def _wholes(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise TypeError(f"{name} is not a list")
-    return tuple(_whole(name, item) for item in value)
+    found = tuple(_whole(name, item) for item in value)
+    if found and min(found) < 0:
+        raise TypeError(f"{name} holds a count below 0")
+    return found
 
 
 def _flag(name: str, value: object) -> bool:

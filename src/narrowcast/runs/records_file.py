@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import final
 
 from narrowcast.errors import CheckpointError
 from narrowcast.runs.lock import LOCK, Lock
+from narrowcast.runs.peek import read_plain
 from narrowcast.runs.records import CheckpointRecord, Record, from_line, to_line
-from narrowcast.runs.writing import explain_write_error
+from narrowcast.runs.writing import explain_write_error, replace_file
 
 
 @final
@@ -30,6 +32,27 @@ class RecordsFile:
         """Return every whole record; a torn last line is left out, any other is an error."""
         return [record for record, _ in self._ended_records()]
 
+    def hold(self) -> None:
+        """Open the file for writing, unless another process has it."""
+        self._open()
+
+    def is_at(self, path: Path) -> bool:
+        """Say whether `path` is the file that is open."""
+        try:
+            return self._file is not None and os.path.samestat(path.stat(), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def move_to(self, path: Path) -> None:
+        """Go on at `path`: the open file if it is there, else a copy of it."""
+        if not self.is_at(path):
+            assert self._file is not None
+            replace_file(path, _read_all(self._file))
+            self.close()
+            self._lock = Lock(path.with_name(LOCK))
+        self.path = path
+        self._open()
+
     def append(self, record: Record) -> None:
         """Add `record`; when this returns, it survives the death of the process."""
         line = (to_line(record) + "\n").encode()
@@ -38,7 +61,8 @@ class RecordsFile:
         try:
             _write_all(file, line)
         except OSError as error:
-            os.ftruncate(file, before)
+            with contextlib.suppress(OSError):  # a torn last line is left out by whoever reads
+                os.ftruncate(file, before)
             raise self._cannot_write(error) from error
 
     def rewind(self, step: int) -> None:
@@ -56,9 +80,12 @@ class RecordsFile:
         later = next((i for i, (record, _) in enumerate(ended) if record.step > step), len(ended))
         kept = saved[-1] if saved else ended[later - 1][1] if later else 0
         file = self._open()
-        # A prefix stays, so cutting is enough: one operation, and it works on a full disk.
-        os.ftruncate(file, min(kept, os.fstat(file).st_size))
-        os.fsync(file)
+        try:
+            # A prefix stays, so cutting is enough: one operation, and it works on a full disk.
+            os.ftruncate(file, min(kept, os.fstat(file).st_size))
+            os.fsync(file)
+        except OSError as error:
+            raise self._cannot_write(error) from error
 
     def close(self) -> None:
         """Let another process write."""
@@ -75,7 +102,7 @@ class RecordsFile:
         ended = self._ended_records()
         end = ended[-1][1] if ended else 0
         try:
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         except OSError as error:
             raise self._cannot_write(error) from error
         self._file = file
@@ -92,7 +119,7 @@ class RecordsFile:
     def _ended_records(self) -> list[tuple[Record, int]]:
         """Return every whole record, and the byte after its line."""
         try:
-            content = self.path.read_bytes()
+            content = read_plain(self.path)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
         *lines, last = content.split(b"\n")
@@ -117,6 +144,13 @@ class RecordsFile:
             f"cannot write to {self.path}: {explain_write_error(error)}; "
             f"then continue with `narrowcast resume {self.path.parent}`"
         )
+
+
+def _read_all(file: int) -> bytes:
+    content = bytearray()
+    while piece := os.pread(file, 2**20, len(content)):
+        content += piece
+    return bytes(content)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -17,8 +17,14 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def loads(text: str) -> Any:
-    """Parse JSON; NaN and Infinity without quotes are refused, as the standard asks."""
-    return json.loads(text, parse_constant=_refuse)
+    """Parse JSON; NaN and Infinity without quotes are refused, as the standard asks.
+
+    So is half a character (`\\ud800`), which no page could be written with.
+    """
+    value = json.loads(text, parse_constant=_refuse)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError
+    return value
 
 
 def _plain(value: object) -> object:

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from shutil import rmtree
 
@@ -14,6 +15,9 @@ from narrowcast.errors import CheckpointError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What a full disk, a used-up quota and a size limit are called by the system."""
+
+MARK = ".tmp-"
+"""In the name of what is being written or removed."""
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -55,13 +59,32 @@ def written_beside(path: Path, *, hint: str) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it is there; a folder half removed never bears its own name."""
-    if path.is_dir():
-        doomed = path.with_name(f"{path.name}.tmp-removed")
+    """Remove a file, a link or a folder if it is there.
+
+    A folder half removed never bears its own name; one that cannot be removed under another name
+    is left there.
+    """
+    if path.is_dir() and not path.is_symlink():
+        doomed = _free_name(path, "removed")
         path.rename(doomed)
-        rmtree(doomed)
-    elif path.exists():
-        path.unlink()
+        rmtree(doomed, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path, *, of: str = "") -> None:
+    """Remove what a process that was killed while it wrote to `folder` has left there.
+
+    `of` is the file or folder it wrote; without it, any. What cannot be removed is in nobody's
+    way: the next one is written under another name.
+    """
+    found = folder.iterdir() if folder.is_dir() else ()
+    for path in [path for path in found if path.name.startswith(of) and MARK in path.name]:
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 def sync_file(path: Path) -> None:
@@ -87,13 +110,17 @@ def explain_write_error(error: OSError) -> str:
     return reason or error.strerror or str(error)
 
 
+def _free_name(path: Path, why: str) -> Path:
+    """Return a name beside `path` that nothing bears."""
+    names = (f"{path.name}{MARK}{why}{f'-{n}' if n else ''}" for n in count())
+    return next(p for p in map(path.with_name, names) if not os.path.lexists(p))
+
+
 @contextmanager
 def _put_in_place(path: Path) -> Iterator[Path]:
-    beside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    remove_leftovers(path.parent, of=f"{path.name}{MARK}")
+    beside = _free_name(path, str(os.getpid()))
     try:
-        for other in path.parent.iterdir() if path.parent.is_dir() else ():
-            if other.name.startswith(f"{path.name}.tmp-"):
-                remove(other)
         yield beside
         if beside.is_dir():
             sync_folder(beside)

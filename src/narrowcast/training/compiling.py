@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from narrowcast.config.sections import Recipe
@@ -28,6 +27,8 @@ def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
     In place: the model, its names and its weights stay what they are.
     """
     if recipe.compile:
+        import torch._dynamo  # two seconds, and most runs are not compiled
+
         limits: Any = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, VERSIONS)
         for block in repeated_blocks(model) or [model]:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.precision.nested import map_tensors, tensors_in
-from narrowcast.training.task import Batch, MapDataset, SampleDataset
+from narrowcast.training.signals import STOPPING
+from narrowcast.training.task import Batch, MapDataset, SampleDataset, Task
 
 Batches: TypeAlias = Generator[Batch, None, None]
 Collate: TypeAlias = Callable[[Any], Batch]
@@ -199,10 +201,11 @@ def _stacked(fetched: Any) -> Any:
 
 
 def _outlive_signals(worker: int) -> None:
-    # A terminal sends Ctrl-C to every process of the run, and a scheduler SIGTERM. The trainer
-    # finishes its step first and needs batches for it; it ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A terminal sends Ctrl-C, and SIGHUP when it is closed, to every process of the run, and a
+    # scheduler SIGTERM. The trainer finishes its step first and needs batches for it; it ends its
+    # workers itself.
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batches:
@@ -221,3 +224,18 @@ def _copied_ahead(batches: Batches, device: torch.device, *, depth: int) -> Batc
                 # Else its memory could be given to the next copy while a kernel still reads it.
                 tensor.record_stream(using)
             yield ready
+
+
+def batches_of(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
+    """Return the batches of a run from the one numbered `start` on, as its recipe asks for them."""
+    return BatchStream(
+        task.train_data,
+        recipe.batch_size,
+        seed=recipe.seed,
+        start=start,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        device=device,
+        collate=task.collate,
+        count=task.items,
+    )

@@ -12,6 +12,7 @@ from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord, TaskInfo
 from narrowcast.runs.task_info import AVERAGED
+from narrowcast.runs.vitals import WEIGHTS_NOT_FINITE
 from narrowcast.training.task import Task
 
 
@@ -34,24 +35,48 @@ def evaluate(prepared: Prepared, task: Task) -> dict[str, float]:
     return metrics
 
 
-def not_finite(metrics: Mapping[str, float], *, step: int) -> Iterator[FindingRecord]:
-    """Say which numbers of an evaluation are none, if any, and that the weights are not to blame.
+def not_finite(
+    metrics: Mapping[str, float], weights: str, *, step: int, lr: str
+) -> Iterator[FindingRecord]:
+    """Say which numbers of an evaluation are none, if any, and whether weights are to blame.
 
-    A step that is not finite is skipped, so they are those of the last that was.
+    `weights` says which of them are not finite. They may be although every such gradient was
+    skipped: an update can overflow by itself. `lr` is how the learning rate is written.
     """
+    if weights:
+        yield _finding(
+            step,
+            role="weight",
+            what=WEIGHTS_NOT_FINITE,
+            why=weights,
+            advice=f"go back to an earlier checkpoint, and try a lower {lr}",
+        )
     bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
-        yield FindingRecord(
-            step=step,
-            since=step,
-            module="",
+        yield _finding(
+            step,
             role="evaluation",
             what="evaluation not finite",
-            why=f"{', '.join(bad)}: its passes run in the formats of training, on finite weights",
-            action="",
-            advice="look at the steps skipped before it, or at the data it is made with; try a "
-            "wider precision.policy",
+            why=f"{', '.join(bad)}: its passes run in the formats of training, on weights that "
+            + ("are not finite" if weights else "are finite"),
+            advice=""
+            if weights
+            else "look at the steps skipped before it, or at the data it is made with; try a wider "
+            "precision.policy",
         )
+
+
+def _finding(step: int, *, role: str, what: str, why: str, advice: str) -> FindingRecord:
+    return FindingRecord(
+        step=step,
+        since=step,
+        module="",
+        role=role,
+        what=what,
+        why=why,
+        action="",
+        advice=advice,
+    )
 
 
 @contextmanager

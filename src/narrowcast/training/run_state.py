@@ -11,6 +11,7 @@ from narrowcast.hardware.randomness import capture_randomness, restore_randomnes
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
+from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.resume import require_same_model, shapes
 from narrowcast.training.checkpoints.settings import decisive_differences, told
 from narrowcast.training.task import Hook, Task
@@ -77,7 +78,7 @@ class RunState:
         with, and that is told when it is restored.
         """
         step = state["step"]
-        wanted = [*self._parts, "data", "settings"]
+        wanted = [*self._parts, "data", "settings", "records"]
         if missing := [name for name in wanted if name not in state]:
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved by an older version of narrowcast (it "
@@ -91,7 +92,10 @@ class RunState:
                 f"{', '.join(saved) or 'none'}, and the task has {', '.join(self._hooks) or 'none'}"
                 "; resume it with the version of the workload it was begun with"
             )
-        if difference := self.identify_data().differs_from(state["data"]):
+        here = self.identify_data()
+        with part_of(step, "data"):
+            difference = here.differs_from(state["data"])
+        if difference:
             self._refuse_data(difference, step=step, accepted="data" in accept)
         if step > self._recipe.steps:
             raise RecipeError(
@@ -135,16 +139,19 @@ class RunState:
         """
         for name in ("observer", "prepared", "investigator"):
             part: Any = self._parts[name]
-            part.load_state_dict(state[name])
+            with part_of(state["step"], name):
+                part.load_state_dict(state[name])
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
-            hook.load_state_dict(state["hooks"][name])
+            with part_of(state["step"], f"hook {name}"):
+                hook.load_state_dict(state["hooks"][name])
         progress = Progress(
             step=state["step"], batches=state["batches"], evaluated=state["evaluated"]
         )
-        if restore_randomness(state["random"], self._device):
-            return progress, self._accepted
-        saved_on = state["random"]["device"]["type"]
+        with part_of(progress.step, "random state"):
+            if restore_randomness(state["random"], self._device):
+                return progress, self._accepted
+            saved_on = state["random"]["device"]["type"]
         return progress, [
             *self._accepted,
             FindingRecord(

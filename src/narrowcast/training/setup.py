@@ -6,6 +6,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.common_sections import LossScaleSection
 from narrowcast.config.sections import Recipe
+from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepare import prepare
@@ -58,3 +59,9 @@ def loss_scale_of(settings: LossScaleSection) -> LossScale:
         hysteresis=settings.hysteresis,
         dynamic=settings.dynamic,
     )
+
+
+def faults_of(prepared: Prepared, recipe: Recipe) -> Faults | None:
+    """Return the faults that a recipe asks for; None where it asks for none."""
+    asked = [Fault(**section.model_dump()) for section in recipe.faults]
+    return Faults(prepared.model, asked, seed=recipe.seed) if asked else None

@@ -1,28 +1,68 @@
-"""SIGINT and SIGTERM as a request to stop at the next good moment."""
+"""Reasons to stop at the next good moment: SIGINT, SIGTERM and SIGHUP, or a folder that is lost."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
+
+STOPPING = tuple(
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGHUP")
+    if name in signal.Signals.__members__  # Windows has no SIGHUP
+)
+"""Ctrl-C, a scheduler that wants its machine back, a terminal that was closed."""
+
+
+class Home(Protocol):
+    """Where a run keeps its files, which somebody may take from it while it goes on."""
+
+    @property
+    def lost(self) -> str:
+        """What became of the folder, where that is a reason to end; else empty."""
+
+    def path(self) -> Path:
+        """Return where the folder is, once it is sure to be there."""
+
+
+@dataclass(frozen=True)
+class FixedHome:
+    """A folder that nobody looks after."""
+
+    folder: Path
+    lost: str = ""
+
+    def path(self) -> Path:
+        """Return the folder."""
+        return self.folder
 
 
 @dataclass
 class Stop:
-    """Whether the process has been asked to end."""
+    """Whether the run has been asked to end."""
 
+    home: Home | None = None
     asked_by: signal.Signals | None = None
+
+    @property
+    def why(self) -> str:
+        """What the run should end for; empty while it may go on."""
+        if self.asked_by is not None:
+            return self.asked_by.name
+        return "the loss of its folder" if self.home is not None and self.home.lost else ""
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Stop]:
-    """Note SIGINT and SIGTERM instead of ending; a second one has the meaning it had before.
+def stop_on_signals(home: Home | None = None) -> Iterator[Stop]:
+    """Note signals that ask for an end instead of ending; a second one means what it meant before.
 
     Only the main thread can: in any other, signals keep their meaning, and so does a signal that
     the process was started to ignore, as under nohup.
     """
-    stop = Stop()
+    stop = Stop(home)
 
     def note(number: int, frame: FrameType | None) -> None:
         if stop.asked_by is not None:
@@ -33,7 +73,7 @@ def stop_on_signals() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOPPING}
     # None is a handler that C code has set: it could not be put back.
     taken = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for number in taken:

@@ -15,8 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import DivergedError, Interrupted
 from narrowcast.hardware.async_copy import AsyncCopy
@@ -24,23 +22,25 @@ from narrowcast.hardware.peak import peak_bytes
 from narrowcast.hardware.randomness import seed_everything
 from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
 from narrowcast.health.diagnose.passes import ReplayInputs
-from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.checkpoint import save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
-from narrowcast.training.checkpoints.resume import sync_records
-from narrowcast.training.data import BatchStream
+from narrowcast.training.checkpoints.parts import part_of
+from narrowcast.training.checkpoints.records_identity import RecordsDigest
+from narrowcast.training.data import BatchStream, batches_of
 from narrowcast.training.determinism import deterministic_kernels
 from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
-from narrowcast.training.signals import Stop, stop_on_signals
+from narrowcast.training.setup import faults_of
+from narrowcast.training.signals import FixedHome, Home, Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
 from narrowcast.training.task import Batch, Task
+from narrowcast.training.vital_signs import VitalSigns, bad_weights
 
 
 def train(
@@ -48,7 +48,7 @@ def train(
     task: Task,
     recipe: Recipe,
     *,
-    folder: Path | None = None,
+    folder: Path | Home | None = None,
     resume: dict[str, Any] | None = None,
     accept: Collection[str] = (),
 ) -> Generator[Record]:
@@ -61,7 +61,8 @@ def train(
     loaded. What follows is bit for bit what an uninterrupted run would do; on a GPU only if
     `recipe.deterministic`, which makes it slower.
 
-    SIGINT or SIGTERM end the run after the step in progress, with a checkpoint and `Interrupted`.
+    SIGINT, SIGTERM, SIGHUP or a `Home` that was lost end the run after the step in progress, with
+    a checkpoint and `Interrupted`.
     """
     course = _Course(prepared, task, recipe, folder=folder)
     try:
@@ -90,9 +91,10 @@ class _Course:
     """A run: what it trains, and how far it has come."""
 
     def __init__(
-        self, prepared: Prepared, task: Task, recipe: Recipe, *, folder: Path | None
+        self, prepared: Prepared, task: Task, recipe: Recipe, *, folder: Path | Home | None
     ) -> None:
-        self._prepared, self._task, self._recipe, self._folder = prepared, task, recipe, folder
+        self._prepared, self._task, self._recipe = prepared, task, recipe
+        self._home = FixedHome(folder) if isinstance(folder, Path) else folder
         self._device = next(prepared.model.parameters()).device
         self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
@@ -103,9 +105,10 @@ class _Course:
             prepared,
             self._stepper.loss_of,
             verdicts=recipe.health.verdicts,
-            faults=_faults(prepared, recipe),
+            faults=faults_of(prepared, recipe),
             backward=self._stepper.backward,
         )
+        self._vital_signs = VitalSigns(prepared, task.info, home=self._home)
         self._state = RunState(
             prepared,
             task,
@@ -115,9 +118,10 @@ class _Course:
                 "investigator": self._investigator,
                 "observer": self._observer,
                 "adapter": self._adapter,
+                "vital_signs": self._vital_signs,
             },
         )
-        self._progress, self._saved = Progress(), 0
+        self._progress, self._saved, self._records = Progress(), 0, RecordsDigest()
         self._unread: deque[_Attempt] = deque()
         self._found: list[FindingRecord] = []
         self._since = time.perf_counter()
@@ -129,7 +133,7 @@ class _Course:
         """
         if state is not None:
             self._state.require_own(state, accept=accept)
-        elif self._folder is not None:
+        elif self._home is not None:
             self._state.identify_data()
 
     def close(self) -> None:
@@ -148,8 +152,8 @@ class _Course:
         seed_everything(recipe.seed)
         if state is not None:
             yield from self._restore(state)
-        data = _batches(task, recipe, start=self._progress.batches, device=self._device)
-        with stop_on_signals() as stop, data, deterministic_kernels(recipe.deterministic):
+        data = batches_of(task, recipe, start=self._progress.batches, device=self._device)
+        with stop_on_signals(self._home) as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
                 task.before_first_step(self._prepared)
             self._since = time.perf_counter()
@@ -165,24 +169,25 @@ class _Course:
                     yield from self._read(leaving=0)
                     raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
-        if self._folder is not None:
-            write_results(self._prepared, task, self._folder, step=self._progress.step)
+        self._vital_signs.require_alive(self._progress.step, self._investigator.named)
+        if self._home is not None:
+            write_results(self._prepared, task, self._home.path(), step=self._progress.step)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when it is time to, and end the run if it was asked to."""
         evaluation_is_due = self._is_due(self._recipe.eval.every, last=self._progress.evaluated)
-        if evaluation_is_due and not stop.asked_by:  # a scheduler grants little time to end
+        if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             yield from self._evaluate()
         checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
-        if checkpoint_is_due or (stop.asked_by and self._saved != self._progress.step):
+        if checkpoint_is_due or (stop.why and self._saved != self._progress.step):
             yield from self._read(leaving=0)
             yield from self._save()
-        if stop.asked_by:
-            how = f"continue it with `narrowcast resume {self._folder}`"
+        if stop.why:
+            how = f"continue it with `narrowcast resume {self._home and self._home.path()}`"
             raise Interrupted(
-                f"{stop.asked_by.name} ended the run after step {self._progress.step}; "
-                + (how if self._folder else "without a folder to save it to, it cannot be resumed")
+                f"{stop.why} ended the run after step {self._progress.step}; "
+                + (how if self._home else "without a folder to save it to, it cannot be resumed")
             )
 
     def _evaluate(self) -> Iterator[Record]:
@@ -194,8 +199,12 @@ class _Course:
             raise
         step = self._progress.step
         self._progress = replace(self._progress, evaluated=step)
-        yield EvalRecord(step=step, metrics=metrics)
-        yield from not_finite(metrics, step=step)
+        words = self._prepared.engine.log.wording
+        found = not_finite(metrics, bad_weights(self._prepared), step=step, lr=words.lr)
+        records: list[Record] = [EvalRecord(step=step, metrics=metrics), *found]
+        for record in records:
+            self._vital_signs.note(record)
+            yield record
         self._since = time.perf_counter()
 
     def _change_formats(self) -> Iterator[Record]:
@@ -277,6 +286,7 @@ class _Course:
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.
             self._since = time.perf_counter() if told.findings else now
             self._schedule.note(record)
+            self._vital_signs.note(record)
             yield record
             yield from told.findings
             yield from self._observe(record, told)
@@ -311,41 +321,26 @@ class _Course:
 
     def _save(self) -> Iterator[Record]:
         """Write a checkpoint of the whole run, if there is a folder to write it to."""
-        if self._folder is None:
+        if self._home is None:
             return
-        sync_records(self._folder)
-        state = self._state.captured(self._progress)
-        keep, folder = self._recipe.checkpoint.keep, self._folder / "checkpoints"
-        record = save_checkpoint(folder, self._progress.step, state=state, keep=keep)
-        self._saved = self._progress.step
+        step, home = self._progress.step, self._home.path()
+        state = self._state.captured(self._progress) | {"records": self._records.upto_now(home)}
+        keep = self._vital_signs.kept(self._recipe.checkpoint.keep, step=step)
+        record = save_checkpoint(home / "checkpoints", step, state=state, keep=keep)
+        self._saved = step
         yield record
         self._since = time.perf_counter()
 
     def _restore(self, state: dict[str, Any]) -> Iterator[Record]:
         """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
         with self._observer.probes_removed():
-            self._schedule.restore(state["schedule"])
-            self._adapter.restore(state["adapter"])
+            with part_of(state["step"], "schedule"):
+                self._schedule.restore(state["schedule"])
+            with part_of(state["step"], "adapter"):
+                self._adapter.restore(state["adapter"])
+        with part_of(state["step"], "vital signs"):
+            self._vital_signs.load_state_dict(state["vital_signs"])
         self._progress, findings = self._state.restore(state)
         self._stepper.drop_graphs()
         self._saved = self._progress.step
         yield from findings
-
-
-def _batches(task: Task, recipe: Recipe, *, start: int, device: torch.device) -> BatchStream:
-    return BatchStream(
-        task.train_data,
-        recipe.batch_size,
-        seed=recipe.seed,
-        start=start,
-        workers=recipe.data.workers,
-        prefetch=recipe.data.prefetch,
-        device=device,
-        collate=task.collate,
-        count=task.items,
-    )
-
-
-def _faults(prepared: Prepared, recipe: Recipe) -> Faults | None:
-    asked = [Fault(**section.model_dump()) for section in recipe.faults]
-    return Faults(prepared.model, asked, seed=recipe.seed) if asked else None

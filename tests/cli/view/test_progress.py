@@ -56,8 +56,16 @@ def step(number: int, *, applied: bool = True, why: str = "") -> StepRecord:
 
 def test_a_plain_line_has_loss_scale_pace_and_time_left(console, clock):
     with RunDisplay(console, Tally(steps=11), task=TOKENS, scaled=True) as display:
-        display.show(step(1))
-    assert shown(console) == ["step 1/11  loss 2.500  scale 1,024  1.00 k tokens/s  1.0 s left"]
+        for number in range(1, 5):
+            display.show(step(number))
+            clock.now += 1
+    assert shown(console) == [
+        "step 1/11  loss 2.500  scale 1,024  1.00 k tokens/s",  # how long, nobody knows yet
+        "step 3/11  loss 2.500  scale 1,024  1.00 k tokens/s",
+    ]
+    with RunDisplay(console, display.tally, task=TOKENS, scaled=True) as display:
+        display.show(step(5))
+    assert shown(console)[-1] == "step 5/11  loss 2.500  scale 1,024  1.00 k tokens/s  600 ms left"
 
 
 def test_no_scale_is_shown_where_there_is_none(console, clock):

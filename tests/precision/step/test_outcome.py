@@ -1,7 +1,9 @@
 """The numbers of a step, from the device to the host."""
 
 import torch
+from torch import nn
 
+import narrowcast as nc
 from narrowcast.precision.step.outcome import NO_MODULE, Outcome, pack
 
 
@@ -17,7 +19,7 @@ def outcome(*, finite, norms, metered=False):
         norms=number(norms),
     )
     waits = []
-    names = [f"layer{i}.weight" for i in range(len(norms))]
+    names = [(i, f"layer{i}.weight") for i in range(len(norms))]
 
     def sync():
         waits.append(None)
@@ -54,3 +56,15 @@ def test_printing_waits_for_nothing():
     assert not waits
     assert made.applied
     assert str(made) == "<Outcome: step 3 applied; grad norm 2.5, loss scale 16, lr 0.1>"
+
+
+def test_a_weight_that_modules_share_is_as_near_the_loss_as_the_last_of_them():
+    model = nn.Sequential()
+    model.embed, model.norm, model.head = nn.Embedding(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+    model.head.weight = model.embed.weight
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="fp32")
+    with run.compute():
+        loss = model(torch.tensor([0, 1])).sum() * float("nan")
+    made = run.step(loss)
+    assert made.bad_parameters == ("norm.weight", "norm.bias", "head.weight", "head.bias")
+    assert made.bad_module == "head"

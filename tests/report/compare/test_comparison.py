@@ -258,3 +258,31 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_curve(make_run, step):
     (group,) = compare(folders).groups
     assert [p.step for p in group.runs[0].points] == [1, 3]
     assert replace(group.at_step, half_width=None).mean == 1.5
+
+
+def test_a_run_that_diverged_is_said_to_and_never_called_best(make, make_run, step):
+    skipped = [step(n, applied=n <= 20) for n in range(1, 41)]
+    evals = [EvalRecord(step=n, metrics={"loss": 0.5 if n < 40 else math.nan}) for n in (20, 40)]
+    dead = str(make_run([*skipped, *evals], steps=40, folder="dead", clip_norm=9.0))
+    found = compare([dead, make("alive", clip_norm=1.0)])
+    assert headline(found).startswith("clip_norm=1.0 has the best evaluated loss at step 20")
+    assert [(row.label, row.best) for row in rows(found)] == [
+        ("clip_norm=9.0 (diverged)", False),
+        ("clip_norm=1.0", True),
+    ]
+    assert [group["diverged"] for group in found.to_json()["groups"]] == [1, 0]
+    assert (
+        f"{dead} has diverged and is not called best: its last evaluated loss is nan"
+        in " ".join(found.notes)
+    )
+
+
+def test_where_every_run_diverged_none_is_best(make_run, step):
+    evals = [EvalRecord(step=n, metrics={"loss": 0.5 if n < 2 else math.nan}) for n in (1, 2)]
+    records = [step(1), step(2), *evals]
+    folders = [
+        str(make_run(records, steps=2, folder=f"d{clip}", clip_norm=clip)) for clip in (1.0, 2.0)
+    ]
+    found = compare(folders)
+    assert headline(found) == "Every group has runs that diverged, so none is best."
+    assert not any(row.best for row in rows(found))

@@ -40,6 +40,8 @@ def test_a_run_at_work_is_said_to_be(course, known, label):
         (Course(step=50, asked=100, saved_at=50), "Interrupted"),
         (Course(step=100, asked=100, saved_at=100), "Finished"),
         (Course(step=100, asked=100, saved_at=90), "Seems dead"),
+        (Course(step=100, asked=100, saved_at=100, diverged="the loss is nan"), "Diverged"),
+        (Course(step=50, asked=100, saved_at=50, diverged="no step was applied"), "Interrupted"),
         (Course(step=50, asked=100, skipped_in_a_row=20, patience=20), "Diverged"),
     ],
 )

@@ -244,3 +244,51 @@ def test_tensors_of_the_gpu_are_saved_and_loaded_on_the_cpu(tmp_path):
     loaded = load_checkpoint(tmp_path / "step-000001")
     assert loaded["x"].device.type == "cpu"
     assert torch.equal(loaded["same"], weight.cpu())
+
+
+@pytest.mark.parametrize("left", ["file", "folder", "link"])
+def test_what_a_killed_save_left_blocks_no_other(tmp_path, left):
+    stray = tmp_path / "step-000002.tmp-1"
+    match left:
+        case "file":
+            stray.write_text("half a checkpoint")
+        case "folder":
+            stray.mkdir()
+            (stray / "state.json").touch()
+        case "link":
+            stray.symlink_to(stray.name)
+    save_checkpoint(tmp_path, 2, state=state())
+    assert names(tmp_path) == ["step-000002"]
+
+
+def test_what_cannot_be_removed_blocks_no_save(tmp_path, monkeypatch):
+    for name in ("step-000002.tmp-1", f"step-000002.tmp-{os.getpid()}", "step-000002.tmp-removed"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("narrowcast.runs.writing.rmtree", lambda *_, **__: None)
+    for value in (0.0, 1.0):
+        save_checkpoint(tmp_path, 2, state=state(value))
+    assert load_checkpoint(tmp_path / "step-000002")["weight"][0] == 1
+
+
+def test_an_old_checkpoint_behind_a_link_is_loaded_and_only_the_link_is_removed(tmp_path):
+    folder = tmp_path / "checkpoints"
+    save_checkpoint(folder, 1, state=state(1.0))
+    (folder / "step-000001").rename(tmp_path / "on another disk")
+    (folder / "step-000001").symlink_to(tmp_path / "on another disk")
+    assert load_checkpoint(folder / "step-000001")["weight"][0] == 1
+    for step in (2, 3):
+        save_checkpoint(folder, step, state=state())
+    assert names(folder) == ["step-000002", "step-000003"]
+    assert names(tmp_path / "on another disk") == ["state.json", "tensors.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["file", "nowhere", "itself"])
+def test_what_only_bears_the_name_of_a_checkpoint_is_none(tmp_path, kind):
+    save_checkpoint(tmp_path, 1, state=state())
+    strange = tmp_path / "step-000009"
+    strange.write_text("") if kind == "file" else strange.symlink_to(
+        strange.name if kind == "itself" else "nowhere"
+    )
+    assert latest(tmp_path) == tmp_path / "step-000001"
+    save_checkpoint(tmp_path, 9, state=state(2.0))
+    assert load_checkpoint(strange)["weight"][0] == 2

@@ -1,3 +1,4 @@
+import os
 import re
 
 import pytest
@@ -77,6 +78,38 @@ def test_a_folder_is_refused_with_the_glob_that_reads_it(tmp_path):
 def test_a_name_that_matches_nothing_is_refused(tmp_path, source):
     with pytest.raises(RecipeError, match=rf"no such file(.|\n)*data.text={TOPICS}"):
         read_text([f"{tmp_path}/{source}"])
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("***", "can only be an entire path component"),
+        ("a**b", "can only be an entire path component"),
+        ("[", "no such file"),
+        ("pipe", "cannot be read: it is a pipe, not a file"),
+        ("loop", "cannot be read: Too many levels of symbolic links"),
+        ("sparse", "larger than .* MiB; text is cut in memory, of which it may fill a quarter"),
+        ("x" * 300, "File name too long"),
+        ("a\0b", "no file has a zero byte in its name"),
+        ("a\nb", r"a\\nb: no such file"),
+        ("x/" * 1500, "too many parts for a path"),
+    ],
+)
+def test_whatever_a_source_is_called_the_answer_is_in_words(tmp_path, source, why):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(2**42)
+    with pytest.raises(RecipeError, match=why) as caught:
+        read_text([f"{tmp_path}/{source}"])
+    assert len(str(caught.value)) < 600
+
+
+def test_devices_are_not_read_and_many_problems_are_counted(tmp_path):
+    with pytest.raises(RecipeError, match="/dev/zero cannot be read: it is a device, not a file"):
+        read_text(["/dev/zero"])
+    with pytest.raises(RecipeError, match=r"data.text: and 2990 more"):
+        read_text([f"{tmp_path}/{number}" for number in range(3000)])
 
 
 def test_everything_wrong_is_said_at_once(tmp_path):

@@ -11,7 +11,6 @@ from narrowcast.bench.contenders import COPY
 from narrowcast.bench.measure.figures import Row
 from narrowcast.bench.measure.results import rows_of
 from narrowcast.bench.running import Figures
-from narrowcast.cli.view.screen import PAPER_WIDTH, screen
 from narrowcast.report.phrases import duration, large, measured, said, share, size
 from narrowcast.runs import Metric
 
@@ -20,15 +19,6 @@ RATES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "bytes": ("GB/s", lambda rate: f"{rate / 1e9:,.0f}"),
 }
 """Amounts, as a column says them and as they are written there; any other is of items."""
-
-
-def console_for(*, quiet: bool, to_stderr: bool) -> Console:
-    """Return where progress and tables go: not to stdout where the figures go there."""
-    if not to_stderr:
-        return screen(quiet=quiet)
-    return Console(
-        stderr=True, quiet=quiet, width=PAPER_WIDTH, highlight=False, markup=False, emoji=False
-    )
 
 
 def print_figures(console: Console, title: str, figures: Figures) -> None:

@@ -1,5 +1,6 @@
 """What a run shows while it goes on: a bar on a terminal, a line now and then anywhere else."""
 
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -103,7 +104,7 @@ def numbers(tally: Tally, *, task: TaskInfo, scaled: bool, parts: bool) -> str:
     if tally.skipped:
         told.append(f"{count(tally.skipped)} skipped")
     told.append(f"{large(tally.items_per_second)} {task.units}/s")
-    if tally.step < tally.steps:
+    if tally.step < tally.steps and math.isfinite(tally.seconds_left):
         told.append(f"{duration(tally.seconds_left)} left")
     return "  ".join(told)
 

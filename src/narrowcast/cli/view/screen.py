@@ -8,15 +8,30 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from narrowcast.cli.output import outlive_output
+
 PAPER_WIDTH = 1000
 """Columns of a file or a pipe, so that nothing is folded there."""
 LABEL_WIDTH = 10
 
 
-def screen(*, quiet: bool = False) -> Console:
-    """Return the console for this process's output."""
-    width = None if sys.stdout.isatty() else PAPER_WIDTH
-    return Console(quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
+def screen(*, quiet: bool = False, to_stderr: bool = False) -> Console:
+    """Return the console for this process's output: stdout, unless that is for JSON alone."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    return Console(
+        stderr=to_stderr,
+        quiet=quiet,
+        width=None if stream.isatty() else PAPER_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def lasting_screen(*, quiet: bool = False) -> Console:
+    """Return the console of a run, which goes on when its output is lost."""
+    outlive_output()
+    return screen(quiet=quiet)
 
 
 def is_live(console: Console) -> bool:
@@ -43,9 +58,10 @@ def say_command(console: Console, label: str, command: str) -> None:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[None]:
-    """Show on a terminal that `what` is being done."""
+    """Show that `what` is being done: on a terminal while it is, elsewhere as a line at once."""
     if is_live(console):
         with console.status(f"{what} …"):
             yield
     else:
+        console.print(f"{what} …")
         yield

@@ -51,16 +51,23 @@ def conclude(
     task: TaskInfo,
     tally: Tally,
     metrics: dict[str, float],
+    diverged: bool = False,
 ) -> None:
-    """Say what came of a run, where it is, and what to type next."""
+    """Say what came of a run, where it is, and what to type next.
+
+    Of one that has diverged there are no weights, and more of the same would not help.
+    """
     text = f"  {count(tally.step, 'step')} in {duration(tally.seconds)}"
     if tally.seconds:
         text += f", {large(tally.items / tally.seconds)} {task.units}/s"
     text += f", {count(tally.skipped)} skipped"
-    console.print(Text.assemble(("done", "bold green"), text))
+    word = ("diverged", "bold red") if diverged else ("done", "bold green")
+    console.print(Text.assemble(word, text))
     if metrics:
         say(console, "evaluated", Text(measures(task, metrics), style="bold"))
     say_command(console, "report", str(page))
+    if diverged:
+        return
     say_command(console, "weights", str(folder / "model.safetensors"))
     _suggest_more(console, folder, steps=tally.steps)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.hardware.randomness import RandomState, drawing_from
+from narrowcast.health.diagnose.apart import weights_of_several_uses
 from narrowcast.health.diagnose.given import Extreme, arguments_zeroed, extremes_of, zeroed
 from narrowcast.health.diagnose.places import Formats, Place, written
 from narrowcast.health.diagnose.recording import Recorder, Seen
@@ -68,11 +69,35 @@ class Passes:
         `scales` are those of the losses. What the passes that went wrong were given, and no
         product survives, is added to `extremes`. Waits for the device after each micro-batch, and
         ends with the first that went wrong.
+
+        Where gradients went wrong and weights have several uses, the passes are taken once more
+        with these uses apart: of a gradient that is a sum, the one that made it bad is named.
         """
+        plan, scales = plan or self.prepared.plan, self.inputs.scales if scales is None else scales
+        several: set[nn.Parameter] = set()
+        verdict = self._taken(plan, zero, scales, extremes=extremes, find=several)
+        if verdict is None or verdict.phase == "forward" or not several:
+            return verdict
+        try:
+            return self._taken(plan, zero, scales, several=several) or verdict
+        except torch.OutOfMemoryError:  # that something went wrong is known all the same
+            torch.cuda.empty_cache()
+            return verdict
+
+    def _taken(
+        self,
+        plan: Plan,
+        zero: Collection[Extreme],
+        scales: Sequence[Tensor],
+        *,
+        several: Collection[nn.Parameter] = (),
+        extremes: list[Extreme] | None = None,
+        find: set[nn.Parameter] | None = None,
+    ) -> Verdict | None:
+        """Take the passes once; `find` gets the weights of several uses in those that failed."""
         prepared, engine = self.prepared, self.prepared.engine
-        plan = plan or prepared.plan
         with contextlib.ExitStack() as stack:
-            stack.enter_context(engine.isolated(self.inputs.scales if scales is None else scales))
+            stack.enter_context(engine.isolated(scales))
             stack.enter_context(probes_off(prepared.model))
             stack.enter_context(drawing_from(self.inputs.random))
             stack.enter_context(eagerly())
@@ -80,7 +105,9 @@ class Passes:
                 stack.enter_context(plan_tried(engine, plan))
             recorder = Recorder(prepared.model, Formats(plan))
             for number, batch in enumerate(self.inputs.batches, start=1):
-                verdict = self._take_one(recorder, batch, number, zero=zero)
+                verdict = self._take_one(
+                    recorder, batch, number, zero=zero, several=several, find=find
+                )
                 if verdict is not None:
                     if extremes is not None:
                         extremes += extremes_of(batch, recorder.calls)
@@ -92,14 +119,21 @@ class Passes:
         return len(self.inputs.batches)
 
     def _take_one(
-        self, recorder: Recorder, batch: Any, number: int, *, zero: Collection[Extreme]
+        self,
+        recorder: Recorder,
+        batch: Any,
+        number: int,
+        *,
+        zero: Collection[Extreme],
+        several: Collection[nn.Parameter],
+        find: set[nn.Parameter] | None,
     ) -> Verdict | None:
         given = zeroed(batch, zero) if zero else batch
         faults = contextlib.nullcontext() if self.around is None else self.around(number)
         clean = arguments_zeroed(self.prepared.model, zero) if zero else contextlib.nullcontext()
         with faults, contextlib.ExitStack() as stack:  # in this order: a fault is to be seen
             with clean, self.prepared.compute():
-                stack.enter_context(recorder.watching())  # and what is zeroed, as zeros
+                stack.enter_context(recorder.watching(several))  # and what is zeroed, as zeros
                 with recorder.forward():
                     loss = self.loss_of(given)
             recorder.see_loss(loss)
@@ -108,6 +142,8 @@ class Passes:
         first = _first(seen)
         if first is None:
             return None
+        if find is not None:
+            find |= weights_of_several_uses(self.prepared.model, loss)
         return Verdict(
             place=seen[first].place,
             amax=seen[first].amax,
@@ -188,6 +224,8 @@ def _evidence(seen: Sequence[Seen], first: int) -> str:
             return _operands(before, place.module)
         case "loss":
             return "every output before it was finite"
+        case "grad_weight" if seen[first].summed:
+            return "what each use of this weight made was finite, and their sum is not"
         case "grad_weight":
             amax = _largest(before, place.module, "grad_output")
             return "" if amax is None else f"from a grad_output of {written(amax)}"

@@ -55,10 +55,21 @@ class Formats:
 
     def __init__(self, plan: Plan) -> None:
         self._plans: Mapping[str, ModulePlan] = {each.name: each for each in plan.modules}
+        self._policy = plan.policy
 
     def place(self, module: str, role: Role) -> Place:
         """Return a place, with its format."""
         return Place(module, role, self._format(module, role))
+
+    def place_of_use(self, module: str) -> Place:
+        """Return the place of the gradient that a module makes of a weight, its own or another's.
+
+        What a module without weights multiplies in its own code has the formats of its policy.
+        """
+        if module in self._plans:
+            return self.place(module, "grad_weight")
+        policy = self._policy.for_module(module)
+        return Place(module, "grad_weight", roundings(policy, "grad_weight")[0])
 
     def holders(self, model: nn.Module) -> dict[nn.Parameter, str]:
         """Return the module of each weight; of those that share one, the first that multiplies."""

@@ -6,7 +6,7 @@ all of them at once.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.health.diagnose.apart import apart
 from narrowcast.health.diagnose.given import Call
 from narrowcast.health.diagnose.places import Formats, Place
 from narrowcast.precision.nested import tensors_in
@@ -31,6 +32,8 @@ class Seen:
     """The largest number where only that counts, because infinities below may be a mask's."""
     flows: bool = True
     """Whether it comes from a weight: a gradient flows back through it."""
+    summed: bool = False
+    """Whether it is the gradient of a weight whose uses were each looked at before."""
 
     @property
     def is_bad(self) -> bool:
@@ -43,7 +46,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, formats: Formats) -> None:
         self._model, self._formats = model, formats
-        self._seen: list[tuple[Place, Tensor, bool]] = []
+        self._seen: list[tuple[Place, Tensor, bool, bool]] = []
         self._in_forward, self._depth = False, 0
         self.calls: list[Call] = []
         """What modules were given by somebody who is none of the model's, in these passes."""
@@ -51,8 +54,11 @@ class Recorder:
         self._handles: list[Any] = []
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Hold this over forward and backward passes; hooks there already come before these."""
+    def watching(self, several: Collection[nn.Parameter] = ()) -> Iterator[None]:
+        """Hold this over forward and backward passes; hooks there already come before these.
+
+        The gradients of weights that have `several` uses are seen of each use, and then as a whole.
+        """
         holders = self._formats.holders(self._model)
         for name, module in self._model.named_modules():
             self._handles += [
@@ -61,11 +67,13 @@ class Recorder:
             ]
         for parameter, name in holders.items():
             if parameter.requires_grad:
-                place = self._formats.place(name, "grad_weight")
-                self._handles.append(parameter.register_hook(partial(self._see, place)))
+                see = partial(self._see, self._formats.place(name, "grad_weight"))
+                hook = partial(see, summed=parameter in several)
+                self._handles.append(parameter.register_hook(hook))
         self._depth, self.calls = 0, []
         try:
-            yield
+            with apart(self._model, several, self._see_use):
+                yield
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -90,9 +98,9 @@ class Recorder:
         seen, self._seen = self._seen, []
         if not seen:
             return []
-        numbers = torch.stack([number for _, number, _ in seen]).tolist()
+        numbers = torch.stack([number for _, number, *_ in seen]).tolist()
         pairs = zip(seen, numbers, strict=True)
-        return [Seen(place, amax, judged, flows) for (place, _, flows), (amax, judged) in pairs]
+        return [Seen(place, *both, *told) for (place, _, *told), both in pairs]
 
     def _see_weights(self) -> None:
         """Look at the weights that have changed since they were last looked at."""
@@ -118,6 +126,9 @@ class Recorder:
             if tensor.requires_grad:
                 self._handles.append(tensor.register_hook(partial(self._see, place)))
 
+    def _see_use(self, name: str, gradient: Tensor) -> None:
+        self._see(self._formats.place_of_use(name), gradient)
+
     def _see_forward(self, name: str, role: Role, tensor: Tensor) -> None:
         place = self._formats.place(name, role)
         # What no gradient flows through may be a mask, which holds infinities of its own, below;
@@ -126,7 +137,13 @@ class Recorder:
         self._see(place, tensor, from_above=not flows or not place.format, flows=flows)
 
     def _see(
-        self, place: Place, tensor: Tensor, *, from_above: bool = False, flows: bool = True
+        self,
+        place: Place,
+        tensor: Tensor,
+        *,
+        from_above: bool = False,
+        flows: bool = True,
+        summed: bool = False,
     ) -> None:
         values = tensor.detach()
         if values.is_sparse:
@@ -140,4 +157,4 @@ class Recorder:
             low, high = (value.float() for value in torch.aminmax(values))
             amax = torch.maximum(-low, high)
             both = torch.stack([amax, high if from_above else amax])
-            self._seen.append((place, both, flows))
+            self._seen.append((place, both, flows, summed))

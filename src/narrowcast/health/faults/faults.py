@@ -142,7 +142,9 @@ def _installed(planned: _Planned) -> Iterator[_Hit]:
         case "grad_output":
             handle = module.register_forward_hook(lambda _, __, out: _gradient_struck(hit, out))
         case "grad_weight":
-            handle = own_weight(module).register_hook(hit.strike)
+            with _own_gradient_struck(hit):
+                yield hit
+            return
     try:
         yield hit
     finally:
@@ -163,6 +165,38 @@ def _weight_corrupted(hit: _Hit) -> Iterator[None]:
     finally:
         with torch.no_grad():
             weight[spot] = before
+
+
+@contextlib.contextmanager
+def _own_gradient_struck(hit: _Hit) -> Iterator[None]:
+    """Strike what a module makes of its weight's gradient, to which others may add theirs."""
+    module = hit.planned.module
+    weight = own_weight(module)
+    key = next(name for name, p in module._parameters.items() if p is weight)
+    slots: dict[str, Any] = module._parameters
+    before: list[Tensor] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        before.append(slots[key])
+        if torch.is_grad_enabled():
+            with torch._C.DisableTorchFunction():
+                slots[key] = slots[key].view_as(slots[key])
+            slots[key].register_hook(hit.strike)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        slots[key] = before.pop()
+
+    handles = [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+        weight.register_hook(hit.strike),  # where only others use the weight
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        slots[key] = weight
 
 
 def own_weight(module: nn.Module) -> nn.Parameter:

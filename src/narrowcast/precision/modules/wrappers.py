@@ -1,6 +1,7 @@
 """What `prepare` turns modules into: the same objects, with a class of these before their own."""
 
 import contextlib
+import functools
 from typing import Any, cast
 
 import torch
@@ -104,10 +105,21 @@ class Untraced(Mixin):
     for a number there under a function mode.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @classmethod
+    def nc_namespace(cls, plain: Any) -> dict[str, Any]:
+        """Tell the compiler of these layers when there is the first: importing it takes seconds."""
+        _tell_the_compiler()
+        return super().nc_namespace(plain)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer as it is."""
         return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def _tell_the_compiler() -> None:
+    forward = torch.compiler.disable(Untraced.forward)
+    Untraced.forward = forward  # type: ignore[method-assign]
 
 
 class OwnLossScale(Mixin):

@@ -77,6 +77,7 @@ class ModulePlanner:
         only_faster: bool,
     ) -> None:
         self._policy, self._hardware, self._emulate = policy, hardware, emulate
+        self._unexcepted = replace(policy, exceptions=(), head="")
         self._gemm_rows, self._only_faster = gemm_rows, only_faster
 
     def plan_module(
@@ -91,7 +92,7 @@ class ModulePlanner:
     ) -> ModulePlan:
         """Return the plan of one module, which is the first to hold the `fresh` parameters."""
         policy = self._policy.for_module(name)
-        excepted = policy != replace(self._policy, exceptions=(), head="")
+        excepted = policy != self._unexcepted
         reason = ""
         if kind == "normalisation":
             if policy.reduce == "fp32" or next(module.buffers(), None) is not None:

@@ -8,6 +8,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal, get_args
 
 from narrowcast.errors import RecipeError
@@ -73,8 +74,7 @@ class Policy:
             object.__setattr__(self, "master", "none" if self.params == "fp32" else "fp32")
         stripped = tuple((glob.strip(), text.strip()) for glob, text in self.exceptions)
         object.__setattr__(self, "exceptions", stripped)
-        problems = list(_problems(self))
-        if problems:
+        if problems := _problems_of(self):
             raise RecipeError("precision policy: " + "; ".join(problems))
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ def parse_policy(text: str, *, presets: Mapping[str, Policy]) -> Policy:
     if "=" not in words[0]:
         if words[0] not in presets:
             raise RecipeError(
-                f"precision policy: no preset is named {words[0]!r}"
+                f"precision policy: no preset is named {words[0][:60]!r}"
                 f"{suggestion(words[0], presets)}; the presets are {', '.join(presets)}"
             )
         policy, words = presets[words[0]], words[1:]
@@ -240,6 +240,12 @@ def _with_roles(policy: Policy, text: str, *, where: str) -> Policy:
     if changes.get("params", policy.params) != policy.params:
         changes.setdefault("master", "")
     return replace(policy, **changes)  # type: ignore[arg-type]  # checked by __post_init__
+
+
+@lru_cache(maxsize=1024)
+def _problems_of(policy: Policy) -> tuple[str, ...]:
+    """Return what is wrong with a policy; a plan asks it of each of thousands of modules."""
+    return tuple(_problems(policy))
 
 
 def _problems(policy: Policy) -> Iterable[str]:

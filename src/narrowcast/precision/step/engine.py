@@ -202,7 +202,7 @@ class Engine:
         outcome = Outcome(
             packed,
             step=self.steps_begun,
-            names=[self.weights.names[i] for i in present],
+            names=[self.weights.last_uses[i] for i in present],
             lr=_rate(self.optimizer),
             metered=metered,
             sync=self.log.sync,

@@ -53,7 +53,7 @@ class Outcome:
         packed: Tensor,
         *,
         step: int,
-        names: Sequence[str],
+        names: Sequence[tuple[int, str]],
         lr: float,
         metered: bool,
         sync: Callable[[], None],
@@ -122,12 +122,16 @@ class Outcome:
 
     @property
     def bad_parameters(self) -> tuple[str, ...]:
-        """Names of those whose gradients were not finite, from input to output; if skipped."""
+        """Names of those whose gradients were not finite, from input to output; if skipped.
+
+        One that modules share has the name, and the place, that it has nearest the loss.
+        """
         numbers = self._numbers
         if numbers.finite:
             return ()
         named = zip(self._names, numbers.norms, strict=True)
-        return tuple(name for name, norm in named if not abs(norm) < float("inf"))
+        bad = sorted(each for each, norm in named if not abs(norm) < float("inf"))
+        return tuple(name for _, name in bad)
 
     @property
     def bad_module(self) -> str:

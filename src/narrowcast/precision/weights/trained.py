@@ -41,6 +41,7 @@ class TrainedWeights:
         # The model's order is from input to output, and the one torch takes a total norm in.
         self.all = [*names, *(p for p in held if p not in names)]
         self.names = [names.get(p, f"weight {i}") for i, p in enumerate(self.all)]
+        self.last_uses = _last_uses(model, self.all, self.names)
         self.device = self.all[0].device
         self._model, self.optimizer = model, optimizer
         parts = dict.fromkeys((optimizer, *parts_of(optimizer)))
@@ -281,6 +282,18 @@ class TrainedWeights:
     def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
         index = self._master_index.get(weight)
         return (weight.detach(),) if index is None else self.masters.stored(index)
+
+
+def _last_uses(
+    model: nn.Module, weights: Sequence[nn.Parameter], names: Sequence[str]
+) -> list[tuple[int, str]]:
+    """Return where in the model each weight is last, and what it is called there."""
+    every = enumerate(model.named_parameters(remove_duplicate=False))
+    last = {p: (place, name) for place, (name, p) in every}
+    return [
+        last.get(p, (len(last) + i, name))
+        for i, (p, name) in enumerate(zip(weights, names, strict=True))
+    ]
 
 
 def bytes_of(weights: TrainedWeights) -> dict[str, int]:

@@ -36,6 +36,8 @@ def cautions(
         asked, done = int(run.data.setting("steps", 0)), run.data.steps[-1].step
         if done < asked:
             yield f"{run.label} has done {count(done)} of its {count(asked, 'step')}."
+        if run.data.diverged:
+            yield f"{run.label} has diverged and is not called best: {run.data.diverged}."
     apart = [run.label for run in runs if (p := run.at_step(step)) and p.step != step]
     if apart:
         yield (

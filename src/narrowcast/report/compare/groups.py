@@ -53,6 +53,8 @@ class Group:
     """Runs that reached the target."""
     items_per_second: float
     skipped: int
+    diverged: int
+    """Runs that have done their steps and came to nothing."""
     peak_bytes: int
 
     @property
@@ -72,6 +74,7 @@ class Group:
             "reached": self.reached,
             "items_per_second": self.items_per_second,
             "skipped": self.skipped,
+            "diverged": self.diverged,
             "peak_bytes": self.peak_bytes,
         }
 
@@ -96,6 +99,7 @@ def group_of(
         reached=sum(point is not None for point in reached),
         items_per_second=sum(r.items for r in steps) / spent if spent > 0 else 0.0,
         skipped=sum(not record.applied for record in steps),
+        diverged=sum(bool(run.data.diverged) for run in runs),
         peak_bytes=max(record.peak_bytes for record in steps),
     )
 

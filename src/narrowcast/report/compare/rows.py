@@ -45,6 +45,8 @@ def headline(comparison: Comparison) -> str:
     if different_data(comparison.differing):
         return f"The runs read different data, so their {metric} does not compare."
     first = comparison.groups[0]
+    if best is None and any(group.diverged for group in comparison.groups):
+        return "Every group has runs that diverged, so none is best."
     if best is None or best.at_step is None or first.at_step is None:
         return f"No group has a {metric} at step {count(terms.step)}."
     if len(comparison.groups) == 1:
@@ -111,7 +113,7 @@ def _time_to(group: Group) -> str:
 
 def _row(group: Group, metric: Metric, *, base: Group, best: bool) -> Row:
     return Row(
-        label=group.label,
+        label=f"{group.label} (diverged)" if group.diverged else group.label,
         seeds=count(len(group.seeds)),
         folders=tuple(run.label for run in group.runs),
         at_step=interval(group.at_step, metric) if group.at_step else NOTHING,
@@ -139,7 +141,7 @@ def _against(group: Group, base: Group) -> str:
 
 
 def _best(comparison: Comparison) -> Group | None:
-    found = [group for group in comparison.groups if group.at_step is not None]
+    found = [g for g in comparison.groups if g.at_step is not None and not g.diverged]
     if different_data(comparison.differing):
         return None
     sign = 1 if comparison.terms.metric.better == "lower" else -1

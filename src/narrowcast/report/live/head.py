@@ -21,7 +21,7 @@ from narrowcast.report.phrases import (
     value,
 )
 from narrowcast.report.summary import Ending, Fact
-from narrowcast.runs.follow import LARGEST
+from narrowcast.runs.shape import LARGEST
 
 
 def head(
@@ -87,7 +87,7 @@ def _facts(data: LiveData, *, at_work: bool) -> list[Fact]:
         Fact(
             label=f"{capital(data.task.units)} per second",
             value=large(tally.items_per_second),
-            note=f"{duration(tally.smooth_seconds.value)} per step",
+            note=f"{duration(tally.step_seconds)} per step",
         ),
         Fact(
             label="Steps skipped",

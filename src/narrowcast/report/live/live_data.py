@@ -21,6 +21,7 @@ from narrowcast.runs.records import (
 )
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
+from narrowcast.runs.vitals import Vitals
 
 MOST_BUCKETS = {"loss": 1000, "scale": 600}
 SMALL_BUCKETS = 300
@@ -63,6 +64,7 @@ class LiveData:
         self.task = task
         self.tally = Tally(steps=0)
         self.course = Course()
+        self.vitals = Vitals()
         self.last: StepRecord | None = None
         self.peak_bytes = 0
         self.scaled = False
@@ -77,6 +79,7 @@ class LiveData:
 
     def add(self, record: Record) -> None:
         """Take the next record."""
+        self.vitals = self.vitals.after(record, headline=self.task.headline.name)
         match record:
             case StepRecord():
                 self._add_step(record)
@@ -146,7 +149,7 @@ class LiveData:
             loss_scale=record.loss_scale,
             why=shortened(record.why),
             lost_since=None if math.isfinite(record.loss) else lost_since,
-            step_seconds=self.tally.smooth_seconds.value,
+            step_seconds=self.tally.step_seconds,
         )
 
     def _add_eval(self, record: EvalRecord) -> None:

@@ -34,6 +34,8 @@ class Course:
     lost_since: int | None = None
     """The step from which on no loss was finite."""
     step_seconds: float = 0.0
+    diverged: str = ""
+    """What is wrong with the run, should it have done its steps."""
 
 
 def status(
@@ -96,6 +98,12 @@ def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
             advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped, with the "
             f"loss scale at {scale(course.loss_scale)}, so the run gave up after {progress}."
             f"{reason}",
+        )
+    if course.diverged and course.step >= course.asked:
+        return Ending(
+            label="Diverged",
+            tone="bad",
+            advice=f"The run has done its steps and came to nothing: {course.diverged}.",
         )
     if course.saved_at == course.step:
         if course.step >= course.asked:

@@ -12,9 +12,8 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
@@ -23,8 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError
+from narrowcast.runs.peek import read_plain
 from narrowcast.runs.records import CheckpointRecord
-from narrowcast.runs.writing import remove, write_text, written_beside
+from narrowcast.runs.shape import ANY, misfit
+from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_beside
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten, unflatten
 
@@ -60,7 +61,7 @@ def save_checkpoint(
         }
         write_text(beside / STATE, json.dumps(described))
     _remove_others(folder, step, keep=keep)
-    size = sum(file.stat().st_size for file in path.iterdir())
+    size = size_of(path)
     seconds = time.perf_counter() - began
     return CheckpointRecord(step=step, seconds_blocked=seconds, seconds_total=seconds, bytes=size)
 
@@ -84,9 +85,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints in `folder`, oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
+    """Return the finished checkpoints in `folder`, oldest first; a file is none."""
+    try:
+        found = list(folder.iterdir()) if folder.is_dir() else []
+        named = [path for path in found if _NAME.fullmatch(path.name) and path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+    return sorted(named, key=step_of)
 
 
 def latest(folder: Path) -> Path | None:
@@ -99,7 +104,12 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-_NAME = re.compile(r"step-\d+")
+def size_of(path: Path) -> int:
+    """Return the bytes of a checkpoint's files."""
+    return sum(file.lstat().st_size for file in (path / STATE, path / TENSORS))
+
+
+_NAME = re.compile(r"step-[0-9]{1,18}")
 
 
 class _DamagedError(Exception):
@@ -108,16 +118,18 @@ class _DamagedError(Exception):
 
 def _make_ready(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for path in list(folder.iterdir()):
-        if ".tmp-" in path.name:  # left by a run that was killed while it wrote or removed it
-            rmtree(path)
+    remove_leftovers(folder)
 
 
 def _remove_others(folder: Path, step: int, *, keep: int) -> None:
-    """Remove all but the `keep` newest up to `step`, and those of a course the run has left."""
+    """Remove all but the `keep` newest up to `step`, and those of a course the run has left.
+
+    One that cannot be removed stays: the new one is written, and that is what counts.
+    """
     upto = [path for path in checkpoints(folder) if step_of(path) <= step]
     for path in set(checkpoints(folder)) - set(upto[-keep:]):
-        remove(path)
+        with suppress(OSError):
+            remove(path)
 
 
 def _newest_whole(folder: Path, *, before: Path) -> Path | None:
@@ -143,15 +155,19 @@ def _load(path: Path) -> dict[str, Any]:
         raise _DamagedError(f"{file} has {size} bytes where {described['bytes']} were written")
     try:
         tensors = load_file(file)
-    except SafetensorError as error:
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise _DamagedError(f"{file} is not readable: {error}") from error
     expected = described["sha256"]["tensors"]
     with _checksums(tensors) as checksums:
         found = checksums()
     if changed := sorted(name for name in expected if found.get(name) != expected[name]):
         raise _DamagedError(f"{file} has other values of {changed[0]} than were written")
-    state = unflatten(described["state"], tensors)
-    assert isinstance(state, dict)
+    try:
+        state = unflatten(described["state"], tensors)
+    except ValueError as error:
+        raise _DamagedError(f"{path / STATE} is not what was saved: {error}") from error
+    if not isinstance(state, dict):
+        raise _DamagedError(f"{path / STATE} is not what was saved: its state is no mapping")
     return state
 
 
@@ -160,18 +176,34 @@ def _read_state(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise _DamagedError(f"{file} is missing, so {file.parent} is no checkpoint")
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # a cut or binary file: JSONDecodeError, UnicodeDecodeError
+        described = json.loads(read_plain(file).decode())
+        # A cut or binary file: JSONDecodeError, UnicodeDecodeError.
+        if isinstance(described, dict) and described.get("format") not in (FORMAT, None):
+            shown = str(described["format"])[:20]
+            raise _DamagedError(f"{file} has layout {shown}, this version reads layout {FORMAT}")
+        if wrong := misfit(described, _SHAPE) or _lacking(described):
+            raise _DamagedError(f"{file} is not the state of a narrowcast checkpoint: {wrong}")
+        same = _checksum(described["state"]) == described["sha256"]["state"]
+    except (OSError, ValueError, RecursionError) as error:
         raise _DamagedError(f"{file} is not readable: {error}") from error
-    if not isinstance(described, dict) or not {"format", "state", "sha256"} <= described.keys():
-        raise _DamagedError(f"{file} is not the state of a narrowcast checkpoint")
-    if described["format"] != FORMAT:
-        raise _DamagedError(
-            f"{file} has layout {described['format']}, this version reads layout {FORMAT}"
-        )
-    if _checksum(described["state"]) != described["sha256"]["state"]:
+    if not same:
         raise _DamagedError(f"{file} has other values than were written")
-    return described
+    found: dict[str, Any] = described
+    return found
+
+
+_SHAPE = {
+    "format": int,
+    "bytes": int,
+    "sha256": {"state": str, "tensors": {ANY: str}},
+    "state": {ANY: object},
+}
+
+
+def _lacking(described: dict[str, Any]) -> str | None:
+    lacking = [key for key in _SHAPE if key not in described]
+    lacking += [key for key in ("state", "tensors") if key not in described.get("sha256", key)]
+    return f"it has no {lacking[0]}" if lacking else None
 
 
 def _checksum(tree: Any) -> str:

@@ -1,17 +1,14 @@
 """Taking a run up again: its last checkpoint, the model it fits, the records up to it."""
 
 import math
-from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs import CheckpointRecord, RunFolder, StepRecord
-from narrowcast.runs.folder import RECORDS
-from narrowcast.runs.writing import sync_file
-from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint
+from narrowcast.runs import CheckpointRecord, RunFolder
+from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, size_of
+from narrowcast.training.checkpoints.parts import require_run_state
 
 SHOWN = 3
 """Differences between two models that a message lists; the first ones tell the rest."""
@@ -23,7 +20,11 @@ def latest_state(run: RunFolder) -> dict[str, Any] | None:
     Changes nothing. A damaged checkpoint raises `CheckpointError`.
     """
     path = latest(run.checkpoints)
-    return None if path is None else load_checkpoint(path)
+    if path is None:
+        return None
+    state = load_checkpoint(path)
+    require_run_state(state, path)
+    return state
 
 
 def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> None:
@@ -39,42 +40,10 @@ def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> None:
     if path is not None and not recorded:
         # How long it took is not known any more.
         unknown = math.nan
-        size = sum(file.stat().st_size for file in path.iterdir())
+        size = size_of(path)
         run.write(
             CheckpointRecord(step=step, seconds_blocked=unknown, seconds_total=unknown, bytes=size)
         )
-
-
-def sync_records(folder: Path) -> None:
-    """Wait until the records of a run are on the disk, if it keeps any.
-
-    Called before a checkpoint is saved: a power cut that leaves the checkpoint, which is synced,
-    must leave the records of its steps too.
-    """
-    if (folder / RECORDS).is_file():
-        sync_file(folder / RECORDS)
-
-
-def require_records(
-    run: RunFolder, state: dict[str, Any] | None, *, accept: Collection[str] = ()
-) -> None:
-    """Refuse records that do not have every step up to the checkpoint `state` comes from, once."""
-    done = 0 if state is None else int(state["step"])
-    records = run.records()  # what is damaged is said here
-    steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]
-    if "records" in accept or steps == list(range(1, done + 1)):
-        return
-    missing = sorted(set(range(1, done + 1)) - set(steps))
-    what = (
-        f"lacks {len(missing)} of the {done} steps that its checkpoint has done, the first of them "
-        f"step {missing[0]}"
-        if missing
-        else "has steps twice or out of order"
-    )
-    raise CheckpointError(
-        f"{run.path / RECORDS} {what}; put it back from a copy, or add --accept records to go "
-        "on with it as it is"
-    )
 
 
 def shapes(model: nn.Module) -> dict[str, list[int]]:

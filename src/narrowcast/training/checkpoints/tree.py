@@ -20,21 +20,45 @@ def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the state that `flatten` made `tree` and `tensors` from."""
+    """Return the state that `flatten` made `tree` and `tensors` from.
+
+    A tree that `flatten` does not make raises ValueError.
+    """
+    try:
+        return _unflatten(tree, tensors)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, list):
-        return [unflatten(item, tensors) for item in tree]
+        return [_unflatten(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     match list(tree.items()):
         case [("$tensor", str(name))]:
+            if name not in tensors:
+                raise ValueError(f"there is no tensor {name}")
             return tensors[name]
-        case [("$float", str(text))]:
+        case [("$float", str(text))] if text in _FLOATS:
             return float(text)
         case [("$tuple", list(items))]:
-            return tuple(unflatten(item, tensors) for item in items)
+            return tuple(_unflatten(item, tensors) for item in items)
         case [("$dict", list(items))]:
-            return {key: unflatten(value, tensors) for key, value in items}
-    return {key: unflatten(value, tensors) for key, value in tree.items()}
+            return dict(_item(item, tensors) for item in items)
+    if strange := [key for key in tree if key.startswith("$")]:
+        raise ValueError(f"{strange[0]} has no meaning there")
+    return {key: _unflatten(value, tensors) for key, value in tree.items()}
+
+
+_FLOATS = ("inf", "-inf", "nan")
+
+
+def _item(item: Any, tensors: dict[str, Tensor]) -> tuple[str | int, Any]:
+    match item:
+        case [(str() | int()) as key, value]:
+            return key, _unflatten(value, tensors)
+    raise ValueError("$dict holds something that is no key with its value")
 
 
 class _Kept:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -87,8 +87,12 @@ def verify_resume(
     )
 
 
-def difference_between(a: Path, b: Path) -> str | None:
-    """Say where two finished runs first differ: records, last checkpoint, exported weights."""
+def difference_between(a: Path, b: Path, *, but: Collection[str] = ()) -> str | None:
+    """Say where two finished runs first differ: records, last checkpoint, exported weights.
+
+    Parts of the checkpoint that `but` names are not compared, nor the checksum of the records,
+    which say how long each step took.
+    """
     with RunFolder.open(a) as one, RunFolder.open(b) as other:
         if found := _record_difference(one.records(), other.records()):
             return found
@@ -96,6 +100,9 @@ def difference_between(a: Path, b: Path) -> str | None:
     if last[0] is None or last[1] is None:
         return "one of the runs has no checkpoint"
     states = [load_checkpoint(path) for path in last if path is not None]
+    for state in states:
+        for name in ("records", *but):
+            state.pop(name, None)
     weights = [load_file(path / "model.safetensors") for path in (a, b)]
     return first_difference(*states, where="checkpoint") or first_difference(
         *weights, where="model.safetensors"

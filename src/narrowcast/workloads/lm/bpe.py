@@ -11,11 +11,15 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from narrowcast.config.plain_file import read_plain
+from narrowcast.config.problems import shortened
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.lm.tokenizer import Tokens
 
 PIECE_CHARACTERS = 1_000_000
 """Handed to the BPE engine at once: it keeps some hundred bytes a token until it is done."""
+LARGEST_FILE = 2**28
+"""Bytes of a vocabulary or of its merges, a hundred times GPT-2's."""
 
 
 class BpeTokenizer:
@@ -83,7 +87,7 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
     path = folder / "vocab.json"
     try:
         vocab: Any = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(
             f"{path} is not JSON ({error}); put the tokenizer's own vocab.json there, "
             f"or write data.tokenizer=bpe to train one"
@@ -105,10 +109,11 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_plain(path, most=LARGEST_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(
-            f"{path} cannot be read ({error}); data.tokenizer is bytes, bpe, "
+            f"{shortened(str(path), 200)} cannot be read ({why}); data.tokenizer is bytes, bpe, "
             f"or a folder that holds vocab.json and merges.txt"
         ) from error
 

@@ -1,24 +1,41 @@
 """The sections of a language-model recipe."""
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from narrowcast.config.limits import MOST_STEPS
 from narrowcast.config.sections import DataSection, Section, Sections, refuse_conflicts
 
 TOPICS = "python-topics"
 """The text that needs no file: the help topics Python carries, about 400 kB of English."""
 SYNTHETIC = "synthetic"
 """Random tokens instead of text, to measure speed and memory."""
+MOST_LAYERS = 2048
+"""Twice as deep as the deepest transformer that was trained (Wang et al. 2022: 1,000)."""
+WIDEST = 2**20
+"""Numbers that carry a token, fifty times GPT-4's guessed width; one layer of it takes 48 TB."""
+WIDEST_MLP = 2**24
+MOST_TOKENS = 2**24
+"""Of a sample and of a vocabulary: 16 million, which a 32-bit token holds."""
+MOST_WINDOWS = 10**9
+MOST_SOURCES = 10_000
+"""Texts that are named one by one; a glob names as many as there are."""
+LARGEST_BASE = 1e12
+"""Of rotary positions; models of a million tokens use 1e7."""
+
+
+Name = Annotated[str, Field(min_length=1)]
+"""Of a file, a glob, or one of the words above."""
+Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_SOURCES)]
 
 
 class LmData(DataSection):
     """What a language model reads, and how it is cut."""
 
-    text: str | tuple[str, ...] = Field(
+    text: Name | Names = Field(
         default=TOPICS,
-        min_length=1,
         description=f"paths or globs of UTF-8 text files; or {TOPICS} (Python's own English help "
         f"text), or {SYNTHETIC} (random tokens, to measure speed)",
     )
@@ -28,12 +45,15 @@ class LmData(DataSection):
         description="bytes (256 tokens), bpe (trained on the text), "
         "or a folder with vocab.json and merges.txt",
     )
-    length: int = Field(default=128, ge=1, description="tokens per sample")
+    length: int = Field(default=128, ge=1, le=MOST_TOKENS, description="tokens per sample")
     validation_share: float = Field(
         default=0.1, gt=0, lt=1, description="share of the text kept for evaluation"
     )
     eval_windows: int = Field(
-        default=64, ge=1, description="samples an evaluation takes, or all there are if fewer"
+        default=64,
+        ge=1,
+        le=MOST_WINDOWS,
+        description="samples an evaluation takes, or all there are if fewer",
     )
 
     @property
@@ -64,16 +84,20 @@ class LmData(DataSection):
 class LmModel(Section):
     """The shape of a GPT."""
 
-    layers: int = Field(default=4, ge=1, description="blocks of attention and mlp")
-    width: int = Field(default=128, ge=2, description="numbers that carry a token")
-    heads: int = Field(default=4, ge=1, description="attention heads; they divide width")
+    layers: int = Field(default=4, ge=1, le=MOST_LAYERS, description="blocks of attention and mlp")
+    width: int = Field(default=128, ge=2, le=WIDEST, description="numbers that carry a token")
+    heads: int = Field(default=4, ge=1, le=WIDEST, description="attention heads; they divide width")
     kv_heads: int | None = Field(
-        default=None, ge=1, description="key and value heads; they divide heads; none: as heads"
+        default=None,
+        ge=1,
+        le=WIDEST,
+        description="key and value heads; they divide heads; none: as heads",
     )
     mlp: Literal["gelu", "swiglu"] = Field(default="gelu", description="kind of mlp")
     mlp_width: int | None = Field(
         default=None,
         ge=1,
+        le=WIDEST_MLP,
         description="width inside the mlp; none: 4 width, or for swiglu 8/3 width in full 64s",
     )
     norm: Literal["rmsnorm", "layernorm"] = Field(default="rmsnorm", description="normalisation")
@@ -82,9 +106,12 @@ class LmModel(Section):
     vocab: int | None = Field(
         default=None,
         ge=2,
+        le=MOST_TOKENS,
         description="tokens the model knows; none: the tokenizer's (bytes 256, bpe 4096)",
     )
-    rope_base: float = Field(default=10_000.0, gt=1, description="base of the rotary positions")
+    rope_base: float = Field(
+        default=10_000.0, gt=1, le=LARGEST_BASE, description="base of the rotary positions"
+    )
 
     @property
     def hidden_width(self) -> int:
@@ -120,6 +147,7 @@ class LmRehearsal(Section):
     swell: int = Field(
         default=0,
         ge=0,
+        le=MOST_STEPS,
         description="double what passes through the middle block's mlp.down every so many steps, "
         "and halve it after; 0: not",
     )

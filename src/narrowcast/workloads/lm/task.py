@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.config.workload import require_modules
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.hardware import probe
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.checkpoints.data_identity import digest_of
 from narrowcast.training.evaluation import in_eval_mode
@@ -115,6 +116,7 @@ def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageMod
     """Read and cut the text, and build the model on `device`; on the meta device read no text."""
     data, settings = recipe.section(LmData), recipe.section(LmModel)
     vocab = _vocab(data, settings)
+    _require_room(recipe, vocab=vocab, device=device)
     if device.type == "meta":
         nothing: Tokens = np.empty(0, dtype=np.uint16)
         train, validation, tokenizer = nothing, nothing, None
@@ -143,6 +145,27 @@ def build_language_model(recipe: Recipe, *, device: torch.device) -> LanguageMod
         batch_size=recipe.batch_size,
         device=device,
     )
+
+
+def _require_room(recipe: Recipe, *, vocab: int, device: torch.device) -> None:
+    """Refuse batches of which a step keeps more than the device holds, however it is computed."""
+    if device.type == "meta":
+        return
+    data, shape = recipe.section(LmData), recipe.section(LmModel)
+    rows = recipe.batch_size * data.length
+    # What linear layers read, for their weights' gradients: a byte a number in fp8. A CPU keeps
+    # fp32, and all logits with their gradients.
+    kept = rows * shape.layers * (3 * shape.width + shape.hidden_width)
+    if device.type == "cpu":
+        kept = 4 * (kept + 2 * rows * vocab)
+    hardware = probe(str(device))
+    if kept > hardware.memory_bytes:
+        raise UnsupportedError(
+            f"a micro-batch of batch_size={recipe.batch_size} samples of data.length={data.length} "
+            f"keeps {kept / 2**30:,.0f} GiB or more until its backward pass, and {hardware.name} "
+            f"({hardware.device}) has {hardware.memory_bytes / 2**30:,.0f} GiB; write a smaller "
+            "batch_size and more accumulate, or a smaller data.length or model"
+        )
 
 
 def _vocab(data: LmData, settings: LmModel) -> int:

@@ -1,14 +1,23 @@
 """Text to train on, from files or from Python itself, and to validate on, kept apart from it."""
 
+import errno
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from narrowcast.config.plain_file import path_of, read_plain, status_of
+from narrowcast.config.problems import Problems, shortened
 from narrowcast.errors import RecipeError
+from narrowcast.hardware.probe import host_memory_bytes
 from narrowcast.workloads.lm.settings import TOPICS
 
 STRETCHES = 10
 """Each part of a split has a piece of every tenth: a text changes its subject as it goes."""
+COPIES = 4
+"""Of a text that there are at once while it is cut: as bytes, as text, joined, as tokens."""
+MOST_FILES = 100_000
+"""That a glob may match: a slip such as /**/* would read the whole disk."""
 
 
 class Split(NamedTuple):
@@ -24,24 +33,23 @@ def read_text(sources: Sequence[str]) -> str:
     What is wrong with any of them is said at once.
     """
     texts: list[str] = []
-    problems: list[str] = []
+    problems = Problems()
+    room = host_memory_bytes() // COPIES
     for source in sources:
         if source == TOPICS:
             texts.append(_topics())
             continue
-        paths = _matches(source)
-        if not paths:
-            problems.append(f"{source}: no such file")
-        for path in paths:
+        for path in _matches(source, problems):
             try:
-                texts.append(_read(path))
+                texts.append(_read(path, most=room))
+                room -= len(texts[-1])
             except RecipeError as error:
-                problems.append(str(error))
+                problems.add(str(error))
     if not sources:
-        problems.append("no source is given")
+        problems.add("no source is given")
     if problems:
         raise RecipeError(
-            "\n".join(f"data.text: {problem}" for problem in problems)
+            "\n".join(f"data.text: {line}" for line in problems.lines())
             + f"\nwrite data.text=FILE, a path or glob of UTF-8 text, or data.text={TOPICS}"
         )
     return "\n".join(texts)
@@ -60,24 +68,48 @@ def split_text(text: str, *, validation_share: float) -> Split:
     return Split("".join(train), "".join(validation))
 
 
-def _matches(source: str) -> list[Path]:
-    path = Path(source)
-    # A path that exists is meant as it stands, whatever * or [ it contains.
-    if path.exists():
-        return [path]
-    anchor = Path(path.anchor)
-    return sorted(anchor.glob(str(path.relative_to(anchor))))
+def _matches(source: str, problems: Problems) -> list[Path]:
+    """Return the files that a path or glob names; where there are none, add why."""
+    path, shown = path_of(source), _shown(source)
+    try:
+        # A path that exists is meant as it stands, whatever * or [ it contains.
+        if status_of(path) is not None:
+            return [path]
+        anchor = Path(path.anchor)
+        found = list(islice(anchor.glob(str(path.relative_to(anchor))), MOST_FILES + 1))
+    except OSError as error:
+        problems.add(f"{shown} cannot be read: {error.strerror}")
+        return []
+    except ValueError as error:  # of pathlib, of ** beside other characters
+        problems.add(f"{shown}: {error}")
+        return []
+    except RecursionError:
+        problems.add(f"{shown}: too many parts for a path")
+        return []
+    if not found:
+        problems.add(f"{shown}: no such file")
+    if len(found) > MOST_FILES:
+        problems.add(f"{shown}: more than {MOST_FILES} files; join them, or write a narrower glob")
+        return []
+    return sorted(found)
 
 
-def _read(path: Path) -> str:
+def _shown(source: str) -> str:
+    """Return a name as a message shows it: in one line, and not all of a long one."""
+    return shortened(source if source.isprintable() else ascii(source)[1:-1], 200)
+
+
+def _read(path: Path, *, most: int) -> str:
     if path.is_dir():
         raise RecipeError(f"{path} is a folder; write data.text={path}/*.txt for the files in it")
     try:
-        data = path.read_bytes()
+        data = read_plain(path, most=most)
         # Some editors begin a file with a byte order mark; it is no part of the text.
         text = data.decode("utf-8-sig")
     except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
+        why = "; text is cut in memory, of which it may fill a quarter"
+        text = f"{error.strerror}{why if error.errno == errno.EFBIG else ''}"
+        raise RecipeError(f"{path} cannot be read: {text}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(
             f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}; convert it "

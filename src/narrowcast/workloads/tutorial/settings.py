@@ -8,13 +8,13 @@ from narrowcast.config.sections import DataSection, Section, Sections
 class NumeralModel(Section):
     """The shape of the network."""
 
-    width: int = Field(default=32, ge=8, description="numbers a letter is carried in")
+    width: int = Field(default=32, ge=8, le=2**16, description="numbers a letter is carried in")
 
 
 class Objective(Section):
     """What is learnt beside the last digit."""
 
-    size: float = Field(default=0.1, ge=0, description="weight of the size of the number")
+    size: float = Field(default=0.1, ge=0, le=1e6, description="weight of the size of the number")
 
 
 SECTIONS = Sections(data=DataSection, model=NumeralModel, objective=Objective)

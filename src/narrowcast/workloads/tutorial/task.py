@@ -43,7 +43,7 @@ class Reader(nn.Module):
 
 def build_task(recipe: Recipe, *, device: torch.device) -> Task:
     """Return the task; on the meta device only the shapes of its model count."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(recipe.seed)
         model = Reader(recipe.section(NumeralModel).width).to(device)
     weight, held_out = recipe.section(Objective).size, collate(list(HELD_OUT))

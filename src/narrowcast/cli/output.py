@@ -1,0 +1,67 @@
+"""The output of this process: where it can be lost, and what then.
+
+A reader may close its end of a pipe, a disk may be full, a terminal may vanish. A command whose
+whole purpose was to print ends then; a run does not, see `outlive_output`.
+"""
+
+import io
+import os
+import sys
+from typing import Any, final
+
+
+class OutputLostError(OSError):
+    """What was printed has nowhere to go."""
+
+
+@final
+class _Output(io.FileIO):
+    """A stream of this process whose loss is told apart from every other error of a file."""
+
+    outlived = False
+    """Whether what cannot be written is dropped."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]  # None: would have to wait
+        try:
+            written: int | None = super().write(data)
+        except OSError as error:
+            if not self.outlived:
+                raise OutputLostError(error.errno, error.strerror) from error
+            written = None
+        return len(data) if written is None and self.outlived else written
+
+
+def open_output() -> None:
+    """Give this process an output that is there, and that says when it is lost.
+
+    A stream that is closed (`>&-`) would be None, and its number would go to the next file that is
+    opened: whatever prints by number would then print into the run's records.
+    """
+    sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY), encoding="utf-8")
+    sys.stdout = _opened(sys.stdout)
+    sys.stderr = _opened(sys.stderr)
+
+
+def outlive_output() -> None:
+    """From now on drop what cannot be written, without a word: there is nobody to say it to."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            raw = getattr(stream.buffer, "raw", stream.buffer)
+            if isinstance(raw, _Output):
+                raw.outlived = True
+
+
+def _opened(stream: Any) -> Any:
+    if stream is None:
+        number, encoding, at_once = os.open(os.devnull, os.O_WRONLY), "utf-8", False
+    elif isinstance(stream, io.TextIOWrapper):
+        number, encoding, at_once = stream.fileno(), stream.encoding, stream.write_through
+    else:
+        return stream  # a notebook's, which knows what to do with it
+    raw = _Output(number, "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if at_once else io.BufferedWriter(raw),  # as python -u has it
+        encoding=encoding,
+        line_buffering=stream is not None and stream.line_buffering,
+        write_through=at_once,
+    )

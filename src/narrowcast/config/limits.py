@@ -1,0 +1,41 @@
+"""How much a recipe may ask for: more than any machine trains, so that a slip is said at once.
+
+Every number and every text of a recipe has an upper bound. Those of a workload stand with its own
+settings.
+"""
+
+MOST_STEPS = 10**9
+"""At a millisecond a step, eleven days; at a second, thirty years."""
+MOST_SAMPLES = 2**24
+"""Of a micro-batch: 16 million, hundreds of times what any published run takes at once."""
+MOST_MICRO_BATCHES = 2**16
+"""Of a step; larger batches than this times a device's have not been found to help."""
+MOST_WORKERS = 128
+"""Processes that feed one device: as many as the cores of a large host."""
+MOST_AHEAD = 1024
+"""Batches kept ready, all of them in the host's memory."""
+LARGEST_RATE = 1e6
+"""Of learning rates, decays and weights of a loss: one step at it throws any weight far beyond what
+fp16 holds."""
+LARGEST_FP32 = (2 - 2**-23) * 2.0**127
+"""Norms and losses are kept in fp32; a bound beyond it would never be met."""
+LARGEST_SCALE = 2.0**126
+"""The largest power of two whose inverse fp32 holds too, the format the scale is kept in."""
+SMALLEST_SCALE = 2.0**-24
+"""The smallest positive value of fp16: a scale below it would flush a gradient of 1."""
+LARGEST_INDEX = 2**63 - 1
+"""What torch counts elements and seeds with."""
+LONGEST_TEXT = 4096
+"""Characters of a path, a glob, a policy or a line about a recipe; Linux takes no longer path."""
+LONGEST_NAME = 200
+"""Bytes of a run's name: a folder's name has 255, and a number may follow."""
+MOST_ENTRIES = 1000
+"""Of a list or a mapping: faults, phases, exceptions for modules."""
+MOST_WORDS = 1000
+"""KEY=VALUE words of a command line; there are fewer than a hundred settings."""
+LONGEST_WORD = 2**16
+"""Characters of one of them."""
+LARGEST_FILE = 2**18
+"""Bytes of a recipe; one that sets everything has four thousand."""
+MOST_TOLD = 10
+"""Problems that a message lists; the rest is counted."""

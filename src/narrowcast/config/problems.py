@@ -1,0 +1,42 @@
+"""What is wrong with a recipe, said at once: the first few problems in words, the rest counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from narrowcast.config.limits import MOST_TOLD
+
+LONGEST_VALUE = 60
+"""Characters of a value or a word that are shown."""
+LONGEST_LINE = 1000
+"""Characters of one problem; the longest lists all settings of a section."""
+
+
+def shortened(text: str, longest: int = LONGEST_VALUE) -> str:
+    """Return `text`, or its beginning where it is too long for a message."""
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+@final
+class Problems:
+    """Problems in the order they were found; what is not told is never put into words."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.count = 0
+
+    def add(self, problem: str | Callable[[], str]) -> None:
+        """Add one, or what would say it."""
+        self.count += 1
+        if len(self.told) < MOST_TOLD:
+            text = problem if isinstance(problem, str) else problem()
+            self.told.append(shortened(text, LONGEST_LINE))
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def lines(self) -> list[str]:
+        """Return a line for each that is told, and one that counts the others."""
+        more = self.count - len(self.told)
+        return [*self.told, *([f"and {more} more"] if more else [])]

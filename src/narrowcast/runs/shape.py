@@ -1,0 +1,76 @@
+"""Whether plain data read from a file has the shape that whoever reads it counts on.
+
+A shape is a type or a tuple of types, `[shape]` for a list of such, a longer list for one of that
+length, or a dict of shapes by key, in which `ANY` stands for the keys it does not name. Keys may be
+missing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+ANY = "*"
+DEEPEST = 50
+"""Levels of nesting in a file of ours: five. Readers call themselves once a level."""
+LARGEST = 2**63
+"""No step, count or size of a run is larger, and of 10**400 no float can be made."""
+
+Shape: TypeAlias = Any
+
+
+def misfit(value: Any, shape: Shape, where: str = "it") -> str | None:
+    """Say what in `value` is not of `shape`; None where all is."""
+    match shape:
+        case dict():
+            if not isinstance(value, dict):
+                return f"{where} is not a mapping"
+            others = shape.get(ANY, object)
+            inside = [(key, item, shape.get(key, others)) for key, item in value.items()]
+        case list():
+            if not isinstance(value, list):
+                return f"{where} is not a list"
+            each = shape * len(value) if len(shape) == 1 else shape
+            if len(each) != len(value):
+                return f"{where} is not a list of {len(each)}"
+            inside = [
+                (f"entry {i + 1}", *pair) for i, pair in enumerate(zip(value, each, strict=True))
+            ]
+        case _:
+            kinds = shape if isinstance(shape, tuple) else (shape,)
+            # To Python, true is a whole number.
+            if object in kinds or (isinstance(value, kinds) and (type(value) in kinds)):
+                return None
+            return f"{where} is not {' or '.join(_NAMES[kind] for kind in kinds)}"
+    prefix = "" if where == "it" else f"{where}: "
+    found = (misfit(item, s, f"{prefix}{str(key)[:80]}") for key, item, s in inside)
+    return next((each for each in found if each), None)
+
+
+def unreadable(value: Any) -> str | None:
+    """Say what no reader can take in: values nested without end, numbers without bounds."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inside: list[Any] = []
+        for each in level:
+            match each:
+                case dict():
+                    inside += each.values()
+                case list():
+                    inside += each
+                case int() if abs(each) > LARGEST:
+                    return "it holds a whole number beyond 2**63"
+        if not inside:
+            return None
+        level = inside
+    return f"it is nested more than {DEEPEST} levels deep"
+
+
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "a mapping",
+    list: "a list",
+    type(None): "null",
+}

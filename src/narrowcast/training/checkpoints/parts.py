@@ -1,0 +1,84 @@
+"""The parts of a checkpoint that is whole but not what a run saves: told apart and named.
+
+Its checksums say that a checkpoint is as it was written, not that a run has written it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowcast.errors import CheckpointError
+from narrowcast.runs.shape import ANY, LARGEST, misfit, unreadable
+from narrowcast.training.checkpoints.checkpoint import step_of
+
+_COUNTS = ("step", "batches", "evaluated")
+_NUMBERS = [(int, float)]
+_PLAIN = {
+    "schedule": {**dict.fromkeys(("phase", "since", "calm"), int), "losses": _NUMBERS},
+    "investigator": {**dict.fromkeys(("replays", "row"), int), "named": str, "explained": bool},
+    "observer": {
+        "amax": [[str, str, _NUMBERS]],
+        "losses": _NUMBERS,
+        "active": [[str, str, str, int, int]],
+    },
+    "adapter": {
+        "adaptation": {"overrides": {ANY: str}, "changed": {ANY: int}, "troubled": {ANY: int}},
+        "seen": [[int, [[str, str, str]], list]],
+    },
+}
+"""Parts that nobody looks at when they are loaded, but in the steps after."""
+_SHAPE = {
+    **dict.fromkeys(_COUNTS, int),
+    **_PLAIN,
+    "shapes": {ANY: [int]},
+    "random": {ANY: object},
+    "hooks": {ANY: dict},
+    "data": {"samples": int, "digest": str, "looked_at": str},
+    "settings": {ANY: object},
+    "records": {"bytes": int, "sha256": str},
+}
+_ALL_NEEDED = (*_COUNTS, "shapes", "random")
+
+
+def require_run_state(state: dict[str, Any], path: Path) -> None:
+    """Refuse what the checkpoint `path` holds if it is not the state of a run at that step."""
+    wrong = next((f"it has no {key}" for key in _ALL_NEEDED if key not in state), None)
+    wrong = wrong or misfit(state, _SHAPE) or unreadable([state.get(name) for name in _PLAIN])
+    if not wrong:
+        small = all(0 <= state[name] < LARGEST for name in _COUNTS)
+        wrong = None if small else f"no run has counts of {', '.join(_COUNTS)} like these"
+    if not wrong and state["step"] != step_of(path):
+        wrong = f"it is of step {state['step']}"
+    if wrong:
+        raise CheckpointError(
+            f"{path} is not the state of a run at that step: {wrong}; remove it to go on from an "
+            "older one"
+        )
+
+
+@contextmanager
+def part_of(step: int, name: str) -> Iterator[None]:
+    """Say of which part of the checkpoint of `step` it is, where that cannot be taken up."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"the {name} of the checkpoint of step {step}: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(
+            f"the {name} of the checkpoint of step {step} is not what this run saves there "
+            f"({type(error).__name__}: {error}); remove that checkpoint to go on from an older "
+            "one, or resume it with the version it was saved by"
+        ) from error

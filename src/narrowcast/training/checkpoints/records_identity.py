@@ -1,0 +1,82 @@
+"""The records that led to a checkpoint: on the disk before it is, and unchanged at a resume."""
+
+import hashlib
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from narrowcast.errors import CheckpointError
+from narrowcast.runs import RunFolder, StepRecord
+from narrowcast.runs.folder import RECORDS
+from narrowcast.runs.peek import open_plain
+
+CHUNK = 2**20
+
+
+@final
+class RecordsDigest:
+    """The digest of a growing file; what it has read it does not read again."""
+
+    def __init__(self) -> None:
+        self._read, self._digest = 0, hashlib.sha256()
+
+    def upto_now(self, folder: Path) -> dict[str, Any]:
+        """Return size and digest of the records in `folder`, once they are on the disk.
+
+        So a power cut that leaves a checkpoint, which is synced too, leaves the records of its
+        steps. A run that keeps no records has empty ones.
+        """
+        try:
+            with open_plain(folder / RECORDS, follow=True) as file:
+                os.fsync(file.fileno())
+                if os.fstat(file.fileno()).st_size < self._read:  # another file by now
+                    self._read, self._digest = 0, hashlib.sha256()
+                file.seek(self._read)
+                while chunk := file.read(CHUNK):
+                    self._digest.update(chunk)
+                    self._read += len(chunk)
+        except FileNotFoundError:
+            pass
+        return {"bytes": self._read, "sha256": self._digest.hexdigest()}
+
+
+def require_records(
+    run: RunFolder, state: Mapping[str, Any] | None, *, accept: Collection[str] = ()
+) -> None:
+    """Refuse records that are not what the run wrote up to the checkpoint `state` comes from."""
+    done = 0 if state is None else int(state["step"])
+    records = run.records()  # what is damaged is said here
+    if state is None or "records" in accept:
+        return
+    steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]
+    saved = state.get("records", {})  # older checkpoints are refused by whoever takes them up
+    if wrong := _wrong_steps(steps, done) or _wrong_bytes(run.path / RECORDS, saved):
+        raise CheckpointError(
+            f"{run.path / RECORDS} {wrong}; put it back from a copy, or add --accept records to go "
+            "on with it as it is"
+        )
+
+
+def _wrong_steps(steps: list[int], done: int) -> str:
+    expected = range(1, done + 1)
+    if steps == list(expected):
+        return ""
+    missing = sorted(set(expected) - set(steps))
+    if not missing:
+        return "has steps twice or out of order"
+    return (
+        f"lacks {len(missing)} of the {done} steps that its checkpoint has done, the first of them "
+        f"step {missing[0]}"
+    )
+
+
+def _wrong_bytes(file: Path, saved: Mapping[str, Any]) -> str:
+    digest, left = hashlib.sha256(), int(saved.get("bytes", 0))
+    with open_plain(file, follow=True) as content:
+        while left > 0 and (chunk := content.read(min(left, CHUNK))):
+            digest.update(chunk)
+            left -= len(chunk)
+    if not saved or digest.hexdigest() == saved.get("sha256"):
+        return ""
+    return "has other values, up to the checkpoint, than the run wrote there"

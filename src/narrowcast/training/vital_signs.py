@@ -1,0 +1,118 @@
+"""Whether a run is alive: kept from its records, saved with it, and asked for at its end."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import CheckpointError, DivergedError
+from narrowcast.precision.dtensor import local_part
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import Record, TaskInfo
+from narrowcast.runs.vitals import Vitals
+from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint, step_of
+from narrowcast.training.checkpoints.export import WEIGHTS
+from narrowcast.training.signals import Home
+
+
+def bad_weights(prepared: Prepared) -> str:
+    """Say which trained weights, or averages of them, are not finite; nothing where all are.
+
+    One pass over them, and one wait for the device.
+    """
+    weights = prepared.engine.weights
+    names = weights.names
+    found = _not_finite(dict(zip(names, weights.all, strict=True)))
+    if found:
+        return f"{len(found)} of {len(names)} weights are not finite, the first {found[0]}"
+    if weights.average is None:
+        return ""
+    averages = _not_finite(dict(zip(names, weights.average.averages, strict=True)))
+    if not averages:
+        return ""
+    many = f"the averages of {len(averages)} of {len(names)} weights are not finite"
+    return f"{many}, the first that of {averages[0]}"
+
+
+@final
+class VitalSigns:
+    """What decides whether a run came to anything."""
+
+    def __init__(self, prepared: Prepared, info: TaskInfo, *, home: Home | None) -> None:
+        self._prepared, self._headline, self._home = prepared, info.headline.name, home
+        self._vitals = Vitals()
+
+    def note(self, record: Record) -> None:
+        """Take in a record, in the order in which they are handed on."""
+        self._vitals = self._vitals.after(record, headline=self._headline)
+
+    def kept(self, keep: int, *, step: int) -> int:
+        """Return how many checkpoints are kept: all, once the weights are not finite.
+
+        The newest that is any good is then among those that would have made room.
+        """
+        return max(keep, step) if bad_weights(self._prepared) else keep
+
+    def require_alive(self, step: int, named: Callable[[DivergedError], DivergedError]) -> None:
+        """Refuse to call a run done that has come to nothing; `named` knows what led to it."""
+        wrong = self._vitals.diverged
+        if not wrong:
+            return
+        lr = self._prepared.engine.log.wording.lr
+        error = named(DivergedError(wrong, f"Try a lower {lr}, or a wider policy"))
+        told = str(error).rstrip(".")
+        raise DivergedError(f"the run has diverged: {told}", self._left(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run is judged by too."""
+        return self._vitals.to_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a saved run stood."""
+        self._vitals = Vitals(**state)
+
+    def _left(self, step: int) -> str:
+        """Say what is in the folder, and which checkpoint there is to go back to."""
+        if self._home is None:
+            return ""
+        folder = self._home.path()
+        exported = folder / WEIGHTS
+        told = "is that of an earlier end of this run" if exported.exists() else "was not written"
+        if not self._vitals.weights:
+            return f"{exported} {told}; the weights are in the last checkpoint"
+        finite = self._newest_finite(folder / "checkpoints", before=step)
+        if finite is None:
+            return f"{exported} {told}, and there is no checkpoint with finite weights"
+        resume = f"`narrowcast resume {shlex.quote(str(folder))}`"
+        return (
+            f"{exported} {told}; {finite} is the newest checkpoint with finite weights: remove "
+            f"those after it, and {resume} goes on from there"
+        )
+
+    def _newest_finite(self, folder: Path, *, before: int) -> Path | None:
+        trained = self._prepared.engine.weights.names
+        for path in reversed(checkpoints(folder)):
+            if step_of(path) >= before:
+                continue
+            try:
+                saved = load_checkpoint(path)["prepared"]
+            except CheckpointError:
+                continue
+            kept = {name: saved["weights"][name] for name in trained if name in saved["weights"]}
+            averages = {str(i): average for i, average in enumerate(saved["average"] or ())}
+            if not _not_finite(kept) and not _not_finite(averages):
+                return path
+        return None
+
+
+@torch.no_grad()
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    parts = {name: part for name, t in tensors.items() if (part := local_part(t)).numel()}
+    if not parts:
+        return []
+    largest = torch._foreach_norm(list(parts.values()), float("inf"))
+    finite = torch.stack([each.float() for each in largest]).isfinite().tolist()
+    return [name for name, good in zip(parts, finite, strict=True) if not good]

@@ -1,0 +1,87 @@
+"""What no machine could do is refused at once; what a name leads to is looked at first."""
+
+import os
+import time
+
+import pytest
+
+SMALL = (
+    "steps=6", "batch_size=2", "model.layers=1", "model.width=16", "model.heads=2",
+    "data.length=16", "health.every=0", "data.eval_windows=4",
+)  # fmt: skip
+
+
+def test_workers_are_not_forked_until_the_machine_is_full(narrowcast, tmp_path):
+    ended = narrowcast("train", "quickstart", "data.workers=1099511627776", "--out", tmp_path / "r")
+    assert ended.code == 2
+    assert "data.workers=1099511627776: needs a whole number of at most 128" in ended.err
+    assert not (tmp_path / "r").exists()
+
+
+def test_layers_beyond_the_deepest_are_refused_and_the_deepest_are_planned(narrowcast):
+    began = time.monotonic()
+    assert "at most 2048" in narrowcast("plan", "quickstart", "model.layers=20000").err
+    assert "M parameters" in narrowcast("plan", "quickstart", "model.layers=2048").out
+    assert time.monotonic() - began < 30  # a second and a half on a machine that does nothing else
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.vocab=16777216"],  # its logits
+        ["data.length=16777216"],
+        ["batch_size=16777216", "data.length=1024"],
+        ["model.width=1048576", "model.heads=1024"],
+    ],
+)
+def test_what_is_larger_than_memory_is_refused_with_its_size(narrowcast, tmp_path, words):
+    ended = narrowcast("train", "quickstart", *words, "device=cpu", "--out", tmp_path / "r")
+    assert ended.code == 3
+    assert "iB" in ended.err.split("has")[0]
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_most_of_what_takes_no_memory_can_be_trained(narrowcast, tmp_path):
+    most = ["seed=9223372036854775807", "data.prefetch=1024", "lr_schedule.warmup=1000000000"]
+    rare = ["checkpoint.every=1000000000", "eval.every=1000000000", "data.eval_windows=1000000000"]
+    scale = ["precision.loss_scale.patience=1000000000", "clip_norm=3e38", "model.rope_base=1e12"]
+    ended = narrowcast(
+        "train", "quickstart", *SMALL, *most, *rare, *scale, "steps=2", "--out", tmp_path / "r"
+    )
+    assert (ended.code, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000])
+def test_a_folder_that_cannot_be_is_refused_in_words(narrowcast, tmp_path, name):
+    ended = narrowcast("train", "quickstart", *SMALL, "--out", tmp_path / name)
+    assert ended.code == 2
+    assert "choose another --out" in ended.err
+    assert len(ended.err) < 500
+
+
+def test_the_files_of_a_tokenizer_are_files(narrowcast, tmp_path):
+    pytest.importorskip("tokenizers")
+    os.mkfifo(tmp_path / "vocab.json")
+    ended = narrowcast("plan", "quickstart", f"data.tokenizer={tmp_path}")
+    assert ended.code == 2
+    assert "vocab.json cannot be read (it is a pipe, not a file)" in ended.err
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "vocab.json").write_text("[" * 200_000)
+    ended = narrowcast("plan", "quickstart", f"data.tokenizer={tmp_path}")
+    assert (ended.code, "is not JSON" in ended.err) == (2, True)
+
+
+def test_a_first_line_comes_before_the_work_and_never_into_json(narrowcast, tiny, tmp_path):
+    run = tmp_path / "run"
+    assert narrowcast("train", tiny, "--out", run).out.startswith("building the model …\n")
+    assert narrowcast("resume", run).out.startswith("loading the run …\n")
+    assert narrowcast("plan", tiny).err == "planning …\n"
+    assert narrowcast("plan", tiny, "--json").err == ""
+    assert narrowcast("train", tiny, "--quiet", "--out", tmp_path / "quiet").out == ""
+
+
+def test_a_run_says_that_emulation_is_not_for_speed(narrowcast, tiny, tmp_path):
+    slow = narrowcast("train", tiny, "precision.emulate=true", "--out", tmp_path / "a").out
+    assert "note      emulated formats compute as theirs and take longer than fp32\n" in slow
+    plain = narrowcast("train", tiny, "precision.policy=fp32", "--out", tmp_path / "b").out
+    assert "note" not in plain
