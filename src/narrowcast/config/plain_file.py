@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 PIECE_BYTES = 2**20
 """Read at once."""
@@ -47,17 +48,21 @@ def status_of(path: Path) -> os.stat_result | None:
         raise OSError(errno.EINVAL, "no file has a zero byte in its name") from error
 
 
-def read_plain(path: Path, *, most: int) -> bytearray:
-    """Return what is in a file of at most `most` bytes."""
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file to read its bytes; whatever else has that name is refused."""
     found = status_of(path)
     if found is not None and not stat.S_ISREG(found.st_mode):
         kind = next((text for is_so, text in _KINDS if is_so(found.st_mode)), "it is not a file")
         raise OSError(errno.EINVAL, kind)
     # Without waiting: what was a file a moment ago may be a pipe now.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def read_plain(path: Path, *, most: int) -> bytearray:
+    """Return what is in a file of at most `most` bytes."""
     content = bytearray()
-    with os.fdopen(descriptor, "rb") as file:
-        too_large = os.fstat(descriptor).st_size > most
+    with open_plain(path) as file:
+        too_large = os.fstat(file.fileno()).st_size > most
         while not too_large and (piece := file.read(PIECE_BYTES)):
             content += piece
             too_large = len(content) > most

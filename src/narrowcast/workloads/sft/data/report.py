@@ -1,0 +1,60 @@
+"""What became of the data, in numbers and in words."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """Rows read, dropped and kept, and what they hold."""
+
+    formats: tuple[str, ...]
+    """How rows were read; one for each kind of source."""
+    template: str
+    rows_read: int
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Rows that are not used, by why."""
+    cut: int = 0
+    """Rows that lost their end to max_seq_length."""
+    train_rows: int = 0
+    validation_rows: int = 0
+    repeated_rows: int = 0
+    """Rows to validate on that are trained on too."""
+    tokens: int = 0
+    """To train on."""
+    learnt_tokens: int = 0
+    packs: int = 0
+    """Rows of tokens to train on, of one conversation or of several."""
+    efficiency: float = 1.0
+    """The share of rows of full width that is not filling."""
+    cached: bool = False
+    """The tokens were read from a file that an earlier run wrote."""
+    notes: tuple[str, ...] = ()
+    """What was decided, where it might surprise."""
+
+    @property
+    def response_share(self) -> float:
+        """The share of tokens that are learnt."""
+        return self.learnt_tokens / max(self.tokens, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a file keeps it."""
+        return {**asdict(self), "response_share": self.response_share}
+
+    def lines(self) -> list[str]:
+        """Say it in sentences, the usual first."""
+        formats = ", ".join(self.formats)
+        said = [
+            f"{self.rows_read:,} rows read as {formats}, written as {self.template}: "
+            f"{self.train_rows:,} to train on, {self.validation_rows:,} to validate on",
+            f"{self.tokens:,} tokens to train on, {self.response_share:.1%} of them learnt",
+        ]
+        if self.packs < self.train_rows:
+            said.append(f"packed into {self.packs:,} rows, {self.efficiency:.1%} full")
+        said += [f"{count:,} rows dropped: {why}" for why, count in self.dropped.items()]
+        if self.cut:
+            said.append(f"{self.cut:,} rows cut at max_seq_length: their responses lost their end")
+        if self.repeated_rows:
+            said.append(f"{self.repeated_rows:,} rows to validate on are trained on too")
+        return [*said, *self.notes]
