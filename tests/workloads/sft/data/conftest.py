@@ -50,6 +50,11 @@ def make_tokenizer(*, template=None, bos=False, trim=True, **named):
     )
 
 
+@pytest.fixture(scope="session", name="make_tokenizer")
+def make():
+    return make_tokenizer
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()
@@ -58,6 +63,12 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def chat_tokenizer():
     return make_tokenizer(template=CHATML)
+
+
+@pytest.fixture(scope="session")
+def untrimmed():
+    """One whose spans hold the spaces before words."""
+    return make_tokenizer(template=CHATML, trim=False)
 
 
 @pytest.fixture
