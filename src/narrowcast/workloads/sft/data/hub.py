@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.workloads.sft.data.rows import INSTALL, Row
@@ -32,12 +33,13 @@ def hub_splits(name: str, config: str | None, *, key: str) -> HubSplits:
         loaded = datasets.load_dataset(name, config)
     except (ConnectionError, TimeoutError) as error:
         raise UnsupportedError(
-            f"{asked} cannot be reached from here and no copy is kept: {error}; write a local file"
+            f"{asked} cannot be reached from here, and no copy is kept: {error}; write a local file"
         ) from error
-    except FileNotFoundError as error:  # also of data sets that are not on the Hub
-        raise RecipeError(f"{asked} of that name was not found: {error}") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"{asked} could not be loaded: {error}") from error
+    except Exception as error:  # of what it calls in turn, over the net and on the disk
+        raise RecipeError(
+            f"{asked} cannot be loaded: {shortened(str(error), 300)}; write a name, or a file, "
+            "that is there"
+        ) from error
     return _chosen(name, dict(loaded))
 
 

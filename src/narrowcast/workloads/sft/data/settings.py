@@ -1,5 +1,6 @@
 """The `data` section of a recipe that fine-tunes a language model."""
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -152,8 +153,8 @@ class SftData(DataSection):
     @classmethod
     def _has_both_places(cls, template: str) -> str:
         """Refuse a template that would leave something out, or say it twice."""
-        before, _, after = template.partition("{response}")
-        if before.count("{instruction}") != 1 or "{instruction}" in after or "{response}" in after:
+        places = re.findall(r"{instruction}|{response}", template)
+        if places != ["{instruction}", "{response}"]:
             raise ValueError("write {instruction} once and, somewhere after it, {response} once")
         return template
 
