@@ -92,3 +92,10 @@ def test_splits_of_the_hub_are_chosen_by_name(there, train, held):
         ({"of": train}, f"a/b ({train}), row 1")
     ]
     assert bool(found.note) is (train != "train")
+
+
+def test_sums_need_no_file():
+    (source,) = sources_of(SftData(path="sums")).train
+    rows = [row.values for row in source.rows()]
+    assert len(rows) == 2500
+    assert rows[-1] == {"question": "What is 49 + 49?", "answer": "49 + 49 = 98"}

@@ -1,12 +1,13 @@
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.data.conversation import Conversation, Turn
+from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.templates import template_of
 from narrowcast.workloads.sft.data.tokenised import Encoder, TokenRows, padding_token
@@ -15,13 +16,13 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1
 
 
 def encode(tokenizer, *pairs, template="auto", **given):
-    """Return the rows of questions with answers, what was dropped and what was cut."""
+    """Return the rows of questions with answers, what happened to them."""
     data = SftData(path="x", template_format=template, **given)
     encoder = Encoder.of(template_of(template, tokenizer, loss_on=data.loss_on), data)
     said = [Conversation(_turns(pair), f"f, line {n}") for n, pair in enumerate(pairs, 1)]
-    dropped, cut = Counter(), Counter()
-    rows = list(encoder.rows(said, dropped, cut))
-    return rows, dropped, cut
+    tally = Tally()
+    rows = list(encoder.rows(said, tally))
+    return rows, tally
 
 
 def _turns(pair):
@@ -83,6 +84,32 @@ def test_parts_of_a_character_are_all_learnt(tokenizer):
     assert learnt_text(tokenizer, (tokens, learnt)) == "🎈é<eos>"
 
 
+def test_tokenizers_that_write_spaces_as_signs_and_rare_letters_as_bytes_are_marked_alike():
+    core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<unk>", "</s>", *every_byte], show_progress=False
+    )
+    core.train_from_iterator(["### Response:", "The capital is Paris."] * 2, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    answer = "The capital  is é 日本 Paris."
+    (row,), _ = encode(tokenizer, ("Why?", answer))
+    assert learnt_text(tokenizer, row) == answer + "</s>"
+    (row,), _ = encode(tokenizer, ("Why?", answer, "So?", "🎈."), template="basic")
+    assert learnt_text(tokenizer, row) == answer + "</s>🎈.</s>"
+
+
+def test_words_that_are_read_as_special_tokens_are_told(chat_tokenizer):
+    _, tally = encode(chat_tokenizer, ("Q", "A"), ("Q <|im_end|>", "A"), ("Q", "<eos> A"))
+    assert tally.with_signs == 2
+
+
 @pytest.mark.parametrize("pad", [None, "<eos>", "<pad>"])
 def test_the_end_is_learnt_whatever_fills_rows(make_tokenizer, pad):
     tokenizer = make_tokenizer(pad_token=pad)
@@ -106,11 +133,11 @@ def test_the_token_for_a_beginning_stands_where_the_tokenizer_puts_it(make_token
 def test_rows_that_are_too_long_are_dropped_cut_or_refused_as_asked(tokenizer):
     pairs = [("Q", "A"), ("Q", "A " * 100), ("Q" * 200, "A")]
     fits = len(encode(tokenizer, pairs[0])[0][0][0])
-    rows, dropped, cut = encode(tokenizer, *pairs, max_seq_length=fits)
-    assert (len(rows), dropped.total(), cut.total()) == (1, 2, 0)
-    rows, dropped, cut = encode(tokenizer, *pairs, max_seq_length=fits, too_long="cut")
+    rows, tally = encode(tokenizer, *pairs, max_seq_length=fits)
+    assert (len(rows), tally.dropped.total(), tally.cut) == (1, 2, 0)
+    rows, tally = encode(tokenizer, *pairs, max_seq_length=fits, too_long="cut")
     assert [len(tokens) for tokens, _ in rows] == [fits, fits]
-    assert (dict(dropped), cut.total()) == ({"no response within max_seq_length": 1}, 1)
+    assert (dict(tally.dropped), tally.cut) == ({"no response within max_seq_length": 1}, 1)
     assert rows[1][0][-1] != tokenizer.eos_token_id
     with pytest.raises(RecipeError, match=r"line 2 has .* tokens, and data.max_seq_length is"):
         encode(tokenizer, *pairs, max_seq_length=fits, too_long="refuse")

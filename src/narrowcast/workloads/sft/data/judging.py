@@ -1,10 +1,10 @@
 """Which conversations are fit to learn from: refused, dropped and counted, or kept."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.data.conversation import Conversation
+from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.settings import SftData
 
 EMPTY = "no response to learn"
@@ -13,7 +13,7 @@ LONG_INSTRUCTION = "an instruction longer than instruction_max_length"
 
 
 def fit_of(
-    conversations: Iterable[Conversation], data: SftData, dropped: Counter[str]
+    conversations: Iterable[Conversation], data: SftData, tally: Tally
 ) -> Iterator[Conversation]:
     """Yield what is fit to learn from; count why the others are not, or refuse the first."""
     for conversation in conversations:
@@ -24,9 +24,9 @@ def fit_of(
                     f"{conversation.place}: {wrong}; mend the row, or write "
                     "data.empty_response=drop to leave such rows out"
                 )
-            dropped[EMPTY] += 1
+            tally.dropped[EMPTY] += 1
         elif why := _too_wordy(conversation, data):
-            dropped[why] += 1
+            tally.dropped[why] += 1
         else:
             yield conversation
 

@@ -1,6 +1,5 @@
 """All of it: from what a recipe names to batches by number."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from narrowcast.workloads.sft.data import cache
 from narrowcast.workloads.sft.data.formats import Conversations
 from narrowcast.workloads.sft.data.judging import fit_of
 from narrowcast.workloads.sft.data.packing import Packs, alone, packed
-from narrowcast.workloads.sft.data.report import DataReport
+from narrowcast.workloads.sft.data.report import DataReport, Tally
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.sources import Source, Sources, sources_of
 from narrowcast.workloads.sft.data.splitting import rows_in_both, split_rows
@@ -88,39 +87,22 @@ def _kept(sources: Sources, template: Template, data: SftData) -> tuple[cache.Ke
 
 
 def _tokenised(sources: Sources, template: Template, data: SftData) -> cache.Kept:
-    told = _Told()
-    encoder = Encoder.of(template, data)
-    train = told.rows(sources.train, encoder, "path")
-    held = told.rows(sources.validation, encoder, "validation_path") if sources.validation else None
-    about = {
-        "formats": sorted(told.formats),
-        "rows_read": told.rows_read,
-        "dropped": dict(told.dropped),
-        "cut": told.cut.total(),
-    }
-    return cache.Kept(train, held, about)
+    tally, encoder = Tally(), Encoder.of(template, data)
+    train = _rows(sources.train, encoder, tally, key="path")
+    held = sources.validation
+    validation = _rows(held, encoder, tally, key="validation_path") if held else None
+    return cache.Kept(train, validation, tally.to_json())
 
 
-class _Told:
-    """Counts of what happens to rows on their way."""
-
-    def __init__(self) -> None:
-        self.formats: set[str] = set()
-        self.rows_read = 0
-        self.dropped: Counter[str] = Counter()
-        self.cut: Counter[str] = Counter()
-
-    def rows(self, sources: Sequence[Source], encoder: Encoder, key: str) -> TokenRows:
-        data, found = encoder.data, []
-        for source in sources:
-            read = Conversations(source.rows(), data.format, data.columns)
-            found += list(encoder.rows(fit_of(read, data, self.dropped), self.dropped, self.cut))
-            self.rows_read += read.count
-            if read.format is not None:
-                self.formats.add(read.format.name)
-        if not found:
-            reasons = ", ".join(f"{count}: {why}" for why, count in self.dropped.items())
-            raise RecipeError(
-                f"data.{key}: no row is left to use ({reasons}); change what drops them"
-            )
-        return TokenRows.joined(found)
+def _rows(sources: Sequence[Source], encoder: Encoder, tally: Tally, *, key: str) -> TokenRows:
+    data, found = encoder.data, []
+    for source in sources:
+        read = Conversations(source.rows(), data.format, data.columns)
+        found += list(encoder.rows(fit_of(read, data, tally), tally))
+        tally.rows_read += read.count
+        if read.format is not None:
+            tally.formats.add(read.format.name)
+    if not found:
+        why = ", ".join(f"{count}: {reason}" for reason, count in tally.dropped.items())
+        raise RecipeError(f"data.{key}: no row is left to use ({why}); change what drops them")
+    return TokenRows.joined(found)

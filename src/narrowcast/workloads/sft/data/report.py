@@ -1,8 +1,24 @@
 """What became of the data, in numbers and in words."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+
+@dataclass
+class Tally:
+    """What happens to rows on their way, counted as it happens."""
+
+    formats: set[str] = field(default_factory=set)
+    rows_read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
+    with_signs: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a `DataReport` takes of it."""
+        return {**asdict(self), "formats": sorted(self.formats), "dropped": dict(self.dropped)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +33,8 @@ class DataReport:
     """Rows that are not used, by why."""
     cut: int = 0
     """Rows that lost their end to max_seq_length."""
+    with_signs: int = 0
+    """Rows whose words hold the text of a special token, which the tokenizer reads as that."""
     train_rows: int = 0
     validation_rows: int = 0
     repeated_rows: int = 0
@@ -55,6 +73,10 @@ class DataReport:
         said += [f"{count:,} rows dropped: {why}" for why, count in self.dropped.items()]
         if self.cut:
             said.append(f"{self.cut:,} rows cut at max_seq_length: their responses lost their end")
+        if self.with_signs:
+            said.append(
+                f"{self.with_signs:,} rows hold the text of special tokens, which are read as such"
+            )
         if self.repeated_rows:
             said.append(f"{self.repeated_rows:,} rows to validate on are trained on too")
         return [*said, *self.notes]

@@ -5,14 +5,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from narrowcast.config.plain_file import open_plain, path_of, status_of
 from narrowcast.config.problems import Problems, shortened
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.data.hub import VALIDATION, hub_splits
 from narrowcast.workloads.sft.data.rows import Row, rows_of, suffix_of
-from narrowcast.workloads.sft.data.settings import SftData
+from narrowcast.workloads.sft.data.settings import SUMS, SftData
+from narrowcast.workloads.sft.data.sums import sums
 
 MOST_FILES = 100_000
 """That a glob may match: a slip such as /**/* would read the whole disk."""
@@ -25,8 +26,9 @@ class Source(NamedTuple):
     name: str
     rows: Callable[[], Iterator[Row]]
     """Reads them, from the first, each time it is called."""
-    file: Path | None
-    """Where they are, unless they are from the Hub."""
+    file: Path | None = None
+    """Where they are, if they are in one."""
+    kind: Literal["file", "hub", "made"] = "file"
 
 
 class Sources(NamedTuple):
@@ -45,8 +47,8 @@ def sources_of(data: SftData) -> Sources:
     if named:
         validation, _, more = _found(data, named, key="validation_path", existing=False)
         notes += more
-    files = [source.file for source in (*train, *validation)]
-    if data.dataset_config_name is not None and None not in files:
+    from_hub = any(source.kind == "hub" for source in (*train, *validation))
+    if data.dataset_config_name is not None and not from_hub:
         raise RecipeError(
             f"data.dataset_config_name={data.dataset_config_name}: files have no configurations; "
             "leave it out"
@@ -60,6 +62,8 @@ _Found = tuple[list[Source], list[Source], list[str]]
 def _found(data: SftData, names: Sequence[str], *, key: str, existing: bool) -> _Found:
     problems, files, hub = Problems(), list[Path](), list[str]()
     for name in names:
+        if name == SUMS:
+            continue
         paths = _matches(name, problems)
         files += paths or ()
         if paths is None:
@@ -71,14 +75,15 @@ def _found(data: SftData, names: Sequence[str], *, key: str, existing: bool) -> 
             "name of a data set on the Hugging Face Hub"
         )
     train, validation, notes = _by_name(list(dict.fromkeys(files)), existing=existing)
+    train += [Source(SUMS, sums, kind="made")] * (SUMS in names)
     for name in hub:
         chosen = hub_splits(name, data.dataset_config_name, key=key)
-        train.append(Source(f"{name} ({chosen.train_name})", chosen.train, None))
+        train.append(Source(f"{name} ({chosen.train_name})", chosen.train, kind="hub"))
         if chosen.note:
             notes.append(chosen.note)
         if existing and chosen.validation is not None:
             label = f"{name} ({chosen.validation_name})"
-            validation.append(Source(label, chosen.validation, None))
+            validation.append(Source(label, chosen.validation, kind="hub"))
     return train, validation, notes
 
 

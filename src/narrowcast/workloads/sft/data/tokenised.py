@@ -1,6 +1,6 @@
 """Conversations as tokens, each of them marked whether it is learnt; all rows in flat arrays."""
 
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.workloads.sft.data.chat import special_texts
 from narrowcast.workloads.sft.data.conversation import Conversation
+from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.templates import Template, Written
 
@@ -74,6 +76,8 @@ class Encoder:
     data: SftData
     first: tuple[int, ...]
     """Tokens that the tokenizer puts before any text."""
+    signs: re.Pattern[str]
+    """Finds the texts of special tokens."""
 
     @classmethod
     def of(cls, template: Template, data: SftData) -> "Encoder":
@@ -84,18 +88,20 @@ class Encoder:
                 f"{type(tokenizer).__name__} does not say where in a text its tokens stand; use a "
                 "tokenizer with a tokenizer.json"
             )
-        return cls(template=template, data=data, first=_first_tokens(tokenizer))
+        signs = re.compile("|".join(map(re.escape, sorted(special_texts(tokenizer)))))
+        return cls(template=template, data=data, first=_first_tokens(tokenizer), signs=signs)
 
     def rows(
-        self, conversations: Iterable[Conversation], dropped: Counter[str], cut: Counter[str]
+        self, conversations: Iterable[Conversation], tally: Tally
     ) -> Iterator[tuple[Tokens, Learnt]]:
         """Yield a row for each conversation that fits, or as far as it does; count the others."""
         waiting = iter(conversations)
         while some := list(islice(waiting, TOGETHER)):
             written = [self.template.written(each) for each in some]
             for each, row in zip(some, self._encoded(written), strict=True):
-                fitted = self._fitted(row, each.place, dropped, cut)
+                fitted = self._fitted(row, each.place, tally)
                 if fitted is not None:
+                    tally.with_signs += any(self.signs.search(turn.whole) for turn in each.turns)
                     yield fitted
 
     def _encoded(self, written: Sequence[Written]) -> Iterator[tuple[Tokens, Learnt]]:
@@ -116,7 +122,7 @@ class Encoder:
             yield tokens, marks
 
     def _fitted(
-        self, row: tuple[Tokens, Learnt], place: str, dropped: Counter[str], cut: Counter[str]
+        self, row: tuple[Tokens, Learnt], place: str, tally: Tally
     ) -> tuple[Tokens, Learnt] | None:
         tokens, learnt = row
         most = self.data.max_seq_length
@@ -127,13 +133,13 @@ class Encoder:
                     f"data.max_seq_length={len(tokens)}, or data.too_long=drop or cut"
                 )
             if self.data.too_long == "drop":
-                dropped[TOO_LONG] += 1
+                tally.dropped[TOO_LONG] += 1
                 return None
             tokens, learnt = tokens[:most], learnt[:most]
             if learnt.any():
-                cut[TOO_LONG] += 1
+                tally.cut += 1
         if not learnt.any():
-            dropped[NOTHING_LEFT] += 1
+            tally.dropped[NOTHING_LEFT] += 1
             return None
         return tokens, learnt
 
