@@ -115,6 +115,11 @@ def test_columns_can_be_named():
     assert turns(row, **named) == [[("system", "S", ""), *GIVEN]]
 
 
+def test_a_column_that_is_not_there_is_refused_even_if_it_could_be_left_out():
+    with pytest.raises(RecipeError, match=r"line 1 has no column more; it has q, a"):
+        turns({"q": "Q", "a": "A"}, instruction="q", response="a", context="more")
+
+
 def test_names_are_guessed_at_only_where_that_is_asked_for():
     row = {"my_question": "Q", "best_answer": "A", "url": "u"}
     with pytest.raises(RecipeError, match=r"or data.format=infer"):

@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import sys
 
 import pytest
 
@@ -19,7 +20,9 @@ def test_paths_and_globs_are_taken_once_each_in_order(write, tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.jsonl"):
         write(ROW, name)
     given = (str(tmp_path / "b.jsonl"), str(tmp_path / "*.jsonl"))
-    assert names(sources_of(SftData(path=given)).train) == ["b.jsonl", "a.jsonl", "c.jsonl"]
+    found = sources_of(SftData(path=given))
+    assert names(found.train) == ["b.jsonl", "a.jsonl", "c.jsonl"]
+    assert found.notes == (f"{tmp_path}/b.jsonl is named more than once, and read once",)
 
 
 @pytest.mark.parametrize("word", ["validation", "val", "dev", "valid"])
@@ -68,6 +71,54 @@ def test_what_is_no_file_is_said_at_once(write, tmp_path):
 def test_a_name_of_the_hub_says_what_to_install():
     with pytest.raises(UnsupportedError, match=r"no such file, .* Hub needs datasets; write pip"):
         sources_of(SftData(path="openai/gsm8k", dataset_config_name="main"))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Let another library answer to the name of `datasets`, as the Hub might."""
+
+    def answers(code):
+        (tmp_path / "datasets.py").write_text(f"def load_dataset(name, config):\n    {code}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "datasets", raising=False)
+        importlib.invalidate_caches()
+
+    yield answers
+    sys.modules.pop("datasets", None)
+
+
+def test_a_data_set_of_the_hub_is_loaded_with_its_configuration_and_splits(hub):
+    hub('return {"train": [{"text": name + "/" + config}], "dev": [{"text": "held"}]}')
+    found = sources_of(SftData(path="owner/name", dataset_config_name="main"))
+    (train,), (held,) = found.train, found.validation
+    assert (train.name, held.name) == ("owner/name (train)", "owner/name (dev)")
+    assert [row.values for row in train.rows()] == [{"text": "owner/name/main"}]
+    assert [row.place for row in held.rows()] == ["owner/name (dev), row 1"]
+    alone = SftData(path="owner/name", dataset_config_name="main", use_existing_splits=False)
+    assert sources_of(alone).validation == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "said"),
+    [
+        (
+            'raise ConnectionError("no net")',
+            UnsupportedError,
+            "cannot be reached from here, and no",
+        ),
+        ('raise FileNotFoundError("none")', RecipeError, "cannot be loaded: none; write a name"),
+        (
+            'raise ValueError("which config?")',
+            RecipeError,
+            r"cannot be loaded: which config\?; wri",
+        ),
+        ("return {}", RecipeError, "data set owner/name has no splits"),
+    ],
+)
+def test_what_the_hub_cannot_give_is_said(hub, code, kind, said):
+    hub(code)
+    with pytest.raises(kind, match=said):
+        sources_of(SftData(path="owner/name"))
 
 
 def test_a_configuration_without_a_data_set_is_refused(write, settings):

@@ -78,7 +78,10 @@ class Conversations:
     def _first(self, row: Row) -> Format:
         if self._columns.given:
             given = self._columns.model_dump()
-            return Format("columns", **{what: name or "" for what, name in given.items()})
+            named = Format("columns", **{what: name or "" for what, name in given.items()})
+            for key in named.keys:
+                _value(row, key)
+            return named
         if self._choice == "infer":
             return inferred(row.values, row.place)
         if self._choice != "auto":

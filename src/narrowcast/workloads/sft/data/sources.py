@@ -2,6 +2,7 @@
 
 import errno
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -75,6 +76,8 @@ def _found(data: SftData, names: Sequence[str], *, key: str, existing: bool) -> 
             "name of a data set on the Hugging Face Hub"
         )
     train, validation, notes = _by_name(list(dict.fromkeys(files)), existing=existing)
+    twice = [path for path, count in Counter(files).items() if count > 1]
+    notes += [f"{path} is named more than once, and read once" for path in twice]
     train += [Source(SUMS, sums, kind="made")] * (SUMS in names)
     for name in hub:
         chosen = hub_splits(name, data.dataset_config_name, key=key)
