@@ -150,6 +150,24 @@ def test_a_packed_row_gives_what_its_conversations_give_alone(build, how):
                 assert (together[row, here] - own).abs().max() < 64 * 2**-23
 
 
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_the_loss_of_a_packed_batch_is_the_mean_over_learnt_tokens_of_its_conversations(build):
+    torch.manual_seed(0)
+    model = build().eval()
+    lengths = [7, 12, 30, 5]
+    rows = rows_of(lengths)
+    one = Packs(rows=rows, packs=packed(lengths, 40), padding=0, width=40).__getitems__([0, 1])
+    each = Packs(rows=rows, packs=alone(4), padding=0, width=None)
+    with torch.no_grad():
+        together = model(**one, use_cache=False).loss
+        parts = [each.__getitems__([number]) for number in range(4)]
+        counts = [int((part["labels"] != IGNORED).sum()) for part in parts]
+        losses = [
+            model(**part, use_cache=False).loss * n for part, n in zip(parts, counts, strict=True)
+        ]
+    assert together.item() == pytest.approx(sum(losses).item() / sum(counts), rel=2**-20)
+
+
 def test_without_boundaries_a_conversation_would_see_the_one_before():
     torch.manual_seed(0)
     model = llama().eval()

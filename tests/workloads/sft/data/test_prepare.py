@@ -3,6 +3,8 @@ import json
 from itertools import islice
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.data.packing import IGNORED
@@ -170,7 +172,7 @@ def test_a_cache_folder_that_cannot_be_is_refused(write, settings, tokenizer):
         prepare_data(given, tokenizer, seed=0)
 
 
-def test_gsm8k_and_the_instruction_items_in_exact_numbers(shared, settings, tokenizer, tmp_path):
+def test_answers_of_gsm8k_are_learnt_to_the_last_token(shared, settings, tokenizer, tmp_path):
     small = tmp_path / "gsm8k.jsonl.gz"
     rows = [row.values for row in islice(rows_of(shared / "gsm8k_train.jsonl.gz"), 300)]
     small.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
@@ -179,8 +181,18 @@ def test_gsm8k_and_the_instruction_items_in_exact_numbers(shared, settings, toke
     ends = tokenizer(answers, add_special_tokens=False)["input_ids"]
     assert (data.report.formats, data.report.train_rows) == (("question+answer",), 300)
     assert data.report.learnt_tokens == sum(len(ids) + 1 for ids in ends)
-    items = settings(shared / "rasbt_instruct_1100.json", empty_response="drop")
-    report = prepare_data(items, tokenizer, seed=0).report
+
+
+def test_the_instruction_items_in_the_tokens_of_gpt2(shared, settings):
+    files = [shared.parent / "tok_gpt2" / name for name in ("vocab.json", "merges.txt")]
+    core = ByteLevelBPETokenizer(*map(str, files))._tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
+    path = shared / "rasbt_instruct_1100.json"
+    given = settings(path, template_format="alpaca", validation_split=0.0)
+    report = prepare_data(given, tokenizer, seed=0).report
+    outputs = [item["output"] for item in json.loads(path.read_text())]
     assert report.formats == ("instruction+input+output",)
-    assert report.rows_read == 1100
-    assert report.train_rows + report.validation_rows + sum(report.dropped.values()) == 1100
+    assert (report.rows_read, report.train_rows, dict(report.dropped)) == (1100, 1100, {})
+    # In these tokens a line break never joins the word after it: responses stay what they are.
+    ends = tokenizer(outputs)["input_ids"]
+    assert report.learnt_tokens == sum(len(ids) + 1 for ids in ends)

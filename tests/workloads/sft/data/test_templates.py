@@ -156,9 +156,14 @@ def test_a_template_that_fails_says_its_own_words(make_tokenizer):
         RecipeError, match=r"line 7: .*chat template fails: roles must alternate; me"
     ):
         pieces("chat", ASKED, tokenizer)
-    broken = make_tokenizer(template="{% if %}")
-    with pytest.raises(RecipeError, match="chat template fails: "):
-        pieces("chat", ASKED, broken)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ 1 + 'a' }}", "{{ messages[9].content }}", {"rag": "", "tool": ""}]
+)
+def test_a_template_that_is_broken_is_an_error_of_the_recipe(template, make_tokenizer):
+    with pytest.raises(RecipeError, match="line 7: the tokenizer's chat template fails: "):
+        pieces("chat", ASKED, make_tokenizer(template=template))
 
 
 def test_a_template_that_writes_the_date_writes_the_same_tomorrow(make_tokenizer):

@@ -116,8 +116,8 @@ class _Rendered:
         )
 
     def _render(self, count: int, *, asked: bool = False) -> str:
-        template = self._tokenizer.get_chat_template()
         try:
+            template = self._tokenizer.get_chat_template()
             text = self._tokenizer.apply_chat_template(
                 self._messages[:count],
                 chat_template=TODAY + template if "strftime_now" in template else template,
