@@ -15,6 +15,7 @@ from narrowcast.hardware.probe import host_memory_bytes
 from narrowcast.hardware.trial import cache_folder
 from narrowcast.runs.writing import explain_write_error, written_beside
 from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.workloads.sft.data.report import Tally
 from narrowcast.workloads.sft.data.rows import Row
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.sources import Source, Sources
@@ -80,8 +81,8 @@ def save(folder: Path, key: str, kept: Kept) -> None:
     arrays = _arrays("train", kept.train)
     if kept.validation is not None:
         arrays |= _arrays("validation", kept.validation)
-    about = {"key": key, "digest": _digest(arrays), "about": kept.about}
-    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    arrays["about"] = _as_array({"key": key, "about": kept.about})
+    arrays["digest"] = _as_array(_digest(arrays))
     hint = "name another data.pretokenize_cache_dir, or write data.pretokenize=false"
     with written_beside(_path(folder, key), hint=hint) as beside:
         save_file(arrays, beside)
@@ -110,14 +111,14 @@ def _checked(content: bytes, key: str) -> Kept:
 
     try:
         arrays = parsed(content)
-        said = json.loads(arrays.pop("about").tobytes())
-        if said["key"] != key:
-            raise _DamagedError("they are of other data")
-        if said["digest"] != _digest(arrays):
+        if json.loads(arrays.pop("digest").tobytes()) != _digest(arrays):
             raise _DamagedError("their checksum is another")
+        said = json.loads(arrays["about"].tobytes())
+        if said["key"] != key or not Tally.is_sound(said["about"]):
+            raise _DamagedError("they are of something else")
         validation = _rows(arrays, "validation") if "validation.tokens" in arrays else None
-        return Kept(_rows(arrays, "train"), validation, dict(said["about"]))
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Kept(_rows(arrays, "train"), validation, said["about"])
+    except (SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
         raise _DamagedError(type(error).__name__) from error
 
 
@@ -131,8 +132,17 @@ def _arrays(name: str, rows: TokenRows) -> dict[str, NDArray[Any]]:
 
 
 def _rows(arrays: dict[str, NDArray[Any]], name: str) -> TokenRows:
-    fields = {field: arrays[f"{name}.{field}"] for field in ("tokens", "learnt", "offsets")}
-    return TokenRows(**fields)
+    tokens, learnt, offsets = (arrays[f"{name}.{each}"] for each in ("tokens", "learnt", "offsets"))
+    kinds = [array.dtype for array in (tokens, learnt, offsets)]
+    if kinds != [np.int32, np.bool_, np.int64] or not (
+        tokens.shape == learnt.shape == (offsets[-1],) and offsets[0] == 0 < np.diff(offsets).min()
+    ):
+        raise _DamagedError("they are no rows of tokens")
+    return TokenRows(tokens=tokens, learnt=learnt, offsets=offsets)
+
+
+def _as_array(value: object) -> NDArray[np.uint8]:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def _digest(arrays: dict[str, NDArray[Any]]) -> str:

@@ -158,7 +158,7 @@ def _text(row: Row, key: str) -> str:
             return ""
         case str() as text:
             return text
-        case bool() | list() | dict() as other:
+        case bool() | list() | dict() | bytes() as other:
             raise RecipeError(f"{row.place}: {key} is a {type(other).__name__}, not a text")
         case float() as number if not math.isfinite(number):
             return ""  # what pandas and pyarrow make of a field that is not there

@@ -16,6 +16,23 @@ class Tally:
     cut: int = 0
     with_signs: int = 0
 
+    @staticmethod
+    def is_sound(value: Any) -> bool:
+        """Say whether `to_json` could have returned it."""
+        match value:
+            case {
+                "formats": list(formats),
+                "rows_read": int(),
+                "dropped": dict(dropped),
+                "cut": int(),
+                "with_signs": int(),
+            }:
+                texts = [*formats, *dropped]
+                counts = all(isinstance(count, int) for count in dropped.values())
+                return len(value) == 5 and counts and all(isinstance(each, str) for each in texts)
+            case _:
+                return False
+
     def to_json(self) -> dict[str, Any]:
         """Return what a `DataReport` takes of it."""
         return {**asdict(self), "formats": sorted(self.formats), "dropped": dict(self.dropped)}

@@ -13,13 +13,14 @@ from narrowcast.config.plain_file import open_plain
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError
+from narrowcast.hardware.probe import host_memory_bytes
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 INSTALL = "narrowcast[sft]"
 LONGEST_ROW = 2**28
 """Bytes of a line or a field: a row that is longer is no conversation."""
-LARGEST_JSON = 2**32
-"""Bytes of a .json, which is parsed as a whole; lines of a .jsonl are not."""
+COPIES = 8
+"""Of a .json that there are at once while it is parsed, in bytes, as text and as values."""
 BATCH = 1024
 """Rows of a .parquet that are unpacked at once."""
 
@@ -73,9 +74,13 @@ def _jsonl(file: BinaryIO, path: Path) -> Iterator[Row]:
 
 
 def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
-    content = file.read(LARGEST_JSON + 1)
-    if len(content) > LARGEST_JSON:
-        raise RecipeError(f"{path} is larger than {LARGEST_JSON} bytes; write it as .jsonl")
+    most = host_memory_bytes() // COPIES
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise RecipeError(
+            f"{path} has more than {most} bytes, and a .json is parsed as a whole, in memory; "
+            "write it as .jsonl, a row a line"
+        )
     if not content.strip():
         return
     value = _parsed(_decoded(content, str(path), first=True), str(path))
