@@ -5,7 +5,7 @@ before a response, and with the response. What the second adds to the first is w
 given the first has to say.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -31,7 +31,9 @@ def has_chat_template(tokenizer: Any) -> bool:
     return bool(tokenizer.chat_template)
 
 
-def chat_pieces(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
+def chat_pieces(
+    conversation: Conversation, tokenizer: Any, specials: Collection[str]
+) -> Iterator[Piece]:
     """Write a conversation as the tokenizer's template does.
 
     A response is learnt with the special token that ends it. A template that writes a turn in
@@ -39,7 +41,6 @@ def chat_pieces(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
     """
     messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
     rendered = _Rendered(tokenizer, messages, conversation.place)
-    specials = special_texts(tokenizer)
     done, ended = 0, True
     for number, turn in enumerate(conversation.turns):
         if turn.role == "assistant":
@@ -58,12 +59,14 @@ def chat_pieces(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
         yield Piece(tokenizer.eos_token, True)
 
 
-def chat_whole(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
+def chat_whole(
+    conversation: Conversation, tokenizer: Any, specials: Collection[str]
+) -> Iterator[Piece]:
     """Write a conversation as the tokenizer's template does, all of it to be learnt."""
     messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
     full = _Rendered(tokenizer, messages, conversation.place).full
     yield Piece(full, True)
-    if not full.rstrip().endswith(tuple(special_texts(tokenizer))):
+    if not full.rstrip().endswith(tuple(specials)):
         yield Piece(tokenizer.eos_token, True)
 
 

@@ -10,6 +10,7 @@ from narrowcast.workloads.sft.data.chat import (
     chat_pieces,
     chat_whole,
     has_chat_template,
+    special_texts,
 )
 from narrowcast.workloads.sft.data.conversation import Conversation, Turn
 from narrowcast.workloads.sft.data.settings import INSTRUCTION_TEMPLATE, TemplateChoice
@@ -72,9 +73,10 @@ def template_of(
             "data.template_format=chatml, alpaca or basic"
         )
     end = tokenizer.eos_token
+    specials = special_texts(tokenizer)
     chat_writer = chat_pieces if loss_on == "response" else chat_whole
     writers: dict[str, Callable[[Conversation], Iterator[Piece]]] = {
-        "chat": lambda conversation: chat_writer(conversation, tokenizer),
+        "chat": lambda conversation: chat_writer(conversation, tokenizer, specials),
         "chatml": lambda conversation: _chatml(conversation, end),
         "alpaca": lambda conversation: _alpaca(conversation, end),
         "basic": lambda conversation: _basic(conversation, instruction_template, end),
