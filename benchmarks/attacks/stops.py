@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 from attacks import tiny
 from attacks.case import (
@@ -35,16 +36,20 @@ def once_or_twice(case: Case) -> Verdict:
         case.tell(f"{second.name} after {pause} s")
         time.sleep(pause)
         command.send(second)
-    # A second one means what it meant before the run began; so does one that comes before the
-    # first step or after the last, when there is nothing to save.
-    own = set() if second is None and 0 < before < tiny.STEPS else {-first, -(second or first)}
+    # The same again means what it meant before the run began, and another one is one more request;
+    # before the first step and after the last there is nothing to save, and any means what it did.
+    saves = 0 < before < tiny.STEPS and second != first
+    # The second one may come when the first has ended the run, and its handlers are gone.
+    own = ({-second} if second else set()) if saves else {-first, -(second or first)}
     ended = well_ended(command.wait(SECONDS), codes={DONE, INTERRUPTED, *own})
     if ended.code == DONE:
         require_equal(run, straight, asked_to_stop=True)
         return Verdict.FINE
     if not (run / "records.jsonl").exists():
         return Verdict.FINE
-    if ended.code == INTERRUPTED and 0 < before < tiny.STEPS and second is None:
+    if saves and _last_saved(run) < before:
+        raise Found(Verdict.LOST, f"step {before} was done, and its end saved no checkpoint of it")
+    if ended.code == INTERRUPTED and saves and second is None:
         _check_says_how(ended.err, str(run))
     resumed_equal(case, run, straight, asked_to_stop=True)
     return Verdict.EQUAL
@@ -64,6 +69,10 @@ def while_it_starts(case: Case) -> Verdict:
         return Verdict.FINE
     resumed_equal(case, run, case.straight("tutorial"), asked_to_stop=True)
     return Verdict.EQUAL
+
+
+def _last_saved(run: Path) -> int:
+    return max((int(p.name[-6:]) for p in (run / "checkpoints").glob("step-??????")), default=0)
 
 
 def _check_says_how(said: str, run: str) -> None:

@@ -117,7 +117,19 @@ def test_no_value_anywhere_makes_a_traceback(runs, damaged, seed):
 
 
 @pytest.mark.parametrize(
-    "part", ["step", "batches", "shapes", "random", "prepared", "schedule", "adapter", "observer"]
+    "part",
+    [
+        "step",
+        "batches",
+        "shapes",
+        "random",
+        "prepared",
+        "schedule",
+        "adapter",
+        "observer",
+        "vital_signs",
+        "investigator",
+    ],
 )
 @pytest.mark.parametrize("value", [None, [1], -1, {"$tensor": "none"}])
 def test_a_part_of_a_checkpoint_that_no_run_saves_is_refused_by_name(damaged, capsys, part, value):
@@ -127,8 +139,37 @@ def test_a_part_of_a_checkpoint_that_no_run_saves_is_refused_by_name(damaged, ca
     write_state(file, described)
     assert exit_code_of(["resume", str(damaged), "-q"]) == 2
     said = capsys.readouterr().err
-    assert part in said or "there is no tensor none" in said
+    named = {"prepared": "the model's state of the checkpoint"}.get(part, part)
+    assert named in said or "there is no tensor none" in said or f"{part} is not" in said
     assert "step 2" in said or "step-000002" in said
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("vital_signs", "applied", None),
+        ("vital_signs", "headline", 1),
+        ("vital_signs", "bad_from", "x"),
+        ("investigator", "overflowed_at", [1, 2]),
+        ("investigator", "overflowed_at", ["x"]),
+    ],
+)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_value_in_a_checkpoint_that_no_run_saves_is_refused_by_name(
+    runs, tmp_path, capsys, part, key, value, is_finished
+):
+    copied = tmp_path / "run"
+    shutil.copytree(runs[0], copied)
+    if not is_finished:
+        (copied / "model.safetensors").unlink()
+    file = copied / "checkpoints" / "step-000002" / "state.json"
+    described = json.loads(file.read_text())
+    described["state"][part][key] = value
+    write_state(file, described)
+    assert exit_code_of(["resume", str(copied), "-q"]) == 2
+    said = capsys.readouterr().err
+    assert "step-000002 is not the state of a run" in said
+    assert f"{part}: {key} is not" in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What no machine could do is refused at once; what a name leads to is looked at first."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,7 +16,7 @@ SMALL = (
 def test_workers_are_not_forked_until_the_machine_is_full(narrowcast, tmp_path):
     ended = narrowcast("train", "quickstart", "data.workers=1099511627776", "--out", tmp_path / "r")
     assert ended.code == 2
-    assert "data.workers=1099511627776: needs a whole number of at most 128" in ended.err
+    assert "data.workers=1099511627776: needs a whole number of at most 1024" in ended.err
     assert not (tmp_path / "r").exists()
 
 
@@ -85,3 +87,47 @@ def test_a_run_says_that_emulation_is_not_for_speed(narrowcast, tiny, tmp_path):
     assert "note      emulated formats compute as theirs and take longer than fp32\n" in slow
     plain = narrowcast("train", tiny, "precision.policy=fp32", "--out", tmp_path / "b").out
     assert "note" not in plain
+
+
+def test_a_recipe_may_come_from_another_command(tiny, tmp_path):
+    plan = f"{sys.executable} -m narrowcast plan"
+    for line in (f"{plan} <(cat {tiny})", f"cat {tiny} | {plan} /dev/stdin"):
+        ended = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (ended.returncode, ended.stdout[:5]) == (0, "piped"), ended.stderr
+
+
+def test_ten_thousand_shards_and_two_hundred_exceptions_are_a_recipe(narrowcast, tiny, tmp_path):
+    shards = "".join(f"    - /data/corpus/en/shard-{i:05d}.txt\n" for i in range(10_000))
+    large = tmp_path / "large.yaml"
+    large.write_text(f"workload: lm\nsteps: 1\nbatch_size: 1\ndata:\n  text:\n{shards}")
+    policy = "bf16; " + ", ".join(f"blocks.{i}.attn.qkv: fp32" for i in range(200))
+    assert len(policy) > 4096
+    # What is said is that the model has no such modules.
+    for words in (
+        f"precision.policy={policy}",
+        f"precision.overrides={{'blocks.3.*': '{policy}'}}",
+    ):
+        assert "characters" not in narrowcast("plan", "quickstart", words).err
+    assert narrowcast("plan", large).code == 0
+
+
+def test_sixty_thousand_keys_that_no_recipe_has_are_answered_in_seconds(narrowcast, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("workload: lm\n" + "".join(f"key{i}: {i}\n" for i in range(60_000)))
+    began = time.monotonic()
+    assert "60002 problems in the recipe" in narrowcast("plan", file).err
+    assert time.monotonic() - began < 60  # eight on a machine that does nothing else
+
+
+def test_a_number_in_the_place_of_a_word_is_shown_as_it_is_written(narrowcast):
+    fault = "{step: 1, module: head, role: output, value: .inf}"
+    ended = narrowcast("plan", "quickstart", f"faults=[{fault}]")
+    assert "value needs one of inf, nan, large, bit-flip, got .inf; did you mean inf?" in ended.err
+
+
+def test_a_command_to_go_on_works_where_the_path_has_blanks(narrowcast, tiny, tmp_path):
+    run = tmp_path / "my run"
+    assert narrowcast("train", tiny, "--out", run).code == 0
+    assert f"`narrowcast resume '{run}'`" in narrowcast("train", tiny, "--out", run).err

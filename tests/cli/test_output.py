@@ -1,3 +1,4 @@
+import io
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from narrowcast.cli.output import open_output
 from narrowcast.training.checkpoints.checkpoint import latest
 
 SMALL = ("quickstart", "steps=6", "batch_size=2", "model.layers=1", "model.width=16")
@@ -114,3 +116,13 @@ def wait_for_steps(folder, process, *, drain=None):
             return
         time.sleep(0.02)
     pytest.fail("the run recorded no step")
+
+
+def test_a_console_of_windows_keeps_its_own_stream(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", None)
+    open_output()
+    assert sys.stdout is stream
+    assert sys.stderr is not None

@@ -68,7 +68,7 @@ def test_other_data_of_equal_length_is_refused_and_accepted_by_a_word(narrowcast
     assert ended.code == 2
     assert "the data is not that of the checkpoint of step 4" in ended.err
     assert "with other values in them" in ended.err
-    assert "--accept data" in ended.err
+    assert "add --accept data (in Python accept=['data']) to go on" in ended.err
     assert files(half) == before
     assert narrowcast("resume", half, "--accept", "data").code == 0
     with RunFolder.open(half) as run:
@@ -76,6 +76,28 @@ def test_other_data_of_equal_length_is_refused_and_accepted_by_a_word(narrowcast
         assert [record.what for record in found] == ["the run goes on with other data"]
         assert run.read_json("environment.json")["sessions"][-1]["accepted"] == ["data"]
     assert "has finished its 6 steps" in narrowcast("resume", half).out
+
+
+def test_the_same_data_somewhere_else_is_the_same_data(narrowcast, half, text, tmp_path):
+    moved = tmp_path / "elsewhere.txt"
+    text.rename(moved)
+    assert "no such file" in narrowcast("resume", half).err
+    assert narrowcast("resume", half, f"data.text={moved}").code == 0
+    assert "has finished" in narrowcast("resume", half).out
+
+
+def test_a_relative_path_is_meant_from_where_the_run_began(
+    narrowcast, tiny, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = [*CUT, f"data.text={text.name}", "--out", tmp_path / "relative"]
+    assert narrowcast("train", tiny, *words).code == 0
+    shutil.rmtree(tmp_path / "relative/checkpoints/step-000006")
+    monkeypatch.chdir("/")
+    ended = narrowcast("resume", tmp_path / "relative")
+    assert ended.code == 2
+    assert f"the run began in {tmp_path}" in ended.err
+    assert narrowcast("resume", tmp_path / "relative", f"data.text={text}").code == 0
 
 
 def test_more_data_is_refused_and_accepted_by_a_word(narrowcast, half, text):
@@ -118,7 +140,9 @@ def test_the_settings_of_the_checkpoint_are_accepted_by_a_word(narrowcast, half,
         content = resolved.read_text()
         resolved.write_text({"empty": "", "list": "[]", "cut": content[:99]}[damage])
         assert "add --accept settings" in narrowcast("resume", half).err
-    assert narrowcast("resume", half, "--accept", "settings").code == 0
+    ended = narrowcast("resume", half, "--accept", "settings")
+    assert ended.code == 0
+    assert "the settings are those of the checkpoint; resolved.json had others" in ended.out
     after = json.loads(resolved.read_text())
     assert {k: e["value"] for k, e in after.items()} == before
     assert narrowcast("resume", half).code == 0
@@ -139,6 +163,21 @@ def test_a_name_and_what_decides_no_step_may_be_written_differently(narrowcast, 
     edit(half, "name", "another")
     edit(half, "checkpoint.every", 3)
     assert narrowcast("resume", half).code == 0
+
+
+def test_a_run_that_lost_a_file_says_how_to_go_on_without_it(narrowcast, half):
+    (half / "records.jsonl").unlink()
+    ended = narrowcast("resume", half)
+    assert ended.code == 2
+    assert "has lost its records.jsonl" in ended.err
+    assert narrowcast("resume", half, "--accept", "records").code == 0
+    assert "has finished" in narrowcast("resume", half).out
+
+
+def test_a_part_of_a_run_is_not_taken_for_one(narrowcast, half):
+    ended = narrowcast("resume", half / "checkpoints" / "step-000004")
+    assert ended.code == 2
+    assert f"is a part of the run in {half}; name that folder" in ended.err
 
 
 def test_records_that_lack_steps_are_refused_and_accepted_by_a_word(narrowcast, half):
@@ -172,7 +211,7 @@ def test_records_that_say_something_else_are_refused(
     before = files(half)
     ended = narrowcast("resume", half)
     assert ended.code == 2
-    assert "has other values, up to the checkpoint, than the run wrote there" in ended.err
+    assert "is not what the run wrote: it has other values up to the checkpoint" in ended.err
     assert files(half) == before
     assert narrowcast("resume", half, "--accept", "records").code == 0
     assert "has finished" in narrowcast("resume", half).out
@@ -200,6 +239,19 @@ def test_a_damaged_environment_or_recipe_does_not_block_a_resume(narrowcast, hal
     assert "plan.json was damaged" in ended.out
     assert (half / "environment.json.damaged").read_text() == "["
     assert len(json.loads((half / "environment.json").read_text())["sessions"]) == 1
+
+
+def test_a_policy_that_auto_did_not_stand_for_is_refused_first(narrowcast, tiny, tmp_path):
+    out = tmp_path / "auto"
+    words = ["precision.policy=auto", "checkpoint.every=2", "--out", out]
+    assert narrowcast("train", tiny, *words).code == 0
+    policy = json.loads((out / "plan.json").read_text())["policy"]
+    shutil.rmtree(out / "checkpoints" / "step-000004")
+    before = files(out)
+    other = "fp8-row" if "bf16" in policy or "fp32" in policy else "bf16"
+    assert narrowcast("resume", out, f"precision.policy={other}").code == 2
+    assert files(out) == before
+    assert narrowcast("resume", out).code == 0
 
 
 def test_a_refused_resume_changes_nothing(narrowcast, half):

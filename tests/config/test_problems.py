@@ -33,8 +33,8 @@ def test_long_texts_lists_and_names_are_refused_with_their_length(refusal):
     assert "5000 characters are too many; write at most 4096" in refusal(
         "description=" + "x" * 5000
     )
-    names = ", ".join(f"m{n}: fp32" for n in range(2000))
-    said = refusal(f"precision.overrides={{{names}}}")
+    names = ", ".join(f"m{n}" for n in range(2000))
+    said = refusal(f"precision.loss_scale.scale_groups=[{names}]")
     assert "2000 entries are too many; write at most 1000" in said
     assert "240 bytes are too long for the name of a folder" in refusal("name=" + "é" * 120)
     assert "201 characters are too many; write at most 200" in refusal("name=" + "x" * 201)
@@ -46,5 +46,5 @@ def test_integers_of_any_length_and_base_are_refused_in_words(refusal):
     assert "needs a whole number of at least 0" in refusal("seed=-" + "9" * 5000)
 
 
-def test_brackets_are_counted_before_anything_is_read(refusal):
+def test_brackets_are_counted_while_they_are_read(refusal):
     assert "nested too deeply for a recipe" in refusal("optimizer.betas=" + "[" * 50_000)

@@ -139,3 +139,11 @@ def test_half_a_surrogate_pair_is_a_problem():
 
 def test_a_key_that_is_a_list_is_a_problem():
     assert parse("? [a]\n: 1\n").problems == [(1, "a key is one word, not a list or a mapping")]
+
+
+def test_only_brackets_that_open_a_list_are_counted_as_nesting():
+    lines = ["# lr in [0, 1)"] * 101 + ["a: '" + "[" * 200 + "'", "b: [[1], {c: [2]}]"]
+    assert parse("\n".join(lines)).value == {"a": "[" * 200, "b": [[1], {"c": [2]}]}
+    assert parse("[" * 100 + "]" * 100).value is not None
+    with pytest.raises(YamlError, match="nested too deeply"):
+        parse("[" * 101 + "]" * 101)

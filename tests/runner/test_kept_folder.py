@@ -1,5 +1,7 @@
+import errno
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ import narrowcast as nc
 from narrowcast.cli.entry import exit_code_of
 from narrowcast.errors import CheckpointError, Interrupted
 from narrowcast.runner import kept_folder
-from narrowcast.runs import RunFolder
+from narrowcast.runs import CheckpointRecord, RunFolder
 from narrowcast.training.checkpoints.verify import difference_between
 
 pytestmark = pytest.mark.skipif(
@@ -43,15 +45,16 @@ def straight(tmp_path_factory):
 @pytest.fixture
 def looking_often(monkeypatch):
     monkeypatch.setattr(kept_folder, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(kept_folder, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(kept_folder, "SETTLE_SECONDS", 0.01)
 
 
-def trained_until(folder, *, step, then):
-    """Train in `folder`, call `then` after `step`, and return what the run ended with."""
+def trained_until(folder, *, step, then, kind=object):
+    """Train in `folder`, call `then` after a record of `step`; return what the run ended with."""
     with nc.train("quickstart", SMALL, out=folder) as run:
         try:
             for record in run:
-                if record.step == step and then is not None:
+                if record.step == step and isinstance(record, kind) and then is not None:
                     then()
                     then = None
         except (Interrupted, CheckpointError) as ended:
@@ -193,6 +196,95 @@ def test_a_folder_that_is_moved_at_the_very_end_holds_the_whole_run(
     assert "was moved to" in caplog.text
     assert not folder.exists()
     assert difference_between(straight, elsewhere) is None
+
+
+def test_a_folder_that_is_removed_once_it_was_saved_to_is_saved_to_again(
+    tmp_path, straight, monkeypatch
+):
+    # Between the checkpoint and the end that a signal asks for.
+    monkeypatch.setattr(kept_folder, "LOOK_SECONDS", 1e9)
+    folder = tmp_path / "run"
+
+    def remove():
+        shutil.rmtree(folder)
+        signal.raise_signal(signal.SIGTERM)
+
+    ended, place = trained_until(folder, step=4, then=remove, kind=CheckpointRecord)
+    assert (type(ended), place) == (Interrupted, folder)
+    assert "was put back there" in str(ended)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000004"]
+    require_same_after_resume(folder, straight)
+
+
+def test_a_folder_that_is_removed_after_the_last_checkpoint_has_it_again(
+    tmp_path, straight, monkeypatch, capsys
+):
+    monkeypatch.setattr(kept_folder, "LOOK_SECONDS", 1e9)
+    folder = tmp_path / "run"
+    ended, place = trained_until(
+        folder, step=12, then=lambda: shutil.rmtree(folder), kind=CheckpointRecord
+    )
+    assert (ended, place) == (None, folder)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000012"]
+    assert difference_between(straight, folder) is None
+    assert exit_code_of(["resume", "-q", str(folder)]) == 0
+
+
+def test_a_disk_that_does_not_answer_for_a_while_ends_no_run(tmp_path, straight, monkeypatch):
+    monkeypatch.setattr(kept_folder, "LOOK_SECONDS", 0.0)
+    answer, left = Path.stat, [0]
+
+    def stat(path, **how):
+        if left[0] and path.name == "records.jsonl":
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return answer(path, **how)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    ended, place = trained_until(tmp_path / "run", step=7, then=lambda: left.append(left.pop() + 9))
+    assert (ended, place, left) == (None, tmp_path / "run", [0])
+    assert difference_between(straight, place) is None
+
+
+def test_a_folder_that_is_away_for_a_moment_is_not_gone(tmp_path, straight, monkeypatch):
+    monkeypatch.setattr(kept_folder, "LOOK_SECONDS", 0.0)
+    folder, away = tmp_path / "run", tmp_path / "away"
+
+    def vanish():
+        folder.rename(away)
+        threading.Timer(0.2, away.rename, [folder]).start()
+
+    ended, place = trained_until(folder, step=7, then=vanish)
+    assert (ended, place) == (None, folder)
+    assert difference_between(straight, place) is None
+
+
+def test_a_link_to_the_folder_may_be_pointed_elsewhere(tmp_path, straight, looking_often):
+    link, first, other = (tmp_path / name for name in ("latest", "first", "other"))
+    first.mkdir()
+    other.mkdir()
+    link.symlink_to(first)
+
+    def point_elsewhere():
+        link.unlink()
+        link.symlink_to(other)
+
+    ended, place = trained_until(link, step=7, then=point_elsewhere)
+    assert (ended, place) == (None, first)
+    assert list(other.iterdir()) == []
+    assert difference_between(straight, first) is None
+
+
+def test_a_folder_that_is_removed_behind_a_link_is_put_back_there(
+    tmp_path, straight, looking_often
+):
+    link, folder = tmp_path / "latest", tmp_path / "run"
+    folder.mkdir()
+    link.symlink_to(folder)
+    ended, place = trained_until(link, step=7, then=lambda: shutil.rmtree(folder))
+    assert (type(ended), place) == (Interrupted, folder)
+    assert "was put back there" in str(ended)
+    require_same_after_resume(link, straight)
 
 
 def test_a_folder_that_is_removed_is_missed_within_seconds(tmp_path, capsys):

@@ -69,6 +69,23 @@ def test_a_folder_that_nobody_named_stays_with_its_run_and_goes_without_one():
     assert place.path.exists()
 
 
+def test_a_refused_run_leaves_no_folder_of_runs_that_was_not_there(tiny):
+    assert exit_code_of(["train", tiny, "data.text=nowhere"]) == 2
+    assert not Path("runs").exists()
+    Path("runs").mkdir()
+    assert exit_code_of(["train", tiny, "data.text=nowhere"]) == 2
+    with out_dir("a", None) as place, out_dir("b", None):
+        pass
+    assert not place.path.exists()
+    assert Path("runs").is_dir()
+
+
+def test_a_folder_of_runs_that_another_run_is_in_stays():
+    with out_dir("a", None), out_dir("b", None) as place:
+        (place.path / "resolved.json").touch()
+    assert [path.name for path in Path("runs").iterdir()] == ["b"]
+
+
 def test_what_is_in_the_way_of_a_run_that_nobody_named_is_said(tiny, capsys):
     Path("runs").write_text("no folder")
     assert exit_code_of(["train", tiny]) == 2

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 import narrowcast as nc
 from narrowcast.cli.entry import exit_code_of
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
 from narrowcast.runs import EvalRecord, RunFolder, StepRecord, same_trajectory
 
 SIX = ["steps=6", "checkpoint.every=2"]
@@ -141,3 +141,43 @@ def test_a_tracker_that_fails_is_told_to_the_log_and_the_run_goes_on(tiny, tmp_p
         with caplog.at_level(logging.WARNING):
             assert len(steps_of(run)) == 6
     assert "tensorboard" in caplog.text
+
+
+def test_a_run_that_is_going_on_is_not_continued_in_the_same_process(tiny, tmp_path):
+    folder = tmp_path / "run"
+    with nc.train(tiny, SIX, out=folder) as run:
+        for record in run:
+            if record.step == 3:
+                with pytest.raises(CheckpointError, match="this process is writing to"):
+                    nc.resume(folder)
+    assert len(steps_of(run.folder.records())) == 6
+
+
+def test_a_run_that_has_ended_or_was_left_is_continued_in_the_same_process(tiny, tmp_path):
+    for record in nc.train(tiny, SIX, out=tmp_path / "run"):
+        if record.step == 3:
+            break
+    run = nc.resume(tmp_path / "run")  # which nobody closes
+    assert [record.step for record in steps_of(run)] == [3, 4, 5, 6]
+    with nc.resume(tmp_path / "run", ["steps=8"]) as longer:
+        assert [record.step for record in steps_of(longer)] == [7, 8]
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_that_a_run_diverged(tiny, tmp_path):
+    def train_badly(run):
+        for record in run:
+            if record.step == 3 and not (tmp_path / "run/report.html").exists():
+                (tmp_path / "run/report.html").mkdir()
+                (tmp_path / "run/report.html/inside").touch()
+                with torch.no_grad():
+                    next(run.model.parameters()).fill_(torch.nan)
+
+    with (
+        nc.train(tiny, SIX, out=tmp_path / "run") as run,
+        pytest.raises(DivergedError) as raised,
+    ):
+        train_badly(run)
+    assert raised.value.exit_code == 4
+    assert "the run has diverged" in str(raised.value)
+    assert "report.html: it is a folder" in str(raised.value)
+    assert "what led to it" not in str(raised.value)

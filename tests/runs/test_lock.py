@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from narrowcast.errors import CheckpointError
 from narrowcast.runs.lock import LOCK, Lock, is_held
 
 HOLD = """
@@ -43,6 +44,37 @@ def test_a_lock_is_held_until_its_process_dies_however_it_dies(tmp_path, holder)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert is_held(tmp_path / LOCK) is False
+
+
+def test_a_process_does_not_get_a_lock_that_it_holds_and_does_not_lose_it_either(tmp_path):
+    lock, second = Lock(tmp_path / LOCK), Lock(tmp_path / LOCK)
+    lock.acquire()
+    lock.acquire()  # which holds it already
+    with pytest.raises(CheckpointError, match="this process is writing to"):
+        second.acquire()
+    second.release()
+    assert is_held(tmp_path / LOCK) is True
+    assert "another process is writing" in taken_elsewhere(tmp_path / LOCK)
+    lock.release()
+    assert is_held(tmp_path / LOCK) is False
+    assert taken_elsewhere(tmp_path / LOCK) == ""
+    second.acquire()
+    assert "another process is writing" in taken_elsewhere(tmp_path / LOCK)
+    second.release()
+
+
+def test_a_lock_that_was_dropped_is_free(tmp_path):
+    Lock(tmp_path / LOCK).acquire()
+    assert is_held(tmp_path / LOCK) is False
+    assert taken_elsewhere(tmp_path / LOCK) == ""
+
+
+def taken_elsewhere(path):
+    """Let another process take the lock; return what it says where it cannot."""
+    process = subprocess.run(
+        [sys.executable, "-c", HOLD, str(path)], input="", capture_output=True, text=True
+    )
+    return process.stderr
 
 
 def test_asking_takes_nothing_from_a_process_that_comes_next(tmp_path):

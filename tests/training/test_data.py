@@ -1,5 +1,7 @@
 import itertools
+import multiprocessing
 import os
+import random
 import signal
 from dataclasses import dataclass
 
@@ -175,3 +177,48 @@ def test_a_count_of_items_that_is_no_whole_number_is_refused(items):
         pytest.raises(RecipeError, match="items of the task returned"),
     ):
         next(stream)
+
+
+class Augmented:
+    """Samples that differ each time they are read, as augmentations make them."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index)) + torch.rand(3) + random.random()
+
+
+def augmented(count, *, start=0, workers):
+    stream = BatchStream(
+        Augmented(), 8, seed=3, start=start, workers=workers, device=torch.device("cpu")
+    )
+    with stream:
+        return list(itertools.islice(stream, count))
+
+
+def test_what_workers_draw_at_random_depends_on_the_batch_alone():
+    straight = augmented(12, workers=1)
+    again = augmented(12, workers=2)
+    resumed = augmented(5, start=7, workers=2)
+    assert all(map(torch.equal, straight, again))
+    assert all(map(torch.equal, straight[7:], resumed))
+    assert not torch.equal(straight[0] - straight[0].round(), straight[5] - straight[5].round())
+
+
+class Broken(Augmented):
+    def __getitem__(self, index):
+        if index == 17:
+            raise OSError("picture 17 is corrupt")
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_fails_is_named_and_no_worker_outlives_it(workers):
+    """An exception is kept, with all frames it came through, by whoever looks at it."""
+    stream = BatchStream(Broken(), 8, seed=0, workers=workers, device=torch.device("cpu"))
+    with pytest.raises(OSError, match="picture 17 is corrupt") as caught, stream:
+        list(itertools.islice(stream, 5))
+    told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "sample 17 of the task's data" in told
+    assert not multiprocessing.active_children()

@@ -2,6 +2,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from itertools import permutations
 
 import pytest
 
@@ -18,16 +19,15 @@ def test_a_first_signal_is_noted_and_handlers_are_put_back(number):
     assert [signal.getsignal(n) for n in STOPPING] == before
 
 
-@pytest.mark.parametrize("second", STOPPING)
-def test_a_second_signal_ends_the_process_at_once(second):
+def sent(*numbers):
+    """Return how a process ends that gets these signals, and how many of them it outlives."""
     program = f"""
     import signal
     from narrowcast.training.signals import stop_on_signals
-    with stop_on_signals():
-        signal.raise_signal(signal.SIGINT)
-        print("first", flush=True)
-        signal.raise_signal({int(second)})
-        print("second", flush=True)
+    with stop_on_signals() as stop:
+        for number in {[int(number) for number in numbers]}:
+            signal.raise_signal(number)
+            print(stop.asked_by.name, flush=True)
     """
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -35,8 +35,18 @@ def test_a_second_signal_ends_the_process_at_once(second):
         text=True,
         check=False,
     )
-    assert child.returncode == -second
-    assert child.stdout == "first\n"
+    return child.returncode, child.stdout.split()
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_the_same_signal_again_ends_the_process_at_once(number):
+    assert sent(number, number) == (-number, [number.name])
+
+
+@pytest.mark.parametrize("order", list(permutations(STOPPING)))
+def test_another_signal_is_the_same_request_once_more(order):
+    assert sent(*order) == (0, [order[0].name] * len(order))
+    assert sent(*order, order[1]) == (-order[1], [order[0].name] * len(order))
 
 
 @pytest.mark.parametrize("number", STOPPING)

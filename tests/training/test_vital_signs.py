@@ -83,11 +83,40 @@ def test_weights_that_an_update_made_infinite_are_named_and_not_exported(ready, 
     # What was good made no room for what is not.
     good = tmp_path / "checkpoints" / "step-000004"
     assert [p.name for p in checkpoints(tmp_path / "checkpoints")] == [
-        f"step-00000{n}" for n in (4, 6, 8)
+        f"step-00000{n}" for n in (4, 8)
     ]
     assert f"{good} is the newest checkpoint with finite weights" in said
     state = load_checkpoint(latest(tmp_path / "checkpoints"))
     assert ended(ready(steps=8), folder=tmp_path, resume=state)[1] == said
+
+
+def test_checkpoints_of_weights_that_are_not_finite_do_not_fill_the_disk(ready, tmp_path):
+    saved = {"every": 2, "keep": 2}
+
+    def left():
+        return [int(path.name[-6:]) for path in checkpoints(tmp_path / "checkpoints")]
+
+    made = ready(steps=12, checkpoint=saved).but(hooks=(overflowing_from(7),))
+    ended(made, folder=tmp_path)
+    assert left() == [4, 6, 12]
+    # Since when they are bad is known after a resume too.
+    state = load_checkpoint(latest(tmp_path / "checkpoints"))
+    said = ended(ready(steps=40, checkpoint=saved), folder=tmp_path, resume=state)[1]
+    assert left() == [4, 6, 40]
+    assert "step-000006 is the newest checkpoint with finite weights" in said
+
+
+def test_weights_that_are_finite_again_are_kept_as_any_others(ready, tmp_path):
+    def spoil_and_heal(prepared, applied):
+        done = prepared.steps_attempted
+        if done in (5, 6):
+            weight = prepared.model.rise.weight
+            weight.view(-1)[0] = math.inf if done == 5 else 0.5
+
+    hook = Hook(name="spoil", after_step=spoil_and_heal)
+    made = ready(steps=8, checkpoint={"every": 1, "keep": 2}).but(hooks=(hook,))
+    list(train(made.prepared, made.task, made.recipe, folder=tmp_path))
+    assert [p.name[-1] for p in checkpoints(tmp_path / "checkpoints")] == ["7", "8"]
 
 
 def test_an_evaluation_that_shows_nothing_does_not_hide_infinite_weights(ready):

@@ -2,6 +2,7 @@
 
 import importlib
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -90,7 +91,7 @@ def measure(name: str, asked: Asked, *, tell: Tell) -> Figures:
         request={"steps": asked.steps},
         timeout_seconds=asked.timeout_seconds,
         training_bytes=bench.bytes_of(recipe, asked.settings),
-        usable_bytes=usable_bytes(device, total_bytes=hardware.memory_bytes),
+        usable_bytes=usable_bytes(device, total_bytes=hardware.memory_bytes or sys.maxsize),
         together=asked.together,
         at_once=asked.at_once,
         cold=asked.cold,

@@ -54,10 +54,12 @@ def outlive_output() -> None:
 def _opened(stream: Any) -> Any:
     if stream is None:
         number, encoding, at_once = os.open(os.devnull, os.O_WRONLY), "utf-8", False
-    elif isinstance(stream, io.TextIOWrapper):
+    elif sys.platform != "win32" and isinstance(stream, io.TextIOWrapper):
         number, encoding, at_once = stream.fileno(), stream.encoding, stream.write_through
     else:
-        return stream  # a notebook's, which knows what to do with it
+        # A notebook's, which knows what to do with it; or that of a console of Windows, which
+        # takes letters and no bytes.
+        return stream
     raw = _Output(number, "w", closefd=False)
     return io.TextIOWrapper(
         raw if at_once else io.BufferedWriter(raw),  # as python -u has it

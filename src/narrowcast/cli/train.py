@@ -1,8 +1,11 @@
 """`narrowcast train`: a run from its recipe to its report."""
 
+from pathlib import Path
+
 import click
 
 from narrowcast.cli.options import overrides_argument, quiet_option, recipe_argument
+from narrowcast.errors import RecipeError
 
 
 @click.command()
@@ -21,6 +24,11 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     from narrowcast.runner.out_dir import out_dir
     from narrowcast.workloads import load_recipe
 
+    if out is not None:
+        # A shell leaves ~ as it is in --out=~/runs, and gives nothing for a variable that is unset.
+        if not out.strip():
+            raise RecipeError("--out was given nothing; name a folder, or leave it out")
+        out = str(Path(out).expanduser())
     loaded = load_recipe(recipe, overrides)
     console = lasting_screen(quiet=quiet)
     with out_dir(loaded.recipe.name, out) as place, working(console, "building the model"):

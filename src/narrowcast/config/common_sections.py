@@ -13,10 +13,11 @@ from narrowcast.config.limits import (
     LARGEST_SCALE,
     MOST_ENTRIES,
     MOST_MICRO_BATCHES,
+    MOST_OVERRIDES,
     MOST_STEPS,
     SMALLEST_SCALE,
 )
-from narrowcast.config.phases import Schedule
+from narrowcast.config.phases import PolicyText, Schedule
 from narrowcast.config.section import Section, refuse_conflicts
 
 OptimizerName = Literal["adamw", "adam", "sgd", "rmsprop", "adafactor"]
@@ -191,12 +192,12 @@ class AdaptSection(Section):
 class PrecisionSection(Section):
     """Which formats the run computes and keeps its numbers in."""
 
-    policy: str = Field(
+    policy: PolicyText = Field(
         default="default", min_length=1, description="name of a preset, or the text of a policy"
     )
-    overrides: dict[str, str] = Field(
+    overrides: dict[str, PolicyText] = Field(
         default_factory=dict,
-        max_length=MOST_ENTRIES,
+        max_length=MOST_OVERRIDES,
         description="module glob: policy for the modules it matches",
     )
     emulate: bool | None = Field(

@@ -10,8 +10,8 @@ MOST_SAMPLES = 2**24
 """Of a micro-batch: 16 million, hundreds of times what any published run takes at once."""
 MOST_MICRO_BATCHES = 2**16
 """Of a step; larger batches than this times a device's have not been found to help."""
-MOST_WORKERS = 128
-"""Processes that feed one device: as many as the cores of a large host."""
+MOST_WORKERS = 1024
+"""Processes that feed one device; the largest hosts have 512 cores."""
 MOST_AHEAD = 1024
 """Batches kept ready, all of them in the host's memory."""
 LARGEST_RATE = 1e6
@@ -26,16 +26,21 @@ SMALLEST_SCALE = 2.0**-24
 LARGEST_INDEX = 2**63 - 1
 """What torch counts elements and seeds with."""
 LONGEST_TEXT = 4096
-"""Characters of a path, a glob, a policy or a line about a recipe; Linux takes no longer path."""
+"""Characters of a path, a glob or a line about a recipe; Linux takes no longer path."""
+LONGEST_POLICY = 2**16
+"""Characters of a policy: some 2,500 exceptions for modules that are named in full."""
 LONGEST_NAME = 200
 """Bytes of a run's name: a folder's name has 255, and a number may follow."""
 MOST_ENTRIES = 1000
-"""Of a list or a mapping: faults, phases, exceptions for modules."""
+"""Of a list or a mapping: faults, phases, groups of modules."""
+MOST_OVERRIDES = 10_000
+"""Globs that have a policy of their own; a large mixture of experts has as many modules."""
 MOST_WORDS = 1000
 """KEY=VALUE words of a command line; there are fewer than a hundred settings."""
-LONGEST_WORD = 2**16
-"""Characters of one of them."""
-LARGEST_FILE = 2**18
-"""Bytes of a recipe; one that sets everything has four thousand."""
+LONGEST_WORD = 2**17
+"""Characters of one of them; Linux passes no longer one on."""
+LARGEST_FILE = 2**20
+"""Bytes of a recipe; one that sets everything has four thousand, ten thousand paths of texts take
+300 KiB, and YAML is read at some 100 KiB a second."""
 MOST_TOLD = 10
 """Problems that a message lists; the rest is counted."""

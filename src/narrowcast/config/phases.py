@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from narrowcast.config.limits import LARGEST_FP32, MOST_ENTRIES, MOST_STEPS
+from narrowcast.config.limits import LARGEST_FP32, LONGEST_POLICY, MOST_OVERRIDES, MOST_STEPS
 from narrowcast.config.section import Section, refuse_conflicts
 
 LOSSES = 20
@@ -40,18 +40,20 @@ class ConditionSection(Section):
     )
 
 
+PolicyText = Annotated[str, Field(max_length=LONGEST_POLICY)]
+
 Until: TypeAlias = int | float | str | ConditionSection
 
 
 class PhaseSection(Section):
     """A part of the run with a policy of its own."""
 
-    policy: str | None = Field(
+    policy: PolicyText | None = Field(
         default=None, min_length=1, description="as precision.policy, which it has where none is"
     )
-    overrides: dict[str, str] = Field(
+    overrides: dict[str, PolicyText] = Field(
         default_factory=dict,
-        max_length=MOST_ENTRIES,
+        max_length=MOST_OVERRIDES,
         description="as precision.overrides, and besides these",
     )
     until: (

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import final
 
 from narrowcast.config.limits import MOST_TOLD
 
 LONGEST_VALUE = 60
 """Characters of a value or a word that are shown."""
+LONGEST_PATH = 200
+"""Characters of a path."""
 LONGEST_LINE = 1000
 """Characters of one problem; the longest lists all settings of a section."""
 
@@ -16,6 +19,12 @@ LONGEST_LINE = 1000
 def shortened(text: str, longest: int = LONGEST_VALUE) -> str:
     """Return `text`, or its beginning where it is too long for a message."""
     return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def shown_path(path: str | Path) -> str:
+    """Return a path as a message shows it: in one line, and not all of a long one."""
+    text = str(path)
+    return shortened(text if text.isprintable() else ascii(text)[1:-1], LONGEST_PATH)
 
 
 @final

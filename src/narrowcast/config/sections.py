@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal, Self, TypeVar, final
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, final
 
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
@@ -45,6 +45,10 @@ _Kind = TypeVar("_Kind", bound=Section)
 
 class DataSection(Section):
     """What every workload's `data` section has; workloads extend it."""
+
+    places: ClassVar[tuple[str, ...]] = ()
+    """Settings that say where the data lies and no more: with the same data somewhere else a run is
+    the same. Only for tasks with a `data_digest`, which tells."""
 
     workers: int = Field(
         default=0, ge=0, le=MOST_WORKERS, description="processes that load batches; 0: none"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from narrowcast.config.limits import LARGEST_FILE
-from narrowcast.config.plain_file import path_of, read_plain, status_of
-from narrowcast.config.problems import shortened
+from narrowcast.config.problems import shown_path
 from narrowcast.config.wording import closest
 from narrowcast.errors import RecipeError
+from narrowcast.plain_files import path_of, read_pipe, read_plain, status_of
 
-LONGEST_PATH = 200
-"""Characters of a path that a message shows."""
+SILENCE_SECONDS = 5
+"""After which nobody is thought to write to a pipe any more."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,12 @@ def read_source(source: str | Path, shipped: Mapping[str, Path]) -> Source:
         return Source(source, origin, origin, shipped[source].read_text(encoding="utf-8"))
     path = path_of(source)
     try:
-        if str(source).strip() and status_of(path) is not None:
-            return Source(path.stem, path.name, shortened(str(source), LONGEST_PATH), _read(path))
+        if str(source).strip() and (found := status_of(path)) is not None:
+            shown = shown_path(source)
+            if stat.S_ISFIFO(found.st_mode):  # `<(…)`, or /dev/stdin: a number, no name
+                piped = read_pipe(path, most=LARGEST_FILE, seconds=SILENCE_SECONDS)
+                return Source("piped", "pipe", shown, _text(path, piped))
+            return Source(path.stem, path.name, shown, _read(path))
     except OSError as error:
         raise RecipeError(_unreadable(path, error)) from error
     raise RecipeError(_not_found(str(source), path, list(shipped)))
@@ -48,7 +53,10 @@ def _read(path: Path) -> str:
         inside = sorted(file.name for file in path.glob("*.yaml"))
         example = path / inside[0] if inside else path / "recipe.yaml"
         raise RecipeError(f"{path} is a folder, not a recipe; name a file, e.g. {example}")
-    content = read_plain(path, most=LARGEST_FILE)
+    return _text(path, read_plain(path, most=LARGEST_FILE))
+
+
+def _text(path: Path, content: bytes | bytearray) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -59,8 +67,7 @@ def _read(path: Path) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> str:
-    shown = ascii(shortened(str(path), LONGEST_PATH))[1:-1]
-    return f"cannot read the recipe {shown}: {error.strerror}; name a YAML file"
+    return f"cannot read the recipe {shown_path(path)}: {error.strerror}; name a YAML file"
 
 
 def _not_found(source: str, path: Path, names: list[str]) -> str:
@@ -74,5 +81,5 @@ def _not_found(source: str, path: Path, names: list[str]) -> str:
     what = "file" if looks_like_a_file else "recipe"
     hint = f"; did you mean {guess}?" if guess else ";"
     shipped = ", ".join(names) or "none"
-    asked = shortened(source, LONGEST_PATH) or "(nothing)"
+    asked = shown_path(source) or "(nothing)"
     return f"{asked}: no such {what}{hint} shipped recipes: {shipped}; or name a YAML file"

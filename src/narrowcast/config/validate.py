@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from narrowcast.config.entries import wrong_entry
-from narrowcast.config.given import Given, Setting
+from narrowcast.config.given import COMMAND_LINE, Given, Setting
 from narrowcast.config.limits import MOST_TOLD
 from narrowcast.config.sections import CommonSettings, Recipe, Sections
 from narrowcast.config.tree import choices_of, leaves, options_of
@@ -109,7 +109,8 @@ class _Words:
         if error["type"] == "conflict":
             for keys, text in error["ctx"]["conflicts"]:
                 involved = [(*path, *key.split(".")) for key in keys] or [path]
-                yield _Problem(frozenset(involved), f"{self._where(involved)}: {text}")
+                where, more = self._where(involved), self._taken_back(involved, text)
+                yield _Problem(frozenset(involved), f"{where}: {text}{more}")
             return
         leaf = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in fields), path)
         keys = frozenset({leaf})
@@ -128,6 +129,18 @@ class _Words:
             entry = wrong_entry(error, fields[leaf], inside)
             text = entry or _wrong(setting, fields[leaf], leaf)
         yield _Problem(keys, f"{setting.where}: {text}")
+
+    def _taken_back(self, involved: list[KeyPath], text: str) -> str:
+        """Say what to write instead of leaving out what a file has, which may be a shipped one."""
+        first, *others = involved
+        settings, field = self.given.settings, self._fields.get(first)
+        if first not in settings or field is None or f"leave {first[-1]} out" not in text:
+            return ""
+        by_words = [settings[path].origin == COMMAND_LINE for path in others if path in settings]
+        if settings[first].origin == COMMAND_LINE or not any(by_words):
+            return ""
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        return f" (or add '{'.'.join(first)}={default}')"
 
     def _where(self, paths: Iterable[KeyPath]) -> str:
         """Begin a message about `paths`, with the first of them that was given."""

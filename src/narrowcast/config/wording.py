@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ def shown(value: object) -> str:
             text = "none"
         case bool():
             text = str(value).lower()
+        case float() if not math.isfinite(value):
+            text = str(value).replace("inf", ".inf").replace("nan", ".nan")
         case float():
             text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
         case str():

@@ -51,15 +51,22 @@ def parse(text: str) -> Document:
     # Imported here: 40 ms that help and doctor do not need.
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
+    from ruamel.yaml.scanner import Scanner
 
-    if _depth(text) > DEEPEST:
-        raise YamlError("nested too deeply for a recipe", 1)
+    class Shallow(Scanner):
+        def fetch_flow_collection_start(self, *args: Any, **named: Any) -> None:
+            if len(self.flow_context) >= DEEPEST:
+                raise RecursionError
+            super().fetch_flow_collection_start(*args, **named)
+
     reader = _Reader()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Scanner = Shallow
     try:
         with warnings.catch_warnings():
             # Naming an anchor twice is legal; the later one counts.
             warnings.simplefilter("ignore", ReusedAnchorWarning)
-            root = YAML(typ="safe", pure=True).compose(text)
+            root = yaml.compose(text)
         value = None if root is None else reader.value_of(root, ())
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -69,15 +76,6 @@ def parse(text: str) -> Document:
     except RecursionError:
         raise YamlError("nested too deeply for a recipe", 1) from None
     return Document(value, reader.lines, reader.problems)
-
-
-def _depth(text: str) -> int:
-    """Return how many brackets are open at once, wherever they stand."""
-    deepest = depth = 0
-    for found in re.finditer(r"[\[{]|[\]}]", text):
-        depth += 1 if found[0] in "[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def parse_scalar(text: str) -> object:

@@ -6,7 +6,6 @@ times slower than an fp32 one. So what a CPU announces is tried once in a child 
 against fp32, and remembered.
 """
 
-import os
 import platform
 import types
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.speeds import Speeds, known_speeds
 from narrowcast.hardware.trial import Trial, try_products
 from narrowcast.numerics import FORMATS, BlockFormat
+from narrowcast.runs.environment import host_memory_bytes
 
 How = Literal["native", "emulated", "impossible"]
 
@@ -44,7 +44,8 @@ class Hardware:
     device: str
     """As torch names it: `cpu`, `cuda:0`, `mps`."""
     name: str
-    memory_bytes: int
+    memory_bytes: int | None
+    """None where the system does not say."""
     capability: tuple[int, int] | None = None
     """The compute capability of an NVIDIA GPU."""
     products: Mapping[str, Support] = field(default_factory=dict)
@@ -251,11 +252,6 @@ def _cpuinfo(key: str) -> str:
         if name.strip() == key:
             return value.strip()
     return ""
-
-
-def host_memory_bytes() -> int:
-    """Return how much memory the machine itself has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

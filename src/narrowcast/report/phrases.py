@@ -78,6 +78,11 @@ def scale(x: float) -> str:
     return power_of_two(x) if math.log2(x).is_integer() else value(x)
 
 
+def at_scale(x: float) -> str:
+    """Write the loss scale something happened at; nothing where the loss was not scaled."""
+    return "" if x == 1 else f", with the loss scale at {scale(x)}"
+
+
 def power_of_two(x: float) -> str:
     """Write a power of two as one: `2¹⁶`."""
     return f"2{str(round(math.log2(x))).translate(_SUPERSCRIPTS)}"

@@ -73,9 +73,27 @@ class RunData:
 
     @property
     def diverged(self) -> str:
-        """What is wrong with a run that has done its steps; nothing where nothing is."""
-        done = len(self.steps) >= int(self.setting("steps", 0)) > 0
-        return self.vitals.diverged if done else ""
+        """What is wrong with a run that has done its steps or gave up; nothing if nothing is."""
+        if len(self.steps) >= int(self.setting("steps", 0)) > 0:
+            return self.vitals.diverged
+        return f"it gave up at step {self.steps[-1].step}" if self.gave_up else ""
+
+    @property
+    def gave_up(self) -> int:
+        """How many overflows in a row a run gave up after, before all of its steps; or none.
+
+        Only those at one scale count: while the scale still falls, a run has not given up.
+        """
+        patience = self.setting("precision.loss_scale.patience")
+        if not self.steps or len(self.steps) >= int(self.setting("steps", 0)):
+            return 0
+        in_a_row = 0
+        for record in reversed(self.steps):
+            if record.applied or record.loss_scale != self.steps[-1].loss_scale:
+                break
+            in_a_row += 1
+        enough = isinstance(patience, int) and in_a_row >= max(1, patience)
+        return in_a_row if enough else 0
 
     @property
     def metrics(self) -> list[str]:

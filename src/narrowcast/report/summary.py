@@ -7,6 +7,7 @@ from typing import Literal
 
 from narrowcast.report.layers import format_shares
 from narrowcast.report.phrases import (
+    at_scale,
     capital,
     count,
     duration,
@@ -54,9 +55,8 @@ def ending(data: RunData) -> Ending:
             advice="The folder holds no record of a step: the run is still starting, or ended "
             "before its first step.",
         )
-    gave_up = _gave_up(data)
-    if gave_up and done < asked:
-        return Ending(label="Diverged", tone="bad", advice=gave_up)
+    if data.gave_up:
+        return Ending(label="Diverged", tone="bad", advice=_gave_up(data))
     if data.diverged:
         return Ending(label="Diverged", tone="bad", advice=_came_to_nothing(data))
     lost = _lost_at(data.steps)
@@ -139,25 +139,14 @@ def _came_to_nothing(data: RunData) -> str:
 
 
 def _gave_up(data: RunData) -> str:
-    """Say how the run gave up, if it ended on as many overflows in a row as the recipe allows.
-
-    Only those at one scale count: while the scale still falls, a run has not given up.
-    """
-    patience = data.setting("precision.loss_scale.patience")
+    """Say how a run gave up."""
     last = data.steps[-1]
-    in_a_row = 0
-    for record in reversed(data.steps):
-        if record.applied or record.loss_scale != last.loss_scale:
-            break
-        in_a_row += 1
-    if not isinstance(patience, int) or in_a_row < max(1, patience):
-        return ""
     reason = f" The last reason given: {last.why}." if last.why else ""
     module = next((r.module for r in reversed(data.findings) if r.module), "")
     where = f" Look at {module} first." if module else ""
     return (
-        f"The last {count(in_a_row, 'step')} were all skipped, with the loss scale at "
-        f"{scale(last.loss_scale)}, so the run gave up at step {count(last.step)}.{reason}{where}"
+        f"The last {count(data.gave_up, 'step')} were all skipped{at_scale(last.loss_scale)}, so "
+        f"the run gave up at step {count(last.step)}.{reason}{where}"
     )
 
 

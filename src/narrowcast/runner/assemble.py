@@ -48,7 +48,7 @@ def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:
 def _require_memory(plan: Plan) -> None:
     """Refuse a model whose weights and optimizer alone are larger than the device."""
     hardware, needed = plan.hardware, sum(plan.bytes.values())
-    if needed > hardware.memory_bytes:
+    if hardware.memory_bytes is not None and needed > hardware.memory_bytes:
         raise UnsupportedError(
             f"weights, gradients and optimizer take {size(needed)}, and {hardware.name} "
             f"({hardware.device}) has {size(hardware.memory_bytes)}; choose a smaller model, or "

@@ -15,6 +15,7 @@ from narrowcast.training.checkpoints.settings import (
     MAY_CHANGE,
     decisive_differences,
     may_change,
+    places_in,
     told,
 )
 from narrowcast.workloads import sections_of
@@ -37,6 +38,8 @@ class Continued:
 
     before: LoadedRecipe
     after: LoadedRecipe
+    dropped: str
+    """Settings of the folder that were not taken, those of the checkpoint being accepted."""
 
 
 def require_acceptable(accept: Collection[str]) -> None:
@@ -64,18 +67,25 @@ def continued(
     before = from_resolved(as_saved or resolved, sections=sections_of)
     after = from_resolved(resolved, overrides, sections=sections_of, text=_text(run))
     was, is_now = settings_of(before.recipe), settings_of(after.recipe)
-    if refused := decisive_differences(was, is_now):
+    places = places_in(type(after.recipe.data))
+    if refused := decisive_differences(was, is_now, places=places):
         listed = ", ".join(f"{key} (it is {was.get(key)})" for key in refused)
         raise RecipeError(
             f"a run that is continued keeps the settings it began with, but other values were "
             f"given for {listed}; leave them out, or start a new run with `narrowcast train`. "
-            f"Only these may change: {', '.join(MAY_CHANGE)}"
+            f"Only these may change: {', '.join((*MAY_CHANGE, *places))}"
         )
-    return Continued(before=before, after=after)
+    dropped = "" if "settings" not in accept else _dropped(run, saved, places)
+    return Continued(before=before, after=after, dropped=dropped)
 
 
-def notices(run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan) -> list[str]:
-    """Say where the rest of `run` will not be what it would have been."""
+def notices(
+    run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan, dropped: str = ""
+) -> list[str]:
+    """Say where the rest of `run` will not be what it would have been.
+
+    `dropped` is what its folder said and the checkpoint did not.
+    """
     found = []
     if before.steps != after.steps and after.lr_schedule.name != "constant":
         found.append(
@@ -86,6 +96,10 @@ def notices(run: RunFolder, before: Recipe, after: Recipe, *, plan: Plan) -> lis
         found.append(
             f"phases that end at a share of the run do so of {after.steps} steps now, and no "
             "longer where they would have"
+        )
+    if dropped:
+        found.append(
+            f"the settings are those of the checkpoint; resolved.json had others: {dropped}"
         )
     if not _text(run):
         found.append("recipe.yaml cannot be read; the settings are those of resolved.json")
@@ -123,7 +137,7 @@ def _resolved(
 ) -> dict[str, Any]:
     """Return what `resolved.json` says, once it agrees with the checkpoint."""
     way_out = (
-        "add --accept settings to take those of the checkpoint"
+        "add --accept settings (in Python accept=['settings']) to take those of the checkpoint"
         if saved
         else "start a new run with `narrowcast train`"
     )
@@ -134,19 +148,34 @@ def _resolved(
         if not saved or "settings" not in accept:
             raise CheckpointError(f"{error}, or {way_out}") from error
     here = {key: entry["value"] for key, entry in there.items()}
+    places = _places(saved)
     if "settings" in accept and saved:
         return {
             key: there[key]
-            if key in there and (may_change(key, saved) or repr(here[key]) == repr(saved[key]))
+            if key in there
+            and (may_change(key, saved, places=places) or repr(here[key]) == repr(saved[key]))
             else {"value": saved[key], "origin": FROM_CHECKPOINT}
             for key in saved
         }
-    if saved and (keys := decisive_differences(saved, here)):
+    if saved and (keys := decisive_differences(saved, here, places=places)):
         raise CheckpointError(
             f"{run.path / RESOLVED} has other settings than the checkpoint, which was made by the "
             f"run itself: {told(keys, saved, here)}; put back what belongs together, or {way_out}"
         )
     return there
+
+
+def _dropped(run: RunFolder, saved: Mapping[str, Any], places: Collection[str]) -> str:
+    """Say which settings of `resolved.json` are not those of the checkpoint."""
+    try:
+        here = {key: entry["value"] for key, entry in _entries(run).items()}
+    except CheckpointError:
+        return "it was damaged or missing"
+    return told(decisive_differences(saved, here, places=places), saved, here)
+
+
+def _places(saved: Mapping[str, Any]) -> tuple[str, ...]:
+    return places_in(sections_of(str(saved["workload"])).data) if "workload" in saved else ()
 
 
 def _entries(run: RunFolder) -> dict[str, Any]:

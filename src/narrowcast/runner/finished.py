@@ -59,7 +59,10 @@ def report_is_due(folder: Path) -> None:
 def write_due_report(folder: Path) -> Path:
     """Write the report of a run that has ended, or has stopped for now."""
     page = write_run_report(folder)
-    (folder / REPORT_DUE).unlink(missing_ok=True)
+    try:
+        (folder / REPORT_DUE).unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {explain_write_error(error)}") from error
     return page
 
 

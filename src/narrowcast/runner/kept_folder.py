@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import open_plain
 from narrowcast.runner.out_dir import beside
 from narrowcast.runs import RunFolder
 from narrowcast.runs.folder import ENVIRONMENT, RECIPE, RECORDS, RESOLVED, TASK
-from narrowcast.runs.peek import open_plain
 from narrowcast.runs.writing import explain_write_error, replace_file
 
 LOOK_SECONDS = 1.0
 """Between two looks for the folder."""
+AGAIN_SECONDS = 1.0
+"""Until a folder that is not found is looked for once more; then it is gone."""
 SETTLE_SECONDS = 0.5
 """A folder that has not changed for so long is not being removed or copied at this moment."""
 SETTLE_LOOKS = 60
@@ -38,7 +40,7 @@ class KeptFolder:
 
     def __init__(self, path: Path) -> None:
         """Take `path` as it is until the folder is held."""
-        self._path = self._absolute = path
+        self._path = self._absolute = self._resolved = path
         self._run: RunFolder | None = None
         self._directory: int | None = None
         self._files: dict[str, bytes] = {}
@@ -51,6 +53,7 @@ class KeptFolder:
         """Become the one writer of `run`, and look after its folder inside the block."""
         run.hold()
         self._path, self._absolute = run.path, run.path.absolute()
+        self._resolved = run.path.resolve()
         found = {name: _content(run.path / name) for name in FILES}
         self._files = {name: content for name, content in found.items() if content is not None}
         with ExitStack() as stack:
@@ -62,6 +65,7 @@ class KeptFolder:
                 yield
             finally:
                 self._run = None
+                run.close()
 
     def look(self) -> None:
         """Look for the folder, if the last look was some time ago."""
@@ -71,21 +75,39 @@ class KeptFolder:
     def path(self) -> Path:
         """Return where the folder is, found or put back if it was not in its place."""
         if self._run is not None:
-            # A relative path may have another meaning by now; an absolute one too, where the
-            # working directory was moved with all that is in it.
-            known = (self._path, self._absolute)
-            here = next((path for path in known if self._run.is_at(path)), None)
+            here = self._found(self._run)
+            if here is None:
+                time.sleep(AGAIN_SECONDS)
+                here = self._found(self._run)
             self._path = self._put_right(self._run) if here is None else here
             self._run.path = self._path
             self._looked = time.monotonic()
         return self._path
+
+    def _found(self, run: RunFolder) -> Path | None:
+        """Return where the folder is; None where it is not in its place.
+
+        What the disk does not tell at this moment is no reason to think so.
+        """
+        at = {path: run.is_at(path) for path in self._places()}
+        if here := next((path for path in at if at[path]), None):
+            return here
+        return self._path if None in at.values() else None
+
+    def _places(self) -> tuple[Path, ...]:
+        """Return the names of the folder, the best first.
+
+        A relative path may have another meaning by now, and one through a link; an absolute one
+        too, where the working directory was moved with all that is in it.
+        """
+        return self._path, self._absolute, self._resolved
 
     def _put_right(self, run: RunFolder) -> Path:
         """Make the run whole in a folder that is its own, say so in `lost`, return the folder."""
         self._let_it_settle()
         own, why = self._own_folder(run), ""
         try:
-            for place in chain([] if own is None else [own], _made_at(self._absolute)):
+            for place in chain([] if own is None else [own], _made_at(self._resolved)):
                 try:
                     self._fill(place, run)
                 except CheckpointError as error:
@@ -116,7 +138,7 @@ class KeptFolder:
         """
         if self._directory is None:
             return None
-        found = next((path for path in (self._path, self._absolute) if self._is_own(path)), None)
+        found = next((path for path in self._places() if self._is_own(path)), None)
         if found is None:
             with suppress(OSError):  # systems without /proc do not tell
                 found = Path(f"/proc/self/fd/{self._directory}").readlink()
@@ -152,9 +174,9 @@ class KeptFolder:
 
     def _told(self, place: Path, own: Path | None) -> str:
         if place != own:
-            back = "there" if place == self._absolute else f"at {place}"
+            back = "there" if place in self._places() else f"at {place}"
             return f"the run's folder {self._path} was removed; the run was put back {back}"
-        if place in (self._path, self._absolute):
+        if place in self._places():
             return f"files of the run's folder {place} were removed; they were put back"
         return f"the run's folder {self._path} was moved to {place}"
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.runs import RunFolder
+from narrowcast.runs.folder import holds_a_run
 
 RUNS = Path("runs")
-LONGEST_SHOWN = 200
-"""Characters of a path that a message shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +34,21 @@ def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
 
     An `out` that holds a run already is refused here, before any work is done. A folder that
     nobody named is made, so that of two runs that start at once each has one of its own; where no
-    run comes to be in it, it goes again.
+    run comes to be in it, it goes again, and the folder of runs with it if it was made for it.
     """
     if out is not None:
         require_no_run(Path(out))
         yield OutDir(path=Path(out))
         return
+    is_first = not os.path.lexists(RUNS)
     place = _claimed(RUNS / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"))
     try:
         yield place
     finally:
         with suppress(OSError):  # one that a run is in is not empty, and stays
             place.path.rmdir()
+            if is_first:
+                RUNS.rmdir()
 
 
 def beside(path: Path) -> Iterator[Path]:
@@ -61,12 +64,10 @@ def require_no_run(path: Path) -> None:
         return  # whatever else is in the way, making the folder says
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        shown = ascii(str(path)[:LONGEST_SHOWN])[1:-1]
-        raise RecipeError(f"no run can be kept at {shown}: {why}; choose another --out") from error
-    raise RecipeError(
-        f"{path} already holds a run; choose another --out, or continue it with "
-        f"`narrowcast resume {path}`"
-    )
+        raise RecipeError(
+            f"no run can be kept at {shown_path(path)}: {why}; choose another --out"
+        ) from error
+    raise holds_a_run(path)
 
 
 def _claimed(first: Path) -> OutDir:

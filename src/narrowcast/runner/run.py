@@ -8,7 +8,6 @@ The command line does the same and shows it.
 
 import contextlib
 import logging
-import shlex
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, final
@@ -28,6 +27,7 @@ from narrowcast.runner.finished import report_is_due, require_places, write_due_
 from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
 from narrowcast.runs import Record, RunFolder, describe_environment
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS, RESOLVED
 from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
@@ -61,6 +61,7 @@ class Run:
         home: KeptFolder | None = None,
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
+        earlier: Sequence[Record] = (),
     ) -> None:
         self.loaded, self.folder = loaded, folder
         self.resumed_from = resumed_from
@@ -68,7 +69,7 @@ class Run:
         self.notices = list(notices)
         """Where the rest of a continued run will not be what it would have been."""
         self._assembled, self._records, self._home = assembled, records, home
-        self.earlier: list[Record] = [] if folder is None else folder.records()
+        self.earlier = list(earlier)
         """The records it goes on from."""
 
     @property
@@ -137,18 +138,15 @@ class Run:
                     step = record.step
                     yield record
         except Interrupted as stop:
-            told = [home.lost] if home.lost else []
-            try:
-                write_due_report(home.path())
-            except NarrowcastError as error:  # the checkpoint is what counts
-                told.append(str(error))
+            _, told = _reported(home)
             raise Interrupted(
                 "\n".join([f"interrupted after step {step} of {self.recipe.steps}", *told])
-                + f"\nresume with: narrowcast resume {shlex.quote(str(folder.path))}"
+                + f"\nresume with: {resume_command(folder.path)}"
             ) from stop
         except DivergedError as error:
-            page = write_due_report(home.path())
-            raise DivergedError(f"{error}\nwhat led to it: {page}") from error
+            page, told = _reported(home)
+            led = [f"what led to it: {page}"] if page else []
+            raise DivergedError("\n".join([str(error), *led, *told])) from error
         write_due_report(home.path())
         if home.lost:
             tell(home.lost)
@@ -225,7 +223,8 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
     require_acceptable(accepted)
     with contextlib.ExitStack() as stack:
         # What the checkpoint has can be put back, so it need not be there.
-        needs = [RECORDS] if "settings" in accepted else [RECORDS, RESOLVED]
+        missing = {"settings": RESOLVED, "records": RECORDS}
+        needs = [name for word, name in missing.items() if word not in accepted]
         run = stack.enter_context(RunFolder.open(folder, needs=needs))
         run.claim()
         require_places(run.path)
@@ -234,7 +233,8 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         loaded = recipes.after
         require_trackers(loaded.recipe.trackers)
         require_records(run, state, accept=accepted)
-        assembled = assemble(loaded.recipe)
+        with _where_it_began(run):
+            assembled = assemble(loaded.recipe)
         home = KeptFolder(run.path)
         records = train_records(
             assembled.prepared,
@@ -245,16 +245,49 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
             accept=accepted,
         )
         run.require_task_info(assembled.task.info)
-        told = notices(run, recipes.before.recipe, loaded.recipe, plan=assembled.prepared.plan)
+        told = notices(
+            run,
+            recipes.before.recipe,
+            loaded.recipe,
+            plan=assembled.plans[0],
+            dropped=recipes.dropped,
+        )
         # From here on the folder changes.
         run.set_task_info(assembled.task.info)
-        rewind_to(run, state)
+        earlier = rewind_to(run, state)
         run.write_json(RESOLVED, loaded.resolved())
         run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
         told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
-    return Run(loaded, assembled, records, folder=run, home=home, resumed_from=step, notices=told)
+    return Run(
+        loaded,
+        assembled,
+        records,
+        folder=run,
+        home=home,
+        resumed_from=step,
+        notices=told,
+        earlier=earlier,
+    )
+
+
+@contextlib.contextmanager
+def _where_it_began(run: RunFolder) -> Iterator[None]:
+    """Let a refusal say that the run began in another working directory, if it did.
+
+    Paths in a recipe may be relative, and mean something else here, or nothing.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        began = run.began_in()
+        if began is None or began == str(Path.cwd()):
+            raise
+        raise RecipeError(
+            f"{error}\nthe run began in {began}, where relative paths are meant from: continue it "
+            "there, or say where the data is"
+        ) from error
 
 
 def plan_recipe(
@@ -269,6 +302,19 @@ def plan_recipe(
     if not 1 <= phase <= len(plans):
         raise RecipeError(f"phase={phase}: this recipe has {len(plans)}; write 1 to {len(plans)}")
     return plans[phase - 1]
+
+
+def _reported(home: KeptFolder) -> tuple[Path | None, list[str]]:
+    """Write the report of a run that ends early; return it, and what else there is to say.
+
+    Why the run ends is what counts: a report that cannot be written does not hide it.
+    """
+    page, told = None, list[str]()
+    try:
+        page = write_due_report(home.path())
+    except NarrowcastError as error:
+        told.append(str(error))
+    return page, [home.lost, *told] if home.lost else told
 
 
 def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> LoadedRecipe:

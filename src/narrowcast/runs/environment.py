@@ -24,13 +24,14 @@ def describe_environment() -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "narrowcast": _version_of("narrowcast"),
+        "folder": str(Path.cwd()),
         "commit": commit_of(Path.cwd()),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": _cores(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": host_memory_bytes(),
         "cuda": torch.version.cuda,
         "gpus": [
             {
@@ -84,7 +85,8 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_bytes() -> int | None:
+def host_memory_bytes() -> int | None:
+    """Return how much memory the machine has; None where it does not say (Windows)."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

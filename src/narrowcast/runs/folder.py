@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.plain_files import read_plain
 from narrowcast.runs import strict_json
-from narrowcast.runs.peek import read_plain
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.records import Record
 from narrowcast.runs.records_file import RecordsFile
 from narrowcast.runs.shape import Shape, misfit, unreadable
@@ -81,9 +82,7 @@ class RunFolder:
             raise CheckpointError(f"{path} {found}; name the --out folder of a run")
         for name in needs:
             if not (path / name).is_file():
-                raise CheckpointError(
-                    f"{path} is not a run folder: it has no {name}; name the --out folder of a run"
-                )
+                raise CheckpointError(_no_run(path, name))
         return cls(path)
 
     @property
@@ -107,16 +106,19 @@ class RunFolder:
         """Read every whole record; a torn last line is left out, any other is an error."""
         return self._records.read()
 
-    def rewind(self, step: int) -> None:
-        """Drop the records after the checkpoint of `step`, and a torn last line."""
-        self._records.rewind(step)
+    def rewind(self, step: int) -> list[Record]:
+        """Drop the records after the checkpoint of `step`, and a torn line; return the rest."""
+        return self._records.rewind(step)
 
     def hold(self) -> None:
         """Become the one process that writes to this folder; refused where another is."""
         self._records.hold()
 
-    def is_at(self, path: Path) -> bool:
-        """Say whether `path` is the folder this run writes to, and its records are in it."""
+    def is_at(self, path: Path) -> bool | None:
+        """Say whether `path` is the folder this run writes to, and its records are in it.
+
+        None where the disk does not tell.
+        """
         return self._records.is_at(path / RECORDS)
 
     def move_to(self, path: Path) -> None:
@@ -194,6 +196,16 @@ class RunFolder:
         self.write_json(ENVIRONMENT, {"sessions": [environment]})
         return [told]
 
+    def began_in(self) -> str | None:
+        """Return the working directory of the process that began the run, where that is known."""
+        try:
+            match self.read_json(ENVIRONMENT):
+                case {"sessions": [{"folder": str(folder)}, *_]}:
+                    return folder
+        except CheckpointError:
+            pass
+        return None
+
     def claim(self) -> None:
         """Become the one process that writes to this folder, or refuse to; change nothing else."""
         self._records.claim()
@@ -224,6 +236,20 @@ class RunFolder:
         return self.path / name
 
 
+def _no_run(path: Path, name: str) -> str:
+    """Say what a folder without the file `name` is, as far as can be seen."""
+    around = next((p for p in path.absolute().parents[:2] if (p / RECORDS).is_file()), None)
+    if around is not None:
+        return f"{path} is a part of the run in {around}; name that folder"
+    if any((path / CHECKPOINTS).glob("step-*")):
+        word = "settings" if name == RESOLVED else "records"
+        return (
+            f"{path} has lost its {name}; put it back from a copy, or let `narrowcast resume` go "
+            f"on from the checkpoint without it: add --accept {word}"
+        )
+    return f"{path} is not a run folder: it has no {name}; name the --out folder of a run"
+
+
 def _told(info: TaskInfo) -> str:
     parts = f" and the loss parts {', '.join(info.loss_parts)}" if info.loss_parts else ""
     metrics = ", ".join(f"{m.name} ({m.better} is better)" for m in info.metrics)
@@ -232,7 +258,7 @@ def _told(info: TaskInfo) -> str:
 
 def _require_free(path: Path) -> None:
     if (path / RESOLVED).exists() or (path / RECORDS).exists():
-        raise _holds_a_run(path)
+        raise holds_a_run(path)
     if path.is_dir() and any(path.iterdir()):
         raise RecipeError(
             f"{path} holds files that are not a run of narrowcast; choose another --out, "
@@ -242,10 +268,11 @@ def _require_free(path: Path) -> None:
         raise RecipeError(f"{path} is a file, not a folder; choose another --out")
 
 
-def _holds_a_run(path: Path) -> RecipeError:
+def holds_a_run(path: Path) -> RecipeError:
+    """Return the refusal of a folder that holds a run already."""
     return RecipeError(
         f"{path} already holds a run; choose another --out, or continue it with "
-        f"`narrowcast resume {path}`"
+        f"`{resume_command(path)}`"
     )
 
 
@@ -260,7 +287,7 @@ def _claim(path: Path, recipe_text: str, made: list[Path]) -> None:
     try:
         file = (path / RECIPE).open("xb")
     except FileExistsError:
-        raise _holds_a_run(path) from None
+        raise holds_a_run(path) from None
     made.append(path / RECIPE)
     with file:
         file.write(recipe_text.encode())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, final
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs.peek import open_plain
+from narrowcast.plain_files import open_plain
 from narrowcast.runs.records import KINDS, Record, from_line
 
 LOOK_BYTES = 4 * 2**20

@@ -9,6 +9,7 @@ import errno
 import os
 import struct
 import sys
+import threading
 from pathlib import Path
 from typing import final
 
@@ -18,13 +19,22 @@ from narrowcast.runs.writing import explain_write_error
 LOCK = ".lock"
 """The lock file of a run folder."""
 
+_held: set[tuple[int, int]] = set()
+"""Device and inode of every lock file that this process holds.
+
+A POSIX record lock guards nothing within its process, and closing any descriptor of the file there
+releases it: so such a file is not even opened. A forked worker has this set and not the locks; what
+it then refuses, the lock of its parent refuses as well.
+"""
+_guard = threading.Lock()
+
 
 @final
 class Lock:
     """A lock on a file, held until released or until the process dies, however it dies.
 
     POSIX record locks, not flock: a forked data worker that outlives a killed run would go on
-    holding a flock. Where the file system has no locks, nothing is guarded.
+    holding a flock. Where the file system has no locks, only this process is guarded against.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,10 +42,23 @@ class Lock:
         self._path = path
         self._file: int | None = None
 
+    def __del__(self) -> None:
+        """Let go of it where a run was dropped without being closed: nobody writes any more."""
+        self.release()
+
     def acquire(self) -> None:
-        """Take the lock, or raise CheckpointError where another process has it."""
+        """Take the lock, or raise CheckpointError where somebody has it, here or elsewhere."""
         if self._file is not None or sys.platform == "win32":
             return
+        with _guard:
+            if _is_held_here(self._path):
+                raise CheckpointError(
+                    f"this process is writing to {self._path.parent} already; close that run first"
+                )
+            self._file = self._locked()
+            _held.add(_identity(os.fstat(self._file)))
+
+    def _locked(self) -> int:
         import fcntl
 
         try:
@@ -53,21 +76,23 @@ class Lock:
                     f"another process is writing to {self._path.parent}; wait until it has ended, "
                     "or end it"
                 ) from error
-        self._file = file
+        return file
 
     def release(self) -> None:
-        """Let the next process have the lock."""
+        """Let the next one have the lock."""
         if self._file is not None:
+            _held.discard(_identity(os.fstat(self._file)))
             os.close(self._file)
             self._file = None
 
 
 def is_held(path: Path) -> bool | None:
-    """Say whether another process holds the lock at `path`; None where the system does not tell.
+    """Say whether somebody holds the lock at `path`; None where the system does not tell.
 
-    Asks without taking the lock, so that a run that starts at this moment is not refused. Not to
-    be called by a process that holds the lock: closing the file would release it.
+    Asks without taking the lock, so that a run that starts at this moment is not refused.
     """
+    if _is_held_here(path):
+        return True
     layout = _FLOCK.get(sys.platform)
     if layout is None or sys.maxsize < 2**32:
         return None
@@ -88,6 +113,17 @@ def is_held(path: Path) -> bool | None:
         return None
     finally:
         os.close(file)
+
+
+def _is_held_here(path: Path) -> bool:
+    try:
+        return _identity(path.stat()) in _held
+    except OSError:  # opening it says what is wrong
+        return False
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 # C's struct flock, which Python has no name for, on systems of 64 bits.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import final
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import read_plain
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.lock import LOCK, Lock
-from narrowcast.runs.peek import read_plain
 from narrowcast.runs.records import CheckpointRecord, Record, from_line, to_line
 from narrowcast.runs.writing import explain_write_error, replace_file
 
@@ -36,12 +37,14 @@ class RecordsFile:
         """Open the file for writing, unless another process has it."""
         self._open()
 
-    def is_at(self, path: Path) -> bool:
-        """Say whether `path` is the file that is open."""
+    def is_at(self, path: Path) -> bool | None:
+        """Say whether `path` is the file that is open; None where the disk does not tell."""
         try:
             return self._file is not None and os.path.samestat(path.stat(), os.fstat(self._file))
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError:  # of a network disk for the most part, and over in a while
+            return None
 
     def move_to(self, path: Path) -> None:
         """Go on at `path`: the open file if it is there, else a copy of it."""
@@ -65,12 +68,13 @@ class RecordsFile:
                 os.ftruncate(file, before)
             raise self._cannot_write(error) from error
 
-    def rewind(self, step: int) -> None:
-        """Drop what follows the checkpoint of `step`, and a torn last line.
+    def rewind(self, step: int) -> list[Record]:
+        """Drop what follows the checkpoint of `step`, and a torn last line; return what is left.
 
         Where the run died between saving the checkpoint and recording it, the records up to
         `step` stay.
         """
+        self._lock.acquire()
         ended = self._ended_records()
         saved = [
             end
@@ -79,13 +83,14 @@ class RecordsFile:
         ]
         later = next((i for i, (record, _) in enumerate(ended) if record.step > step), len(ended))
         kept = saved[-1] if saved else ended[later - 1][1] if later else 0
-        file = self._open()
+        file = self._open(ended)
         try:
             # A prefix stays, so cutting is enough: one operation, and it works on a full disk.
             os.ftruncate(file, min(kept, os.fstat(file).st_size))
             os.fsync(file)
         except OSError as error:
             raise self._cannot_write(error) from error
+        return [record for record, end in ended if end <= kept]
 
     def close(self) -> None:
         """Let another process write."""
@@ -94,15 +99,18 @@ class RecordsFile:
             self._file = None
         self._lock.release()
 
-    def _open(self) -> int:
-        """Return the file open for writing, its last line whole, once this is the one writer."""
+    def _open(self, ended: list[tuple[Record, int]] | None = None) -> int:
+        """Return the file open for writing, its last line whole, once this is the one writer.
+
+        `ended` is what it holds, for whoever has read it.
+        """
         if self._file is not None:
             return self._file
         self._lock.acquire()
-        ended = self._ended_records()
+        ended = self._ended_records() if ended is None else ended
         end = ended[-1][1] if ended else 0
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+            file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError as error:
             raise self._cannot_write(error) from error
         self._file = file
@@ -120,6 +128,8 @@ class RecordsFile:
         """Return every whole record, and the byte after its line."""
         try:
             content = read_plain(self.path)
+        except FileNotFoundError:
+            return []
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
         *lines, last = content.split(b"\n")
@@ -142,7 +152,7 @@ class RecordsFile:
     def _cannot_write(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"cannot write to {self.path}: {explain_write_error(error)}; "
-            f"then continue with `narrowcast resume {self.path.parent}`"
+            f"then continue with `{resume_command(self.path.parent)}`"
         )
 
 

@@ -1,8 +1,8 @@
 """Whether plain data read from a file has the shape that whoever reads it counts on.
 
-A shape is a type or a tuple of types, `[shape]` for a list of such, a longer list for one of that
-length, or a dict of shapes by key, in which `ANY` stands for the keys it does not name. Keys may be
-missing.
+A shape is a type, a tuple of shapes any of which will do, `[shape]` for a list of such, a longer
+list for one of that length, or a dict of shapes by key, in which `ANY` stands for the keys it does
+not name. Keys may be missing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ def misfit(value: Any, shape: Shape, where: str = "it") -> str | None:
             inside = [
                 (f"entry {i + 1}", *pair) for i, pair in enumerate(zip(value, each, strict=True))
             ]
-        case _:
-            kinds = shape if isinstance(shape, tuple) else (shape,)
-            # To Python, true is a whole number.
-            if object in kinds or (isinstance(value, kinds) and (type(value) in kinds)):
+        case tuple():
+            if any(misfit(value, each) is None for each in shape):
                 return None
-            return f"{where} is not {' or '.join(_NAMES[kind] for kind in kinds)}"
+            return f"{where} is not {' or '.join(map(_name, shape))}"
+        case _:
+            # To Python, true is a whole number.
+            return None if shape in (object, type(value)) else f"{where} is not {_name(shape)}"
     prefix = "" if where == "it" else f"{where}: "
     found = (misfit(item, s, f"{prefix}{str(key)[:80]}") for key, item, s in inside)
     return next((each for each in found if each), None)
@@ -63,6 +64,10 @@ def unreadable(value: Any) -> str | None:
             return None
         level = inside
     return f"it is nested more than {DEEPEST} levels deep"
+
+
+def _name(shape: Shape) -> str:
+    return _NAMES[shape if isinstance(shape, type) else type(shape)]
 
 
 _NAMES = {

@@ -5,17 +5,19 @@ it without waiting, and a run that was resumed must decide as one that was not.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Limits
+from narrowcast.health.diagnose.investigator import StepDiagnosis
 from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.roles import GRADIENTS
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import PrecisionRecord
+from narrowcast.runs import PrecisionRecord, Record, StepRecord
+from narrowcast.training.observing import Observer
 from narrowcast.training.phase_plans import plan_recipe_model
 
 Issues = list[tuple[str, str, str]]
@@ -43,6 +45,25 @@ class Adapter:
     def own(self) -> Mapping[str, Policy]:
         """Return what the policy gives to each module that has a wider format now."""
         return {name: self._own.module(name).policy for name in self._adaptation.overrides}
+
+    def observed(
+        self, observer: Observer, record: StepRecord, told: StepDiagnosis
+    ) -> Iterator[Record]:
+        """Yield what is seen in a step beside its record, and take it in."""
+        looked = observer.looked
+        yield from observer.account(record, explained=told.explained)
+        if told.injected:
+            return  # what was put there on purpose is no reason to change a format
+        if told.overflowed_at is not None:
+            module, role = told.overflowed_at
+            self.blame(record.step, module, role, loss_scale=record.loss_scale)
+        elif observer.looked != looked:
+            self.note(
+                observer.looked,
+                observer.issues,
+                unsafe_to_lower=observer.unsafe_to_lower,
+                loss_scale=record.loss_scale,
+            )
 
     def note(
         self, step: int, issues: Issues, *, unsafe_to_lower: list[str], loss_scale: float

@@ -6,15 +6,17 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.hardware.randomness import seed_everything
 from narrowcast.precision.nested import map_tensors, tensors_in
 from narrowcast.training.signals import STOPPING
 from narrowcast.training.task import Batch, MapDataset, SampleDataset, Task
@@ -63,8 +65,7 @@ class Order:
 
     def _permutation(self, epoch: int) -> Tensor:
         # A hash, not a sum: seed 0 epoch 1 must not be the order of seed 1 epoch 0.
-        digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+        generator = torch.Generator().manual_seed(_hashed(f"{self.seed} {epoch}"))
         return torch.randperm(self.samples, generator=generator)
 
 
@@ -98,7 +99,7 @@ class BatchStream:
                 dataset, order, start=start, workers=workers, prefetch=prefetch, collate=collate
             )
             if workers
-            else (collate(_fetch(dataset, indices)) for indices in order.starting_at(start))
+            else (_collated(collate, fetch(dataset, i)) for i in order.starting_at(start))
         )
         counted = self._counted(self._fetched)
         self._batches: Batches = (
@@ -142,11 +143,26 @@ class BatchStream:
         self.close()
 
 
-def _fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
-    """Return the samples of `indices`; torch's loader does the same in a worker."""
+def fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
+    """Return the samples of `indices`, or say which of the data failed."""
     if isinstance(dataset, MapDataset):
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
+        with blamed_on(f"the task's data, asked for samples {shown(indices)}"):
+            return dataset.__getitems__(indices)
+    samples = []
+    for index in indices:
+        with blamed_on(f"sample {index} of the task's data"):
+            samples.append(dataset[index])
+    return samples
+
+
+def shown(indices: list[int]) -> str:
+    """Write the numbers of samples, the first ones of many."""
+    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return f"{', '.join(map(str, indices[:8]))}{more}"
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def _fetched_by_workers(
@@ -159,17 +175,51 @@ def _fetched_by_workers(
     collate: Collate,
 ) -> Batches:
     """Yield the batches of `order`, fetched by `workers` processes, in that order."""
-    yield from DataLoader(
-        dataset,  # type: ignore[arg-type]  # a Dataset to DataLoader is whatever has __getitems__
-        batch_sampler=_From(order, start),
+    loader = DataLoader(
+        _Seeded(dataset, order.seed),
+        batch_sampler=_From(order, start),  # type: ignore[arg-type]  # for `_Seeded` alone
         num_workers=workers,
         prefetch_factor=max(prefetch, 1),
         collate_fn=collate,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=outlive_signals,
         # Its own: the loader draws a seed for its workers, from the run's generator by default,
         # and a run that is resumed would draw once more than one that never stopped.
         generator=torch.Generator(),
     )
+    yield from by_workers(loader)
+
+
+def by_workers(loader: "DataLoader[Any]") -> Generator[Any]:
+    """Yield what the workers of a loader fetch, and end them whatever happens.
+
+    An exception would keep the loader alive for its traceback, and Python, which asks processes to
+    end by the signal that these ignore, would wait for them for ever.
+    """
+    batches = iter(loader)
+    try:
+        yield from batches
+    finally:
+        batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no other way
+
+
+class _Numbered(NamedTuple):
+    number: int
+    indices: list[int]
+
+
+@dataclass(frozen=True)
+class _Seeded(Dataset[Any]):
+    """Data whose samples, where they draw at random, draw as a function of their batch alone.
+
+    So a run that is resumed, or has another number of workers, has the same batches.
+    """
+
+    data: MapDataset | SampleDataset
+    seed: int
+
+    def __getitems__(self, batch: _Numbered) -> Any:
+        seed_everything(_hashed(f"{self.seed} batch {batch.number}"))
+        return fetch(self.data, batch.indices)
 
 
 @dataclass(frozen=True)
@@ -177,8 +227,13 @@ class _From:
     order: Order
     start: int
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.order.starting_at(self.start)
+    def __iter__(self) -> Iterator[_Numbered]:
+        return map(_Numbered, count(self.start), self.order.starting_at(self.start))
+
+
+def _collated(collate: Collate, samples: Any) -> Batch:
+    with blamed_on("the task's collate, or torch's own where it has none"):
+        return collate(samples)
 
 
 def _whole_number(items: object) -> int:
@@ -200,7 +255,8 @@ def _stacked(fetched: Any) -> Any:
     return default_collate(fetched) if isinstance(fetched, list) else fetched
 
 
-def _outlive_signals(worker: int) -> None:
+def outlive_signals(worker: int) -> None:
+    """Let a worker process go on until the run ends it."""
     # A terminal sends Ctrl-C, and SIGHUP when it is closed, to every process of the run, and a
     # scheduler SIGTERM. The trainer finishes its step first and needs batches for it; it ends its
     # workers itself.

@@ -13,7 +13,7 @@ from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.resume import require_same_model, shapes
-from narrowcast.training.checkpoints.settings import decisive_differences, told
+from narrowcast.training.checkpoints.settings import decisive_differences, places_in, told
 from narrowcast.training.task import Hook, Task
 
 
@@ -56,7 +56,7 @@ class RunState:
     def identify_data(self) -> DataIdentity:
         """Return which data this is; it is looked at once."""
         if self._data is None:
-            self._data = identity_of(self._task)
+            self._data = identity_of(self._task, workers=self._recipe.data.workers)
         return self._data
 
     def captured(self, progress: Progress) -> dict[str, Any]:
@@ -107,7 +107,8 @@ class RunState:
         here = settings_of(self._recipe)
         # One that only a newer or an older version has could not be put right.
         both = {key: value for key, value in here.items() if key in saved}
-        if keys := decisive_differences({key: saved[key] for key in both}, both):
+        places = places_in(type(self._recipe.data))
+        if keys := decisive_differences({key: saved[key] for key in both}, both, places=places):
             raise CheckpointError(
                 f"the checkpoint of step {step} is of a run with other settings: "
                 f"{told(keys, saved, here)}; resume it with those, or start a new run"
@@ -117,7 +118,8 @@ class RunState:
         if not accepted:
             raise CheckpointError(
                 f"the data is not that of the checkpoint of step {step}: {difference}; put the "
-                "data back, add --accept data to go on with it as it is, or start a new run"
+                "data back, add --accept data (in Python accept=['data']) to go on with it as it "
+                "is, or start a new run"
             )
         self._accepted.append(
             FindingRecord(
@@ -132,31 +134,34 @@ class RunState:
             )
         )
 
-    def restore(self, state: dict[str, Any]) -> tuple[Progress, list[FindingRecord]]:
-        """Take up a state; return how far it is, and what of it does not fit this device.
+    def restore(self, state: dict[str, Any]) -> Progress:
+        """Take up a state but for its random numbers; return how far it is.
 
         The model is in the formats it was saved in: schedule and adapter are restored before.
         """
-        for name in ("observer", "prepared", "investigator"):
+        step = state["step"]
+        for name, shown in _SHOWN_AS.items():
             part: Any = self._parts[name]
-            with part_of(state["step"], name):
+            with part_of(step, shown):
                 part.load_state_dict(state[name])
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
-            with part_of(state["step"], f"hook {name}"):
+            with part_of(step, f"hook {name}"):
                 hook.load_state_dict(state["hooks"][name])
-        progress = Progress(
-            step=state["step"], batches=state["batches"], evaluated=state["evaluated"]
-        )
-        with part_of(progress.step, "random state"):
+        return Progress(step=step, batches=state["batches"], evaluated=state["evaluated"])
+
+    def restore_randomness(self, state: dict[str, Any]) -> list[FindingRecord]:
+        """Let random numbers go on where they were; return what the run is not continued by."""
+        step = state["step"]
+        with part_of(step, "random state"):
             if restore_randomness(state["random"], self._device):
-                return progress, self._accepted
+                return self._accepted
             saved_on = state["random"]["device"]["type"]
-        return progress, [
+        return [
             *self._accepted,
             FindingRecord(
-                step=progress.step,
-                since=progress.step,
+                step=step,
+                since=step,
                 module="",
                 role="random state",
                 what=f"random numbers on {self._device.type} do not continue those of the run",
@@ -165,6 +170,14 @@ class RunState:
                 advice=f"resume on {saved_on} to continue them bit for bit",
             ),
         ]
+
+
+_SHOWN_AS = {
+    "observer": "readings of tensors",
+    "prepared": "state of the model",
+    "investigator": "state of verdicts",
+    "vital_signs": "vital signs",
+}
 
 
 def _saved(hook: Hook) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from narrowcast.errors import Interrupted
+from narrowcast.runs.commands import resume_command
+
 STOPPING = tuple(
     signal.Signals[name]
     for name in ("SIGINT", "SIGTERM", "SIGHUP")
@@ -54,21 +57,34 @@ class Stop:
             return self.asked_by.name
         return "the loss of its folder" if self.home is not None and self.home.lost else ""
 
+    def ended_after(self, step: int) -> Interrupted:
+        """Return what to raise once `step` is saved."""
+        how = "without a folder to save it to, it cannot be resumed"
+        if self.home is not None:
+            how = f"continue it with `{resume_command(self.home.path())}`"
+        return Interrupted(f"{self.why} ended the run after step {step}; {how}")
+
 
 @contextmanager
 def stop_on_signals(home: Home | None = None) -> Iterator[Stop]:
-    """Note signals that ask for an end instead of ending; a second one means what it meant before.
+    """Note signals that ask for an end instead of ending; one that comes again means what it did.
+
+    Another one is the same request once more: systemd sends SIGTERM and SIGHUP together, and who
+    has pressed Ctrl-C may close the terminal.
 
     Only the main thread can: in any other, signals keep their meaning, and so does a signal that
     the process was started to ignore, as under nohup.
     """
     stop = Stop(home)
+    noted: set[signal.Signals] = set()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if stop.asked_by is not None:
-            signal.signal(number, before[signal.Signals(number)])
+        asking = signal.Signals(number)
+        if asking in noted:
+            signal.signal(number, before[asking])
             signal.raise_signal(number)
-        stop.asked_by = signal.Signals(number)
+        noted.add(asking)
+        stop.asked_by = stop.asked_by or asking
 
     if threading.current_thread() is not threading.main_thread():
         yield stop

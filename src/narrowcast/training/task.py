@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from narrowcast.config.common_sections import OptimizerSection
 from narrowcast.errors import RecipeError, blamed_on
@@ -162,6 +163,14 @@ class Task:
             raise RecipeError(
                 f"the task's model is a {type(self.model).__name__} without parameters; give the "
                 "torch.nn.Module that is to be trained"
+            )
+        data = self.train_data
+        by_number = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+        if not hasattr(data, "__len__") or not by_number or isinstance(data, IterableDataset):
+            raise RecipeError(
+                f"the task's train_data is a {type(data).__name__}; it needs len() and samples by "
+                "number, so that a run can be resumed with its next batch. Give a list of what it "
+                "yields, or a dataset with __len__ and __getitem__"
             )
         if not isinstance(self.gemm_rows, int) or self.gemm_rows < 1:
             raise RecipeError(

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, final
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import DivergedError, Interrupted
+from narrowcast.errors import DivergedError
 from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.peak import peak_bytes
-from narrowcast.hardware.randomness import seed_everything
-from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
+from narrowcast.hardware.randomness import randomness_kept, seed_everything
+from narrowcast.health.diagnose.investigator import Investigator
 from narrowcast.health.diagnose.passes import ReplayInputs
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.checkpoints.checkpoint import save_checkpoint
+from narrowcast.training.checkpoints.checkpoint import is_saved, save_checkpoint
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.records_identity import RecordsDigest
@@ -57,8 +57,8 @@ def train(
     An attempt that overflows counts as a step and is recorded as skipped. Checkpoints go to
     `folder/checkpoints`, the final weights to `folder/model.safetensors`; without a folder nothing
     is saved. `resume` is the state of a checkpoint to go on from; one of another model, of other
-    settings, or of other data unless `accept` has "data", is refused here, before anything is
-    loaded. What follows is bit for bit what an uninterrupted run would do; on a GPU only if
+    settings, or of other data unless `accept` has "data", is refused here; any other is taken up.
+    What follows is bit for bit what an uninterrupted run would do; on a GPU only if
     `recipe.deterministic`, which makes it slower.
 
     SIGINT, SIGTERM, SIGHUP or a `Home` that was lost end the run after the step in progress, with
@@ -127,14 +127,24 @@ class _Course:
         self._since = time.perf_counter()
 
     def begin_at(self, state: dict[str, Any] | None, *, accept: Collection[str]) -> None:
-        """Refuse a checkpoint that this run cannot be the continuation of; load nothing.
+        """Take up the state of a checkpoint, or refuse one that this run is no continuation of.
 
         Data is looked at here if it is ever to be, and not when it may have changed meanwhile.
         """
-        if state is not None:
-            self._state.require_own(state, accept=accept)
-        elif self._home is not None:
-            self._state.identify_data()
+        if state is None:
+            if self._home is not None:
+                self._state.identify_data()
+            return
+        self._state.require_own(state, accept=accept)
+        with randomness_kept(self._device), self._observer.probes_removed():
+            with part_of(state["step"], "schedule"):
+                self._schedule.restore(state["schedule"])
+            with part_of(state["step"], "adapter"):
+                self._adapter.restore(state["adapter"])
+            self._progress = self._state.restore(state)
+            self._state.restore_randomness(state)  # to see that it can be, when the run goes on
+        self._stepper.drop_graphs()
+        self._saved = self._progress.step
 
     def close(self) -> None:
         """Leave the model prepared, and nothing else."""
@@ -151,7 +161,7 @@ class _Course:
         recipe, task = self._recipe, self._task
         seed_everything(recipe.seed)
         if state is not None:
-            yield from self._restore(state)
+            yield from self._state.restore_randomness(state)
         data = batches_of(task, recipe, start=self._progress.batches, device=self._device)
         with stop_on_signals(self._home) as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
@@ -169,6 +179,7 @@ class _Course:
                     yield from self._read(leaving=0)
                     raise self._investigator.named(error) from error
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
+        yield from self._save_if_lacking()
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
         if self._home is not None:
             write_results(self._prepared, task, self._home.path(), step=self._progress.step)
@@ -179,23 +190,19 @@ class _Course:
         if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             yield from self._evaluate()
-        checkpoint_is_due = self._is_due(self._recipe.checkpoint.every, last=self._saved)
-        if checkpoint_is_due or (stop.why and self._saved != self._progress.step):
+        if self._is_due(self._recipe.checkpoint.every, last=self._saved):
             yield from self._read(leaving=0)
             yield from self._save()
         if stop.why:
-            how = f"continue it with `narrowcast resume {self._home and self._home.path()}`"
-            raise Interrupted(
-                f"{stop.why} ended the run after step {self._progress.step}; "
-                + (how if self._home else "without a folder to save it to, it cannot be resumed")
-            )
+            yield from self._read(leaving=0)
+            yield from self._save_if_lacking()
+            raise stop.ended_after(self._progress.step)
 
     def _evaluate(self) -> Iterator[Record]:
         try:
             metrics = evaluate(self._prepared, self._task)
         except Exception:  # the task's: whatever it is, it goes on
-            if self._saved != self._progress.step:
-                yield from self._save()  # the steps so far are worth keeping
+            yield from self._save_if_lacking()  # the steps so far are worth keeping
             raise
         step = self._progress.step
         self._progress = replace(self._progress, evaluated=step)
@@ -289,24 +296,7 @@ class _Course:
             self._vital_signs.note(record)
             yield record
             yield from told.findings
-            yield from self._observe(record, told)
-
-    def _observe(self, record: StepRecord, told: StepDiagnosis) -> Iterator[Record]:
-        """Yield what is seen in a step beside its record, and let the adapter know."""
-        looked = self._observer.looked
-        yield from self._observer.account(record, explained=told.explained)
-        if told.injected:
-            return  # what was put there on purpose is no reason to change a format
-        if told.overflowed_at is not None:
-            module, role = told.overflowed_at
-            self._adapter.blame(record.step, module, role, loss_scale=record.loss_scale)
-        elif self._observer.looked != looked:
-            self._adapter.note(
-                self._observer.looked,
-                self._observer.issues,
-                unsafe_to_lower=self._observer.unsafe_to_lower,
-                loss_scale=record.loss_scale,
-            )
+            yield from self._adapter.observed(self._observer, record, told)
 
     def _has_moved_since(self, attempt: _Attempt) -> bool:
         """Say whether the weights are not those of an attempt any more. Waits for the device."""
@@ -324,23 +314,19 @@ class _Course:
         if self._home is None:
             return
         step, home = self._progress.step, self._home.path()
+        good_until = self._vital_signs.good_until(step)  # part of the state
         state = self._state.captured(self._progress) | {"records": self._records.upto_now(home)}
-        keep = self._vital_signs.kept(self._recipe.checkpoint.keep, step=step)
-        record = save_checkpoint(home / "checkpoints", step, state=state, keep=keep)
-        self._saved = step
-        yield record
+        kept = {"keep": self._recipe.checkpoint.keep, "good_until": good_until}
+        record = save_checkpoint(home / "checkpoints", step, state=state, **kept)
+        if self._saved != step:  # else it has been told
+            self._saved = step
+            yield record
         self._since = time.perf_counter()
 
-    def _restore(self, state: dict[str, Any]) -> Iterator[Record]:
-        """Take up the state of a checkpoint; say so if a part of it does not fit this device."""
-        with self._observer.probes_removed():
-            with part_of(state["step"], "schedule"):
-                self._schedule.restore(state["schedule"])
-            with part_of(state["step"], "adapter"):
-                self._adapter.restore(state["adapter"])
-        with part_of(state["step"], "vital signs"):
-            self._vital_signs.load_state_dict(state["vital_signs"])
-        self._progress, findings = self._state.restore(state)
-        self._stepper.drop_graphs()
-        self._saved = self._progress.step
-        yield from findings
+    def _save_if_lacking(self) -> Iterator[Record]:
+        """Save what no checkpoint holds; a folder that was put back holds none."""
+        step = self._progress.step
+        if self._home is None or step == 0:
+            return
+        if self._saved != step or not is_saved(self._home.path() / "checkpoints", step):
+            yield from self._save()

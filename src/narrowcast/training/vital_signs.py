@@ -1,6 +1,5 @@
 """Whether a run is alive: kept from its records, saved with it, and asked for at its end."""
 
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -12,6 +11,7 @@ from narrowcast.errors import CheckpointError, DivergedError
 from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Record, TaskInfo
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.vitals import Vitals
 from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint, step_of
 from narrowcast.training.checkpoints.export import WEIGHTS
@@ -43,36 +43,51 @@ class VitalSigns:
 
     def __init__(self, prepared: Prepared, info: TaskInfo, *, home: Home | None) -> None:
         self._prepared, self._headline, self._home = prepared, info.headline.name, home
-        self._vitals = Vitals()
+        self._vitals, self._bad_from = Vitals(), 0
 
     def note(self, record: Record) -> None:
         """Take in a record, in the order in which they are handed on."""
         self._vitals = self._vitals.after(record, headline=self._headline)
 
-    def kept(self, keep: int, *, step: int) -> int:
-        """Return how many checkpoints are kept: all, once the weights are not finite.
+    def good_until(self, step: int) -> int:
+        """Return up to which step a checkpoint is any good; called before that of `step` is saved.
 
-        The newest that is any good is then among those that would have made room.
+        Those that were there when the weights first were not finite make no room for later ones.
         """
-        return max(keep, step) if bad_weights(self._prepared) else keep
+        if not bad_weights(self._prepared):
+            self._bad_from = 0
+            return step
+        self._bad_from = self._bad_from or step
+        return self._bad_from - 1
 
     def require_alive(self, step: int, named: Callable[[DivergedError], DivergedError]) -> None:
         """Refuse to call a run done that has come to nothing; `named` knows what led to it."""
         wrong = self._vitals.diverged
         if not wrong:
             return
-        lr = self._prepared.engine.log.wording.lr
-        error = named(DivergedError(wrong, f"Try a lower {lr}, or a wider policy"))
+        words = self._prepared.engine.log.wording
+        if not self._vitals.applied and self._scale_still_falls():
+            smaller = words.loss_scale("initial")
+            error = DivergedError(wrong, f"The loss scale still falls: try a smaller {smaller}")
+        else:
+            error = named(DivergedError(wrong, f"Try a lower {words.lr}, or a wider policy"))
         told = str(error).rstrip(".")
         raise DivergedError(f"the run has diverged: {told}", self._left(step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run is judged by too."""
-        return self._vitals.to_json()
+        return {**self._vitals.to_json(), "bad_from": self._bad_from}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood."""
-        self._vitals = Vitals(**state)
+        self._bad_from = state.get("bad_from", 0)
+        self._vitals = Vitals(**{key: state[key] for key in state if key != "bad_from"})
+
+    def _scale_still_falls(self) -> bool:
+        settings, scales = self._prepared.loss_scale, self._prepared.engine.scale_values()
+        if settings is None or not settings.dynamic:
+            return False
+        return any(scale.item() > settings.min for scale in scales)
 
     def _left(self, step: int) -> str:
         """Say what is in the folder, and which checkpoint there is to go back to."""
@@ -86,7 +101,7 @@ class VitalSigns:
         finite = self._newest_finite(folder / "checkpoints", before=step)
         if finite is None:
             return f"{exported} {told}, and there is no checkpoint with finite weights"
-        resume = f"`narrowcast resume {shlex.quote(str(folder))}`"
+        resume = f"`{resume_command(folder)}`"
         return (
             f"{exported} {told}; {finite} is the newest checkpoint with finite weights: remove "
             f"those after it, and {resume} goes on from there"

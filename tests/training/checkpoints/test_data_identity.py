@@ -91,7 +91,7 @@ def test_samples_of_any_shape_are_looked_at_first_and_last_among_them(ready, val
     last = Samples([*[value] * 499, {"another": 1}])
     before = looked_at(ready(), same)
     assert before.looked_at == "64 samples spread over it"
-    assert same.read == 64
+    assert same.read == 64 + 4  # the first ones again
     assert before.differs_from(looked_at(ready(), Samples([value] * 500)).to_json()) == ""
     assert "other values" in before.differs_from(looked_at(ready(), last).to_json())
 
@@ -104,8 +104,17 @@ def test_pictures_are_looked_at(ready):
     assert one.digest != other.digest
 
 
-def test_samples_that_cannot_be_told_apart_are_said_to_be(ready):
-    found = looked_at(ready(), Samples([object()] * 9))
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        torch.eye(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ],
+    ids=["object", "sparse", "nested"],
+)
+def test_samples_that_cannot_be_told_apart_are_said_to_be(ready, value):
+    found = looked_at(ready(), Samples([value] * 9))
     assert (found.digest, found.looked_at) == ("", "nothing")
     assert found.differs_from(found.to_json()) == ""
 
@@ -121,6 +130,44 @@ def test_samples_that_draw_at_random_are_the_same_and_draw_nothing_from_the_run(
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(5)
     assert one == looked_at(made, Noisy([0] * 9))
+
+
+def test_samples_made_anew_each_time_are_no_mark_of_the_data(ready):
+    class Anew(Samples):
+        def __getitem__(self, index):
+            return np.random.default_rng().normal(size=3)
+
+    found = looked_at(ready(), Anew([0] * 99))
+    assert (found.samples, found.digest, found.looked_at) == (99, "", "nothing")
+
+
+@pytest.mark.parametrize("kind", [Samples, torch.utils.data.TensorDataset])
+def test_a_look_by_a_worker_is_the_same_look(ready, kind):
+    values = torch.randn(90, 3)
+    data = Samples(list(values)) if kind is Samples else TensorDataset(values)
+    task = ready().but(train_data=data).task
+    assert identity_of(task) == identity_of(task, workers=2)
+
+
+def test_files_that_samples_open_are_not_opened_for_the_workers(ready, tmp_path):
+    """One opened before workers fork would have one place for all of them, and give wrong bytes."""
+    path = tmp_path / "samples"
+    path.write_bytes(np.arange(100, dtype=np.float32).tobytes())
+
+    class Lazy:
+        file = None
+
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            self.file = self.file or path.open("rb", buffering=0)
+            self.file.seek(4 * index)
+            return np.frombuffer(self.file.read(4), dtype=np.float32).copy()
+
+    data = Lazy()
+    assert identity_of(ready().but(train_data=data).task, workers=2).digest
+    assert data.file is None
 
 
 def test_a_task_that_says_nothing_of_its_data_is_told(ready):

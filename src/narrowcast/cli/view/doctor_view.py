@@ -29,7 +29,9 @@ def print_environment(console: Console, environment: dict[str, Any]) -> None:
 
 def print_device(console: Console, hardware: Hardware) -> None:
     """Print how products of every format run on one device, and why."""
-    about = f"  {hardware.device}, {size(hardware.memory_bytes)}"
+    about = f"  {hardware.device}"
+    if hardware.memory_bytes is not None:
+        about += f", {size(hardware.memory_bytes)}"
     if hardware.capability:
         about += f", compute capability {hardware.capability[0]}.{hardware.capability[1]}"
     console.print(Text.assemble((hardware.name, "bold"), about))

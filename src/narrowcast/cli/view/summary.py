@@ -1,6 +1,5 @@
 """What a run is, said before it begins, and what came of it, said at its end."""
 
-import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from narrowcast.config import Recipe
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import bare_reason
 from narrowcast.report.phrases import count, duration, large
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import TaskInfo
 from narrowcast.training.phase_plans import phases_of
@@ -80,5 +80,5 @@ def already_done(console: Console, folder: Path, *, steps: int) -> None:
 
 
 def _suggest_more(console: Console, folder: Path, *, steps: int) -> None:
-    more = f"narrowcast resume {shlex.quote(str(folder))} steps={2 * steps}"
+    more = f"{resume_command(folder)} steps={2 * steps}"
     say_command(console, "go on", more)

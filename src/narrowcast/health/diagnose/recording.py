@@ -7,7 +7,7 @@ all of them at once.
 
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -124,7 +124,10 @@ class Recorder:
             if self._in_forward:
                 self._see_forward(name, "output", tensor)
             if tensor.requires_grad:
-                self._handles.append(tensor.register_hook(partial(self._see, place)))
+                # A module that is not planned may return the product of its own code.
+                in_fp16 = not place.format and tensor.dtype == torch.float16
+                seen_at = replace(place, format="fp16") if in_fp16 else place
+                self._handles.append(tensor.register_hook(partial(self._see, seen_at)))
 
     def _see_use(self, name: str, gradient: Tensor) -> None:
         self._see(self._formats.place_of_use(name), gradient)

@@ -155,7 +155,7 @@ class Verdict:
 
     @property
     def _calmer(self) -> str:
-        return f"a lower {self.wording.lr}, or a lower clip_norm"
+        return f"a lower {self.wording.lr}, or {self.wording.clip}"
 
     @property
     def _turn(self) -> str:

@@ -78,8 +78,8 @@ class Findings:
         found = []
         told = spike(record.loss, self._losses)
         if told:
-            lr = self.wording().lr
-            advice = f"look at the data of this step, or try a lower {lr}, or clip_norm=1"
+            words = self.wording()
+            advice = f"look at the data of this step, or try a lower {words.lr}, or {words.clip}"
             found.append(Trouble("spike", "", "loss", "loss spike", told, advice))
         if record.applied and math.isfinite(record.loss):
             self._losses.append(record.loss)

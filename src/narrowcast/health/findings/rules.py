@@ -123,7 +123,7 @@ def drift(seen: Seen, words: Wording) -> Iterator[Trouble]:
             seen.role,
             "magnitudes grow",
             f"largest {seen.amax:.3g}, usually {usual:.3g}",
-            f"try a lower {words.lr}, clip gradients (clip_norm=1), or watch it",
+            f"try a lower {words.lr}, or {words.clip}, or watch it",
         )
 
 

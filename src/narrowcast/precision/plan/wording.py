@@ -15,6 +15,8 @@ class Wording:
     policy: Policy = field(default_factory=Policy)
     """What is in force, and changed."""
     in_recipe: bool = False
+    clipped: bool = False
+    """Whether gradients are clipped already."""
 
     def formats(self, exceptions: Mapping[str, str]) -> str:
         """Say how modules get other formats."""
@@ -41,6 +43,11 @@ class Wording:
     def lr(self) -> str:
         """The learning rate."""
         return "optimizer.lr" if self.in_recipe else "learning rate"
+
+    @property
+    def clip(self) -> str:
+        """To clip gradients, or more than they are."""
+        return "a lower clip_norm" if self.clipped else "clip_norm=1"
 
     def loss_scale(self, setting: str, value: str = "") -> str:
         """Name a setting of the loss scale, with a value if there is one to write."""

@@ -90,7 +90,7 @@ class Engine:
             patience=patience,
             weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
             scaled=self.scales.value is not None,
-            wording=Wording(policy=plan.policy),
+            wording=Wording(policy=plan.policy, clipped=clip_norm is not None),
         )
         self.log.params_lose = _lose(plan.policy)
         self.steps_begun = 0

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from narrowcast.config.problems import shortened
 from narrowcast.report.charts.series import Mark
 from narrowcast.report.in_force import named
 from narrowcast.runs.records import FindingRecord, PrecisionRecord, StepRecord
@@ -35,7 +36,7 @@ class Skips:
         mark = Mark(
             first=record.step,
             last=record.step,
-            why=shortened(record.why),
+            why=for_page(record.why),
             loss_scale=record.loss_scale,
             steps=1,
         )
@@ -151,7 +152,7 @@ class Events:
             first=earlier.first if earlier else step,
             last=step,
             times=earlier.times + 1 if earlier else 1,
-            **{name: shortened(text) for name, text in known.items()},
+            **{name: for_page(text) for name, text in known.items()},
         )
 
 
@@ -170,7 +171,7 @@ class Changes:
     def add(self, record: PrecisionRecord) -> None:
         """Take one more change."""
         self.added += 1
-        text = shortened(f"{named(record.module)} {record.before} → {record.after}")
+        text = for_page(f"{named(record.module)} {record.before} → {record.after}")
         if self._rows and self._rows[-1][0] == record.step:
             _, times, first = self._rows[-1]
             self._rows[-1] = [record.step, times + 1, first]
@@ -185,6 +186,6 @@ class Changes:
         return [list(row) for row in self._rows[start:]]
 
 
-def shortened(text: str) -> str:
+def for_page(text: str) -> str:
     """Cut a text that no page could show."""
-    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+    return shortened(text, LONGEST_TEXT)

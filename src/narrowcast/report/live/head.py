@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from narrowcast.report.charts.drawing import PERCENT
-from narrowcast.report.live.events import shortened
+from narrowcast.report.live.events import for_page
 from narrowcast.report.live.live_data import LiveData
 from narrowcast.report.phrases import (
     capital,
@@ -106,7 +106,7 @@ def _evaluated(data: LiveData) -> list[Fact]:
         return []
     label = f"Evaluated {said(metric.name)}"
     step, y = found[-1]
-    return [Fact(label=shortened(label), value=measured(metric, y), note=f"at step {count(step)}")]
+    return [Fact(label=for_page(label), value=measured(metric, y), note=f"at step {count(step)}")]
 
 
 def _judged(data: LiveData) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _judged(data: LiveData) -> dict[str, Any]:
         return {"titles": titles, "better": "", "ticks": ""}
     titles["headline"] = f"Evaluated {said(data.metric.name)}"
     return {
-        "titles": {name: shortened(title) for name, title in titles.items()},
+        "titles": {name: for_page(title) for name, title in titles.items()},
         "better": f"{capital(data.metric.better)} is better.",
         "ticks": PERCENT if data.metric.text.endswith("%") else "",
     }
@@ -143,4 +143,4 @@ def _began(sessions: tuple[Mapping[str, Any], ...]) -> str:
 
 
 def _text(found: object) -> str:
-    return shortened(found) if isinstance(found, str) else ""
+    return for_page(found) if isinstance(found, str) else ""

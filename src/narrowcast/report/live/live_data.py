@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 
 from narrowcast.report.charts.run_charts import LOSS
 from narrowcast.report.live.curve import Curve
-from narrowcast.report.live.events import Changes, Events, Skips, shortened
+from narrowcast.report.live.events import Changes, Events, Skips, for_page
 from narrowcast.report.live.status import Course
 from narrowcast.report.phrases import count, measured
 from narrowcast.report.run_data import headline_of
@@ -97,13 +97,13 @@ class LiveData:
         """Return step and metrics, as texts, of the evaluations after the first `start`."""
         new = min(self.evals_seen - start, len(self.evals))
         return [
-            [count(step), {shortened(n): self._written(n, y) for n, y in metrics.items()}]
+            [count(step), {for_page(n): self._written(n, y) for n, y in metrics.items()}]
             for step, metrics in list(self.evals)[len(self.evals) - new :]
         ]
 
     def lists(self) -> dict[str, Growing]:
         """Return what grows at its end, by name."""
-        parts = {f"{PART}{shortened(name)}": curve for name, curve in self.parts.items()}
+        parts = {f"{PART}{for_page(name)}": curve for name, curve in self.parts.items()}
         return {**self.curves, **parts, "skips": self.skips, "changes": self.changes}
 
     def _written(self, name: str, y: float) -> str:
@@ -147,7 +147,7 @@ class LiveData:
             step=record.step,
             skipped_in_a_row=in_a_row,
             loss_scale=record.loss_scale,
-            why=shortened(record.why),
+            why=for_page(record.why),
             lost_since=None if math.isfinite(record.loss) else lost_since,
             step_seconds=self.tally.step_seconds,
         )

@@ -1,11 +1,11 @@
 """Whether a run is running: judged from its records, its lock and the time since it last wrote."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowcast.report.phrases import count, duration, scale
+from narrowcast.report.phrases import at_scale, count, duration
 from narrowcast.report.summary import Ending
+from narrowcast.runs.commands import resume_command
 
 QUIET_SECONDS = 5.0
 """A run whose lock is free may still have written this long ago from another machine, on a disk
@@ -80,7 +80,7 @@ def _at_work(course: Course, *, held: bool | None, quiet: float) -> bool:
 
 
 def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
-    resume = f"`narrowcast resume {shlex.quote(str(folder))}`"
+    resume = f"`{resume_command(folder)}`"
     if course.step == 0:
         return Ending(
             label="Seems dead",
@@ -95,9 +95,8 @@ def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
         return Ending(
             label="Diverged",
             tone="bad",
-            advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped, with the "
-            f"loss scale at {scale(course.loss_scale)}, so the run gave up after {progress}."
-            f"{reason}",
+            advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped"
+            f"{at_scale(course.loss_scale)}, so the run gave up after {progress}.{reason}",
         )
     if course.diverged and course.step >= course.asked:
         return Ending(

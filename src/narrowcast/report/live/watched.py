@@ -15,7 +15,7 @@ from typing import Any, final
 from narrowcast.errors import CheckpointError
 from narrowcast.report.charts import drawing
 from narrowcast.report.charts.run_charts import frame_top
-from narrowcast.report.live.events import shortened
+from narrowcast.report.live.events import for_page
 from narrowcast.report.live.head import head, setting, whole
 from narrowcast.report.live.live_data import Growing, LiveData
 from narrowcast.report.live.status import status
@@ -111,7 +111,7 @@ class Watched:
         asked = whole(setting(self._settings, "steps")) or 0
         patience = whole(setting(self._settings, "precision.loss_scale.patience"))
         data.tally = replace(data.tally, steps=asked)
-        diverged = shortened(data.vitals.diverged)
+        diverged = for_page(data.vitals.diverged)
         course = replace(data.course, asked=asked, patience=patience, diverged=diverged)
         ending, at_work = status(
             course,

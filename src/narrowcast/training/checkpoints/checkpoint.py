@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs.peek import read_plain
+from narrowcast.plain_files import read_plain
 from narrowcast.runs.records import CheckpointRecord
 from narrowcast.runs.shape import ANY, misfit
 from narrowcast.runs.writing import remove, remove_leftovers, write_text, written_beside
@@ -36,15 +36,17 @@ STATE = "state.json"
 
 
 def save_checkpoint(
-    folder: Path, step: int, *, state: dict[str, Any], keep: int = 2
+    folder: Path, step: int, *, state: dict[str, Any], keep: int = 2, good_until: int | None = None
 ) -> CheckpointRecord:
     """Write `state` as the checkpoint of `step` in `folder`, then remove all but the `keep` newest.
+
+    Where not all are good, the `keep` newest up to `good_until` stay, and this one.
 
     If it cannot be written, the older checkpoints are untouched and `CheckpointError` says which
     of them to go on from.
     """
     began = time.perf_counter()
-    path = folder / f"step-{step:06d}"
+    path = _path_of(folder, step)
     tree, tensors = flatten(state)
     last = latest(folder)
     hint = f"{last} is untouched, resume from it" if last else "there is no earlier checkpoint"
@@ -60,7 +62,9 @@ def save_checkpoint(
             "state": tree,
         }
         write_text(beside / STATE, json.dumps(described))
-    _remove_others(folder, step, keep=keep)
+    until = step if good_until is None else good_until
+    good = [each for each in checkpoints(folder) if step_of(each) <= until]
+    _remove_all_but({path, *good[-keep:]}, folder)
     size = size_of(path)
     seconds = time.perf_counter() - began
     return CheckpointRecord(step=step, seconds_blocked=seconds, seconds_total=seconds, bytes=size)
@@ -99,6 +103,14 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
+def is_saved(folder: Path, step: int) -> bool:
+    """Say whether the checkpoint of `step` is in `folder`, for all that the disk tells."""
+    try:
+        return _path_of(folder, step).is_dir()
+    except OSError:
+        return False
+
+
 def step_of(path: Path) -> int:
     """Return the step a checkpoint's name says it was saved at."""
     return int(path.name.removeprefix("step-"))
@@ -112,6 +124,10 @@ def size_of(path: Path) -> int:
 _NAME = re.compile(r"step-[0-9]{1,18}")
 
 
+def _path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
 class _DamagedError(Exception):
     """What is wrong with which file."""
 
@@ -121,13 +137,12 @@ def _make_ready(folder: Path) -> None:
     remove_leftovers(folder)
 
 
-def _remove_others(folder: Path, step: int, *, keep: int) -> None:
-    """Remove all but the `keep` newest up to `step`, and those of a course the run has left.
+def _remove_all_but(kept: set[Path], folder: Path) -> None:
+    """Remove the other checkpoints, those of a course the run has left among them.
 
     One that cannot be removed stays: the new one is written, and that is what counts.
     """
-    upto = [path for path in checkpoints(folder) if step_of(path) <= step]
-    for path in set(checkpoints(folder)) - set(upto[-keep:]):
+    for path in set(checkpoints(folder)) - kept:
         with suppress(OSError):
             remove(path)
 

@@ -1,7 +1,7 @@
 """Which data a run is trained on, so that one that is continued goes on with the same."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from narrowcast.errors import RecipeError, blamed_on
 from narrowcast.hardware.randomness import randomness_kept, seed_everything
+from narrowcast.training.data import by_workers, fetch, outlive_signals
 from narrowcast.training.task import MapDataset, SampleDataset, Task
 
 LOOKED_AT = 64
@@ -21,6 +22,8 @@ LOOKED_AT = 64
 a moment even where each is a picture to decode."""
 IN_MEMORY = 100_000
 """Items of a list that are all looked at; Python takes a tenth of a second for them."""
+READ_AGAIN = 4
+"""Samples that are read twice, to see whether they are the same."""
 CHUNK = 16 * 2**20
 """Bytes that a thread takes at a time."""
 
@@ -53,11 +56,12 @@ class DataIdentity:
         return "" if same else f"it has {self.samples} samples as before, with other values in them"
 
 
-def identity_of(task: Task) -> DataIdentity:
+def identity_of(task: Task, *, workers: int = 0) -> DataIdentity:
     """Look at the data of `task`: as it identifies itself, or at samples of it.
 
-    Data that is in memory is looked at as a whole. Random generators are left as they were; samples
-    that draw from them draw the same every time.
+    Data that is in memory is looked at as a whole. Where `workers` will read the data, a process
+    of its own looks at the samples: files that they open are theirs alone. Random generators are
+    left as they were; samples that draw from them draw the same every time.
     """
     data = task.train_data
     samples, looked_at = len(data), ALL
@@ -70,13 +74,13 @@ def identity_of(task: Task) -> DataIdentity:
                 "for other data, e.g. narrowcast.digest_of(array)"
             )
     elif isinstance(data, TensorDataset):
-        digest = digest_of(*(tensor.cpu() for tensor in data.tensors))
+        digest = digest_of(*data.tensors)
     elif isinstance(data, list | tuple) and samples <= IN_MEMORY:
-        digest = _digest_of_values(data)
+        digest = _digest_of_value(list(data))
     else:
         looked_at = SOME
         with blamed_on("a look at samples of the task's data"):
-            digest = _digest_of_values(_spread_over(data))
+            digest = _digest_of_some(task, workers=workers)
     return DataIdentity(samples=samples, digest=digest, looked_at=looked_at if digest else NONE)
 
 
@@ -103,30 +107,58 @@ def _sha256(chunk: memoryview) -> bytes:
 
 def _chunks(array: NDArray[Any] | Tensor) -> list[memoryview]:
     if isinstance(array, Tensor):
-        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        plain = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        array = plain.reshape(-1).view(torch.uint8).numpy()
     flat = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return [flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK)]
 
 
-def _spread_over(data: MapDataset | SampleDataset) -> Iterator[Any]:
+def _digest_of_some(task: Task, *, workers: int) -> str:
+    """Return the digest of samples from the first to the last; none where they cannot be told."""
+    data = task.train_data
     count = len(data)
     shown = min(LOOKED_AT, count)
     indices = [number * (count - 1) // max(shown - 1, 1) for number in range(shown)]
-    with randomness_kept(torch.device("cpu")):
-        seed_everything(0)
-        for index in indices:
-            yield data.__getitems__([index]) if isinstance(data, MapDataset) else data[index]
+    again = indices[:READ_AGAIN]
+    look = _Look(data)
+    if workers:
+        loader = DataLoader(
+            look,
+            sampler=[*indices, *again],
+            batch_size=None,
+            num_workers=1,
+            worker_init_fn=outlive_signals,
+            generator=torch.Generator(),  # a run draws nothing for this
+        )
+        found = list(by_workers(loader))
+    else:
+        with randomness_kept(next(task.model.parameters()).device):
+            found = [look[index] for index in (*indices, *again)]
+    # Samples that are made anew each time they are read are no mark of the data.
+    if "" in found or found[:READ_AGAIN] != found[shown:]:
+        return ""
+    return hashlib.sha256("".join(found[:shown]).encode()).hexdigest()
 
 
-def _digest_of_values(values: Iterable[Any]) -> str:
-    """Return the digest of nested plain values; none where one of them cannot be told apart."""
+class _Look(Dataset[str]):
+    """The digests of samples, instead of the samples."""
+
+    def __init__(self, data: MapDataset | SampleDataset) -> None:
+        self._data = data
+
+    def __getitem__(self, index: int) -> str:
+        seed_everything(0)  # what augmentations draw from
+        return _digest_of_value(fetch(self._data, [index]))
+
+
+def _digest_of_value(value: Any) -> str:
+    """Return the digest of a nested value; none where a part of it cannot be told apart."""
     whole = hashlib.sha256()
-    for value in values:
-        try:
-            for piece in _pieces(value):
-                whole.update(piece)
-        except _UnknownError:
-            return ""
+    try:
+        for piece in _pieces(value):
+            whole.update(piece)
+    except (_UnknownError, RuntimeError, TypeError, ValueError):
+        return ""  # a sparse tensor, an object of any kind
     return whole.hexdigest()
 
 

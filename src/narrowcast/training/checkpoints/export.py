@@ -1,13 +1,19 @@
 """What a finished run leaves: its weights in one safetensors file, and the files of its task."""
 
+import contextlib
 import hashlib
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import CheckpointError, blamed_on
+from narrowcast.plain_files import open_plain
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs.peek import open_plain, peek_json
+from narrowcast.runs.commands import resume_command
+from narrowcast.runs.folder import CHECKPOINTS, RECORDS
+from narrowcast.runs.lock import LOCK
+from narrowcast.runs.peek import peek_json
 from narrowcast.runs.writing import explain_write_error, replace_file, written_beside
 from narrowcast.training.checkpoints.tensor_file import write_tensors
 from narrowcast.training.checkpoints.tree import flatten
@@ -16,6 +22,7 @@ from narrowcast.training.task import Task
 WEIGHTS = "model.safetensors"
 RESULTS = "finished.json"
 """Written after all others: the step they are of, and the size and checksum of each."""
+NOT_OF_TASKS = frozenset({RECORDS, CHECKPOINTS, LOCK, "tensorboard", "wandb"})
 MOST_BYTES = 16 * 2**20
 """Of that file: a hundred thousand results."""
 
@@ -31,7 +38,7 @@ def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) ->
         before = _seen(folder)
         with blamed_on(
             f"write_results of the task; the weights are safe in {folder / WEIGHTS}. Once it is "
-            f"repaired, `narrowcast resume {folder}` writes the rest"
+            f"repaired, `{resume_command(folder)}` writes the rest"
         ):
             task.write_results(folder, prepared)
         files += [path for path, seen in _seen(folder).items() if before.get(path) != seen]
@@ -42,7 +49,7 @@ def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) ->
     except OSError as error:
         raise CheckpointError(
             f"cannot write {folder / RESULTS}: {explain_write_error(error)}; then continue with "
-            f"`narrowcast resume {folder}`"
+            f"`{resume_command(folder)}`"
         ) from error
 
 
@@ -74,12 +81,17 @@ def export_weights(prepared: Prepared, path: Path) -> None:
 
 
 def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return when each file of a folder was last written, and its size."""
+    """Return when each file of a folder was last written, and its size.
+
+    Not of those that others write while the run goes on: records, checkpoints, trackers.
+    """
     found = {}
     for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            status = path.stat()
-            found[path] = (status.st_mtime_ns, status.st_size)
+        others = path.relative_to(folder).parts[0] in NOT_OF_TASKS
+        with contextlib.suppress(OSError):  # gone by now
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and not others:
+                found[path] = (status.st_mtime_ns, status.st_size)
     return found
 
 

@@ -18,7 +18,12 @@ _COUNTS = ("step", "batches", "evaluated")
 _NUMBERS = [(int, float)]
 _PLAIN = {
     "schedule": {**dict.fromkeys(("phase", "since", "calm"), int), "losses": _NUMBERS},
-    "investigator": {**dict.fromkeys(("replays", "row"), int), "named": str, "explained": bool},
+    "investigator": {
+        **dict.fromkeys(("replays", "row"), int),
+        "named": str,
+        "explained": bool,
+        "overflowed_at": ([str, str], type(None)),
+    },
     "observer": {
         "amax": [[str, str, _NUMBERS]],
         "losses": _NUMBERS,
@@ -27,6 +32,10 @@ _PLAIN = {
     "adapter": {
         "adaptation": {"overrides": {ANY: str}, "changed": {ANY: int}, "troubled": {ANY: int}},
         "seen": [[int, [[str, str, str]], list]],
+    },
+    "vital_signs": {
+        **dict.fromkeys(("steps", "applied", "skipped_at_end", "evaluated", "bad_from"), int),
+        **dict.fromkeys(("headline", "weights"), str),
     },
 }
 """Parts that nobody looks at when they are loaded, but in the steps after."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, final
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import open_plain
 from narrowcast.runs import RunFolder, StepRecord
 from narrowcast.runs.folder import RECORDS
-from narrowcast.runs.peek import open_plain
 
 CHUNK = 2**20
 
@@ -49,13 +49,15 @@ def require_records(
     records = run.records()  # what is damaged is said here
     if state is None or "records" in accept:
         return
-    steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]
     saved = state.get("records", {})  # older checkpoints are refused by whoever takes them up
-    if wrong := _wrong_steps(steps, done) or _wrong_bytes(run.path / RECORDS, saved):
-        raise CheckpointError(
-            f"{run.path / RECORDS} {wrong}; put it back from a copy, or add --accept records to go "
-            "on with it as it is"
-        )
+    if not saved or _is_as_written(run.path / RECORDS, saved):
+        return
+    steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]
+    wrong = _wrong_steps(steps, done) or "has other values up to the checkpoint"
+    raise CheckpointError(
+        f"{run.path / RECORDS} is not what the run wrote: it {wrong}; put it back from a copy, or "
+        "add --accept records (in Python accept=['records']) to go on with it as it is"
+    )
 
 
 def _wrong_steps(steps: list[int], done: int) -> str:
@@ -71,12 +73,13 @@ def _wrong_steps(steps: list[int], done: int) -> str:
     )
 
 
-def _wrong_bytes(file: Path, saved: Mapping[str, Any]) -> str:
+def _is_as_written(file: Path, saved: Mapping[str, Any]) -> bool:
     digest, left = hashlib.sha256(), int(saved.get("bytes", 0))
-    with open_plain(file, follow=True) as content:
-        while left > 0 and (chunk := content.read(min(left, CHUNK))):
-            digest.update(chunk)
-            left -= len(chunk)
-    if not saved or digest.hexdigest() == saved.get("sha256"):
-        return ""
-    return "has other values, up to the checkpoint, than the run wrote there"
+    try:
+        with open_plain(file, follow=True) as content:
+            while left > 0 and (chunk := content.read(min(left, CHUNK))):
+                digest.update(chunk)
+                left -= len(chunk)
+    except FileNotFoundError:
+        pass
+    return digest.hexdigest() == saved.get("sha256")

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from narrowcast.errors import CheckpointError
-from narrowcast.runs import CheckpointRecord, RunFolder
+from narrowcast.runs import CheckpointRecord, Record, RunFolder
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, size_of
 from narrowcast.training.checkpoints.parts import require_run_state
 
@@ -27,23 +27,26 @@ def latest_state(run: RunFolder) -> dict[str, Any] | None:
     return state
 
 
-def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> None:
-    """Drop the records after the checkpoint `state` comes from; all of them if there is none.
+def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> list[Record]:
+    """Drop the records after the checkpoint `state` comes from, or all; return those left.
 
     Afterwards the records are those of a run that has just saved that checkpoint, even where the
     run was killed between saving it and recording it.
     """
     step = 0 if state is None else int(state["step"])
-    run.rewind(step)
-    recorded = any(isinstance(r, CheckpointRecord) and r.step == step for r in run.records())
+    left = run.rewind(step)
+    recorded = any(isinstance(r, CheckpointRecord) and r.step == step for r in left)
     path = latest(run.checkpoints)
     if path is not None and not recorded:
         # How long it took is not known any more.
         unknown = math.nan
         size = size_of(path)
-        run.write(
-            CheckpointRecord(step=step, seconds_blocked=unknown, seconds_total=unknown, bytes=size)
+        saved = CheckpointRecord(
+            step=step, seconds_blocked=unknown, seconds_total=unknown, bytes=size
         )
+        run.write(saved)
+        left.append(saved)
+    return left
 
 
 def shapes(model: nn.Module) -> dict[str, list[int]]:

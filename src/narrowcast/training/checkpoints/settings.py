@@ -4,8 +4,10 @@ A checkpoint holds every setting of its run. Where the run's folder, or whoever 
 otherwise, one of the two is wrong, and only the owner of the run knows which.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from narrowcast.config.sections import DataSection
 
 MAY_CHANGE = (
     "steps",
@@ -28,20 +30,27 @@ SHOWN = 5
 POLICY = "precision.policy"
 
 
-def may_change(key: str, before: Mapping[str, Any]) -> bool:
+def places_in(data: type[DataSection]) -> tuple[str, ...]:
+    """Return the settings of a workload that say where its data lies; its digest is compared."""
+    return tuple(f"data.{name}" for name in data.places)
+
+
+def may_change(key: str, before: Mapping[str, Any], *, places: Collection[str] = ()) -> bool:
     """Say whether a setting may have another value from a checkpoint on that has `before`."""
     # What auto stood for depends on the machine; the checkpoint refuses any other policy anyway.
     named_auto = key == POLICY and before.get(POLICY) == "auto"
-    return key in MAY_CHANGE or key in NAMES or named_auto
+    return key in MAY_CHANGE or key in NAMES or key in places or named_auto
 
 
-def decisive_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def decisive_differences(
+    saved: Mapping[str, Any], here: Mapping[str, Any], *, places: Collection[str] = ()
+) -> list[str]:
     """Return the keys that decide steps and that are not the same in both, or only in one."""
     keys = [*saved, *(key for key in here if key not in saved)]
     return [
         key
         for key in keys
-        if not may_change(key, saved)
+        if not may_change(key, saved, places=places)
         and (key not in saved or key not in here or not _same(saved[key], here[key]))
     ]
 

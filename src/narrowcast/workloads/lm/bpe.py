@@ -11,9 +11,9 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from narrowcast.config.plain_file import read_plain
-from narrowcast.config.problems import shortened
+from narrowcast.config.problems import shown_path
 from narrowcast.errors import RecipeError
+from narrowcast.plain_files import read_plain
 from narrowcast.workloads.lm.tokenizer import Tokens
 
 PIECE_CHARACTERS = 1_000_000
@@ -113,7 +113,7 @@ def _read(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(
-            f"{shortened(str(path), 200)} cannot be read ({why}); data.tokenizer is bytes, bpe, "
+            f"{shown_path(path)} cannot be read ({why}); data.tokenizer is bytes, bpe, "
             f"or a folder that holds vocab.json and merges.txt"
         ) from error
 

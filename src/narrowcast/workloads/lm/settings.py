@@ -1,7 +1,7 @@
 """The sections of a language-model recipe."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,7 +20,7 @@ WIDEST_MLP = 2**24
 MOST_TOKENS = 2**24
 """Of a sample and of a vocabulary: 16 million, which a 32-bit token holds."""
 MOST_WINDOWS = 10**9
-MOST_SOURCES = 10_000
+MOST_SOURCES = 100_000
 """Texts that are named one by one; a glob names as many as there are."""
 LARGEST_BASE = 1e12
 """Of rotary positions; models of a million tokens use 1e7."""
@@ -33,6 +33,8 @@ Names = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_SOURCES)]
 
 class LmData(DataSection):
     """What a language model reads, and how it is cut."""
+
+    places: ClassVar[tuple[str, ...]] = ("text",)
 
     text: Name | Names = Field(
         default=TOPICS,

@@ -159,7 +159,7 @@ def _require_room(recipe: Recipe, *, vocab: int, device: torch.device) -> None:
     if device.type == "cpu":
         kept = 4 * (kept + 2 * rows * vocab)
     hardware = probe(str(device))
-    if kept > hardware.memory_bytes:
+    if hardware.memory_bytes is not None and kept > hardware.memory_bytes:
         raise UnsupportedError(
             f"a micro-batch of batch_size={recipe.batch_size} samples of data.length={data.length} "
             f"keeps {kept / 2**30:,.0f} GiB or more until its backward pass, and {hardware.name} "

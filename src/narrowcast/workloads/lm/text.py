@@ -1,23 +1,22 @@
 """Text to train on, from files or from Python itself, and to validate on, kept apart from it."""
 
 import errno
+import sys
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from narrowcast.config.plain_file import path_of, read_plain, status_of
-from narrowcast.config.problems import Problems, shortened
+from narrowcast.config.globs import matching
+from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import RecipeError
-from narrowcast.hardware.probe import host_memory_bytes
+from narrowcast.plain_files import path_of, read_plain, status_of
+from narrowcast.runs.environment import host_memory_bytes
 from narrowcast.workloads.lm.settings import TOPICS
 
 STRETCHES = 10
 """Each part of a split has a piece of every tenth: a text changes its subject as it goes."""
 COPIES = 4
 """Of a text that there are at once while it is cut: as bytes, as text, joined, as tokens."""
-MOST_FILES = 100_000
-"""That a glob may match: a slip such as /**/* would read the whole disk."""
 
 
 class Split(NamedTuple):
@@ -34,7 +33,7 @@ def read_text(sources: Sequence[str]) -> str:
     """
     texts: list[str] = []
     problems = Problems()
-    room = host_memory_bytes() // COPIES
+    room = (host_memory_bytes() or sys.maxsize) // COPIES
     for source in sources:
         if source == TOPICS:
             texts.append(_topics())
@@ -70,33 +69,21 @@ def split_text(text: str, *, validation_share: float) -> Split:
 
 def _matches(source: str, problems: Problems) -> list[Path]:
     """Return the files that a path or glob names; where there are none, add why."""
-    path, shown = path_of(source), _shown(source)
+    path, shown = path_of(source), shown_path(source)
     try:
         # A path that exists is meant as it stands, whatever * or [ it contains.
         if status_of(path) is not None:
             return [path]
-        anchor = Path(path.anchor)
-        found = list(islice(anchor.glob(str(path.relative_to(anchor))), MOST_FILES + 1))
+        found = matching(path)
     except OSError as error:
         problems.add(f"{shown} cannot be read: {error.strerror}")
         return []
-    except ValueError as error:  # of pathlib, of ** beside other characters
+    except ValueError as error:  # of ** beside other characters
         problems.add(f"{shown}: {error}")
-        return []
-    except RecursionError:
-        problems.add(f"{shown}: too many parts for a path")
         return []
     if not found:
         problems.add(f"{shown}: no such file")
-    if len(found) > MOST_FILES:
-        problems.add(f"{shown}: more than {MOST_FILES} files; join them, or write a narrower glob")
-        return []
-    return sorted(found)
-
-
-def _shown(source: str) -> str:
-    """Return a name as a message shows it: in one line, and not all of a long one."""
-    return shortened(source if source.isprintable() else ascii(source)[1:-1], 200)
+    return found
 
 
 def _read(path: Path, *, most: int) -> str:

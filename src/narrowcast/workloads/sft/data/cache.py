@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowcast.config.plain_file import open_plain, path_of, read_plain
 from narrowcast.errors import RecipeError
-from narrowcast.hardware.probe import host_memory_bytes
 from narrowcast.hardware.trial import cache_folder
+from narrowcast.plain_files import open_plain, path_of, read_plain
 from narrowcast.runs.writing import explain_write_error, written_beside
 from narrowcast.training.checkpoints.data_identity import digest_of
 from narrowcast.workloads.sft.data.report import Tally
@@ -92,7 +91,7 @@ def load(folder: Path, key: str) -> tuple[Kept | None, str]:
     """Return the tokens that were kept under `key`, if any; or why those there are of no use."""
     path = _path(folder, key)
     try:
-        return _checked(bytes(read_plain(path, most=host_memory_bytes() // 4)), key), ""
+        return _checked(read_plain(path), key), ""
     except FileNotFoundError:
         return None, ""
     except OSError as error:
@@ -163,7 +162,7 @@ def _content(source: Source) -> str:
 
 def _bytes(path: Path) -> Iterable[bytes]:
     try:
-        with open_plain(path) as file:
+        with open_plain(path, follow=True) as file:
             while piece := file.read(PIECE):
                 yield piece
     except OSError as error:

@@ -4,16 +4,17 @@ import csv
 import gzip
 import io
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from narrowcast.config.plain_file import open_plain
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError
-from narrowcast.hardware.probe import host_memory_bytes
+from narrowcast.plain_files import open_plain
+from narrowcast.runs.environment import host_memory_bytes
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 INSTALL = "narrowcast[sft]"
@@ -46,8 +47,8 @@ def rows_of(path: Path) -> Iterator[Row]:
     read = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[suffix]
     count = 0
     try:
-        with open_plain(path) as plain:
-            file = plain
+        with io.BufferedReader(open_plain(path, follow=True)) as plain:
+            file: BinaryIO = plain
             if path.name.lower().endswith(".gz"):
                 file = cast(BinaryIO, gzip.GzipFile(fileobj=plain))
             for row in read(file, path):
@@ -74,7 +75,7 @@ def _jsonl(file: BinaryIO, path: Path) -> Iterator[Row]:
 
 
 def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
-    most = host_memory_bytes() // COPIES
+    most = (host_memory_bytes() or sys.maxsize) // COPIES
     content = file.read(most + 1)
     if len(content) > most:
         raise RecipeError(

@@ -1,14 +1,14 @@
 """The `data` section of a recipe that fine-tunes a language model."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from narrowcast.config.section import Section, refuse_conflicts
 from narrowcast.config.sections import DataSection
 
-MOST_SOURCES = 10_000
+MOST_SOURCES = 100_000
 """Files that are named one by one; a glob names as many as there are."""
 MOST_TOKENS = 2**24
 """Of a row: 16 million, beyond the context of any model."""
@@ -61,6 +61,13 @@ class Columns(Section):
 
 class SftData(DataSection):
     """What a language model is fine-tuned on, and how rows become tokens."""
+
+    places: ClassVar[tuple[str, ...]] = (
+        "path",
+        "validation_path",
+        "pretokenize",
+        "pretokenize_cache_dir",
+    )
 
     path: Name | Names = Field(
         description="paths or globs of .json, .jsonl, .csv or .parquet files, plain or .gz, or "

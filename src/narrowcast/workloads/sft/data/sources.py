@@ -4,20 +4,18 @@ import errno
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from narrowcast.config.plain_file import open_plain, path_of, status_of
-from narrowcast.config.problems import Problems, shortened
+from narrowcast.config.globs import matching
+from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import RecipeError
+from narrowcast.plain_files import open_plain, path_of, status_of
 from narrowcast.workloads.sft.data.hub import VALIDATION, hub_splits
 from narrowcast.workloads.sft.data.rows import Row, rows_of, suffix_of
 from narrowcast.workloads.sft.data.settings import SUMS, SftData
 from narrowcast.workloads.sft.data.sums import sums
 
-MOST_FILES = 100_000
-"""That a glob may match: a slip such as /**/* would read the whole disk."""
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
@@ -109,25 +107,20 @@ def _of(path: Path) -> Source:
 
 def _matches(name: str, problems: Problems) -> list[Path] | None:
     """Return the files of a path or glob, or None for the name of a data set of the Hub."""
-    path = path_of(name)
-    shown = shortened(name if name.isprintable() else ascii(name)[1:-1], 200)
+    path, shown = path_of(name), shown_path(name)
     try:
         # A path that exists is meant as it stands, whatever * or [ it contains.
         if status_of(path) is not None:
             return _plain(path, shown, problems)
-        anchor = Path(path.anchor)
-        found = list(islice(anchor.glob(str(path.relative_to(anchor))), MOST_FILES + 1))
+        found = matching(path)
     except OSError as error:
         problems.add(f"{shown} cannot be read: {error.strerror}")
         return []
-    except (ValueError, RecursionError) as error:  # of pathlib, of ** beside other characters
+    except ValueError as error:  # of ** beside other characters
         problems.add(f"{shown}: {error}")
         return []
-    if len(found) > MOST_FILES:
-        problems.add(f"{shown}: more than {MOST_FILES} files; write a narrower glob")
-        return []
     if found:
-        return sorted(found)
+        return found
     if _HUB_NAME.fullmatch(name) and not suffix_of(path):
         return None
     problems.add(f"{shown}: no such file")
@@ -137,7 +130,7 @@ def _matches(name: str, problems: Problems) -> list[Path] | None:
 def _plain(path: Path, shown: str, problems: Problems) -> list[Path]:
     """Return a file that can be read at all; that it is a folder or no file is said here."""
     try:
-        open_plain(path).close()
+        open_plain(path, follow=True).close()
     except OSError as error:
         inside = f"; write {shown}/*.jsonl for the files in it" if path.is_dir() else ""
         reason = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
