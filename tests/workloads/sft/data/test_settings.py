@@ -3,9 +3,10 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from narrowcast.config import recipe_schema
+from narrowcast.config import load_recipe, recipe_schema
 from narrowcast.config.sections import Section, Sections
 from narrowcast.config.tree import leaves, tree_of
+from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.data.settings import SftData
 
 
@@ -63,6 +64,22 @@ BAD = [
 def test_what_cannot_be_obeyed_is_refused(given, said):
     with pytest.raises(ValidationError, match=re.escape(said)):
         SftData(**{"path": "x", **given})
+
+
+def test_a_recipe_and_words_of_the_command_line_set_them(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("workload: sft\nsteps: 1\nbatch_size: 1\ndata:\n  path: [a.jsonl, b.csv]\n")
+    words = ["data.columns.instruction=q", "data.columns.response=a", "data.validation_split=0"]
+    sections = Sections(data=SftData, model=Nothing)
+    loaded = load_recipe(recipe, words, sections=lambda name: sections)
+    data = loaded.recipe.section(SftData)
+    assert data.sources == ("a.jsonl", "b.csv")
+    assert (data.columns.instruction, data.columns.response) == ("q", "a")
+    assert data.validation_split == 0
+    with pytest.raises(RecipeError, match=r"data.columns.*name both columns"):
+        load_recipe(recipe, words[:1], sections=lambda name: sections)
+    with pytest.raises(RecipeError, match=r"data.pretokenize.*write pretokenize=true"):
+        load_recipe(recipe, ["data.pretokenize_cache_dir=x"], sections=lambda name: sections)
 
 
 def test_every_setting_says_what_it_is_and_every_value_has_a_bound():
