@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from narrowcast.config.globs import matching
 from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import RecipeError
 from narrowcast.plain_files import path_of, read_plain, status_of
 from narrowcast.runs.environment import host_memory_bytes
-from narrowcast.workloads.lm.globs import matching
 from narrowcast.workloads.lm.settings import TOPICS
 
 STRETCHES = 10

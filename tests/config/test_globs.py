@@ -2,9 +2,9 @@ import os
 
 import pytest
 
+from narrowcast.config import globs
+from narrowcast.config.globs import matching
 from narrowcast.errors import RecipeError
-from narrowcast.workloads.lm import globs
-from narrowcast.workloads.lm.globs import matching
 from narrowcast.workloads.lm.text import read_text
 
 

@@ -1,0 +1,1 @@
+"""Data to fine-tune on: rows of files become conversations, conversations become tokens."""

@@ -1,0 +1,144 @@
+"""The tokenizer's own chat template, and which of its text is the assistant's.
+
+A template says what is written, not who says it. So it is asked again and again: with the turns
+before a response, and with the response. What the second adds to the first is what a model that is
+given the first has to say.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from narrowcast.config.problems import shortened
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.data.conversation import Conversation
+
+TODAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+"""Some templates write the date; the same data would be other data tomorrow. This day is what
+Llama's own template takes where it cannot ask."""
+
+
+class Piece(NamedTuple):
+    """Text, and whether a model is to learn to write it."""
+
+    text: str
+    learnt: bool
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Say whether the tokenizer came with a template of its own."""
+    return bool(tokenizer.chat_template)
+
+
+def chat_pieces(
+    conversation: Conversation, tokenizer: Any, specials: Collection[str]
+) -> Iterator[Piece]:
+    """Write a conversation as the tokenizer's template does.
+
+    A response is learnt with the special token that ends it. A template that writes a turn in
+    another way once others follow is refused: nobody could say what to learn.
+    """
+    messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
+    rendered = _Rendered(tokenizer, messages, conversation.place)
+    done, ended = 0, True
+    for number, turn in enumerate(conversation.turns):
+        if turn.role == "assistant":
+            start, after, stop = rendered.response(number)
+            tail = rendered.full[after:stop]
+            ends = [tail.index(each) + len(each) for each in specials if each in tail]
+            if not ends and not rendered.is_stable(number):
+                raise rendered.unstable(number)
+            ended = bool(ends)
+            stop = after + min(ends) if ends else stop
+            yield Piece(rendered.full[done:start], False)
+            yield Piece(rendered.full[start:stop], True)
+            done = stop
+    yield Piece(rendered.full[done:], False)
+    if not ended:
+        yield Piece(tokenizer.eos_token, True)
+
+
+def chat_whole(
+    conversation: Conversation, tokenizer: Any, specials: Collection[str]
+) -> Iterator[Piece]:
+    """Write a conversation as the tokenizer's template does, all of it to be learnt."""
+    messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
+    full = _Rendered(tokenizer, messages, conversation.place).full
+    yield Piece(full, True)
+    if not full.rstrip().endswith(tuple(specials)):
+        yield Piece(tokenizer.eos_token, True)
+
+
+def special_texts(tokenizer: Any) -> frozenset[str]:
+    """Return the texts of tokens that are signs, not words."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return frozenset(filter(None, (*tokenizer.all_special_tokens, *added)))
+
+
+class _Rendered:
+    """One conversation, written in full and up to each of its turns."""
+
+    def __init__(self, tokenizer: Any, messages: list[dict[str, str]], place: str) -> None:
+        self._tokenizer, self._messages, self._place = tokenizer, messages, place
+        self._through: dict[int, str] = {}
+        self.full = self._render(len(messages))
+
+    def response(self, number: int) -> tuple[int, int, int]:
+        """Return where a response begins, where its words end, and where its turn does."""
+        prompt, bare = self._render(number, asked=True), self._render(number)
+        words = self._messages[number]["content"].strip()
+        stop = _same(self.through(number), self.full)
+        start = len(prompt)
+        turn = self.full[start:stop]
+        if not self.full.startswith(prompt) or words not in turn:
+            raise self.unstable(number)
+        at = turn.index(words) if turn.lstrip().startswith(words) else turn.rindex(words)
+        if prompt == bare:
+            # It has no words to ask for an answer with, so they are in the turn.
+            start, turn, at = start + at, turn[at:], 0
+        return start, start + at + len(words), stop
+
+    def through(self, number: int) -> str:
+        """Return the text of all turns up to this one."""
+        if number == len(self._messages) - 1:
+            return self.full
+        if number not in self._through:
+            self._through[number] = self._render(number + 1)
+        return self._through[number]
+
+    def is_stable(self, number: int) -> bool:
+        """Say whether a turn stays as it is when others follow."""
+        return self.full.startswith(self.through(number))
+
+    def unstable(self, number: int) -> RecipeError:
+        return RecipeError(
+            f"{self._place}, turn {number + 1}: the tokenizer's chat template writes this response "
+            "in another way, or not at all, once other turns follow, so that what to learn is not "
+            "known; write data.template_format=chatml, or data.loss_on=all"
+        )
+
+    def _render(self, count: int, *, asked: bool = False) -> str:
+        try:
+            template = self._tokenizer.get_chat_template()
+            text = self._tokenizer.apply_chat_template(
+                self._messages[:count],
+                chat_template=TODAY + template if "strftime_now" in template else template,
+                tokenize=False,
+                add_generation_prompt=asked,
+            )
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise RecipeError(
+                f"{self._place}: the tokenizer's chat template fails: "
+                f"{shortened(str(error), 300)}; mend the row or the template, or write "
+                "data.template_format=chatml"
+            ) from error
+        return str(text)
+
+
+def _same(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    if other.startswith(one):
+        return len(one)
+    differing = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))

@@ -1,0 +1,186 @@
+"""Rows of one local file, one after another, each with its place."""
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from narrowcast.config.problems import shortened
+from narrowcast.config.workload import require_modules
+from narrowcast.errors import RecipeError
+from narrowcast.plain_files import open_plain
+from narrowcast.runs.environment import host_memory_bytes
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
+INSTALL = "narrowcast[sft]"
+LONGEST_ROW = 2**28
+"""Bytes of a line or a field: a row that is longer is no conversation."""
+COPIES = 8
+"""Of a .json that there are at once while it is parsed, in bytes, as text and as values."""
+BATCH = 1024
+"""Rows of a .parquet that are unpacked at once."""
+
+
+class Row(NamedTuple):
+    """Columns and their values, and where they stand."""
+
+    values: Mapping[str, Any]
+    place: str
+
+
+def suffix_of(path: Path) -> str:
+    """Return the ending that says what is in a file, without .gz; empty where it is not known."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file; a bad one is refused with its number, and so is a file of none."""
+    suffix = suffix_of(path)
+    if not suffix:
+        raise RecipeError(f"{path}: write a file that ends in {', '.join(SUFFIXES)}, or .gz after")
+    read = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[suffix]
+    count = 0
+    try:
+        with io.BufferedReader(open_plain(path, follow=True)) as plain:
+            file: BinaryIO = plain
+            if path.name.lower().endswith(".gz"):
+                file = cast(BinaryIO, gzip.GzipFile(fileobj=plain))
+            for row in read(file, path):
+                count += 1
+                yield row
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise RecipeError(f"{path} is no whole .gz file: {error}; copy it again") from error
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not count:
+        raise RecipeError(f"{path} has no rows; give a file that has some, or leave it out")
+
+
+def _jsonl(file: BinaryIO, path: Path) -> Iterator[Row]:
+    number = 0
+    while line := file.readline(LONGEST_ROW + 1):
+        number += 1
+        place = f"{path}, line {number}"
+        if len(line) > LONGEST_ROW:
+            raise RecipeError(f"{place} is longer than {LONGEST_ROW} bytes; is it JSON lines?")
+        text = _decoded(line, place, first=number == 1)
+        if text.strip():
+            yield Row(_mapping(_parsed(text, place), place), place)
+
+
+def _json(file: BinaryIO, path: Path) -> Iterator[Row]:
+    most = (host_memory_bytes() or sys.maxsize) // COPIES
+    content = file.read(most + 1)
+    if len(content) > most:
+        raise RecipeError(
+            f"{path} has more than {most} bytes, and a .json is parsed as a whole, in memory; "
+            "write it as .jsonl, a row a line"
+        )
+    if not content.strip():
+        return
+    value = _parsed(_decoded(content, str(path), first=True), str(path))
+    if isinstance(value, dict) and isinstance(value.get("data"), list):
+        value = value["data"]
+    if not isinstance(value, list):
+        raise RecipeError(
+            f'{path} is a JSON {_kind(value)}; write a list of rows, {{"data": [...]}}, or one row '
+            "a line in a .jsonl"
+        )
+    for number, item in enumerate(value, 1):
+        place = f"{path}, row {number}"
+        yield Row(_mapping(item, place), place)
+
+
+def _csv(file: BinaryIO, path: Path) -> Iterator[Row]:
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, strict=True)
+    # One limit for the process; the usual one is shorter than some answers.
+    csv.field_size_limit(max(LONGEST_ROW, csv.field_size_limit()))
+    names: list[str] = []
+    try:
+        for fields in reader:
+            place = f"{path}, line {reader.line_num}"
+            if not names:
+                names = _header(fields, place)
+            elif len(fields) == len(names):
+                yield Row(dict(zip(names, fields, strict=True)), place)
+            elif fields:
+                raise RecipeError(
+                    f"{place}: {len(fields)} fields under {len(names)} columns; quote what has "
+                    'commas or line breaks in it, as "..."'
+                )
+    except UnicodeDecodeError as error:
+        raise RecipeError(_not_utf8(f"{path}, after line {reader.line_num}", error)) from error
+    except csv.Error as error:
+        raise RecipeError(f"{path}, line {reader.line_num}: {error}") from error
+    finally:
+        text.detach()  # whoever opened the file closes it
+
+
+def _header(names: list[str], place: str) -> list[str]:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not all(names):
+        wrong = f"{shortened(twice[0])} stands twice" if twice else "a column has no name"
+        raise RecipeError(f"{place}: {wrong}; the first line of a .csv names its columns")
+    return names
+
+
+def _parquet(file: BinaryIO, path: Path) -> Iterator[Row]:
+    require_modules(["pyarrow"], of=f"{path}: to read .parquet", install="pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    # The format is read from its end, which a .gz has only once all of it is unpacked.
+    source = io.BytesIO(file.read()) if path.name.lower().endswith(".gz") else file
+    try:
+        for batch in parquet.ParquetFile(source).iter_batches(batch_size=BATCH):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(values, f"{path}, row {number}")
+    except pyarrow.ArrowException as error:
+        raise RecipeError(f"{path} cannot be read as .parquet: {error}") from error
+
+
+def _decoded(content: bytes, place: str, *, first: bool) -> str:
+    try:
+        # Some editors begin a file with a byte order mark; it is no part of the text.
+        return content.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(_not_utf8(place, error)) from error
+
+
+def _not_utf8(place: str, error: UnicodeDecodeError) -> str:
+    return f"{place} is not UTF-8 text ({error.reason}); convert it (iconv -f latin1 -t utf-8)"
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise RecipeError(f"{place} is nested too deep for a row") from error
+    except ValueError as error:
+        raise RecipeError(f"{place} is not JSON: {error}") from error
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON number")
+
+
+def _mapping(value: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise RecipeError(
+            f'{place} is a {_kind(value)}; write a row as {{"instruction": ..., "response": ...}}'
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
+    return kinds.get(type(value), "number")
