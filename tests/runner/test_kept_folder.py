@@ -235,7 +235,8 @@ def test_a_disk_that_does_not_answer_for_a_while_ends_no_run(tmp_path, straight,
     answer, left = Path.stat, [0]
 
     def stat(path, **how):
-        if left[0] and path.name == "records.jsonl":
+        # Only whoever looks for the folder asks like this; a save that fails ends the run.
+        if left[0] and path.name == "records.jsonl" and not how:
             left[0] -= 1
             raise OSError(errno.EIO, "Input/output error")
         return answer(path, **how)

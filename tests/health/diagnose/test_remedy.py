@@ -218,7 +218,7 @@ def test_a_recipe_is_told_its_own_settings():
     verdict = nc.explain(run, [x()], lambda b: mean_of(model(b), b))
     assert verdict.advice() == (
         'try precision.overrides={"part.layer": bf16}: with it this step is finite. '
-        "Or a lower optimizer.lr, or a lower clip_norm"
+        "Or a lower optimizer.lr, or clip_norm=1"
     )
 
 

@@ -9,7 +9,9 @@ from typing import Any, final
 from narrowcast.errors import CheckpointError
 from narrowcast.plain_files import open_plain
 from narrowcast.runs import RunFolder, StepRecord
+from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS
+from narrowcast.runs.writing import explain_write_error
 
 CHUNK = 2**20
 
@@ -38,6 +40,11 @@ class RecordsDigest:
                     self._read += len(chunk)
         except FileNotFoundError:
             pass
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {folder / RECORDS}: {explain_write_error(error)}; then continue with "
+                f"`{resume_command(folder)}`"
+            ) from error
         return {"bytes": self._read, "sha256": self._digest.hexdigest()}
 
 
