@@ -75,7 +75,7 @@ def continued(
             f"given for {listed}; leave them out, or start a new run with `narrowcast train`. "
             f"Only these may change: {', '.join((*MAY_CHANGE, *places))}"
         )
-    dropped = "" if "settings" not in accept else _dropped(run, saved, places)
+    dropped = "" if "settings" not in accept else _dropped(run, saved)
     return Continued(before=before, after=after, dropped=dropped)
 
 
@@ -150,10 +150,10 @@ def _resolved(
     here = {key: entry["value"] for key, entry in there.items()}
     places = _places(saved)
     if "settings" in accept and saved:
+        # Where the data lies, too: a word can say that it is elsewhere now.
         return {
             key: there[key]
-            if key in there
-            and (may_change(key, saved, places=places) or repr(here[key]) == repr(saved[key]))
+            if key in there and (may_change(key, saved) or repr(here[key]) == repr(saved[key]))
             else {"value": saved[key], "origin": FROM_CHECKPOINT}
             for key in saved
         }
@@ -165,13 +165,13 @@ def _resolved(
     return there
 
 
-def _dropped(run: RunFolder, saved: Mapping[str, Any], places: Collection[str]) -> str:
+def _dropped(run: RunFolder, saved: Mapping[str, Any]) -> str:
     """Say which settings of `resolved.json` are not those of the checkpoint."""
     try:
         here = {key: entry["value"] for key, entry in _entries(run).items()}
     except CheckpointError:
         return "it was damaged or missing"
-    return told(decisive_differences(saved, here, places=places), saved, here)
+    return told(decisive_differences(saved, here), saved, here)
 
 
 def _places(saved: Mapping[str, Any]) -> tuple[str, ...]:
