@@ -150,6 +150,10 @@ LINES = (
 SMALL = ("steps=2", "checkpoint.every=0", "eval.every=0")
 
 
+STEP_SECONDS = 15
+"""For the step in progress, which the first signal lets end; the second does not."""
+
+
 def words(case: Case) -> Verdict:
     """Give settings values of every kind, and misspell some."""
     keys = _keys()
@@ -275,6 +279,9 @@ def _planned_then_trained(case: Case, given: tuple[str, ...]) -> Verdict:
     watch_until(command, lambda: steps_of(run) > 2, seconds=5)
     time.sleep(0.2)
     command.send(signal.SIGINT)
+    watch_until(command, lambda: False, seconds=STEP_SECONDS)
+    if command.running():
+        command.send(signal.SIGINT)  # of ten thousand micro-batches, a step takes minutes
     codes = REFUSED_CODES if refused(planned) else {DONE, INTERRUPTED, *REFUSED_CODES}
     ended = well_ended(command.wait(SECONDS), codes=codes)
     if ended.code == BAD_INPUT and steps_of(run) > 0 and not refused(planned):

@@ -230,7 +230,7 @@ def test_a_folder_in_the_place_of_a_file_is_said_before_anything_is_done(narrowc
 
 def test_a_damaged_environment_or_recipe_does_not_block_a_resume(narrowcast, half):
     (half / "environment.json").write_text("[")
-    (half / "recipe.yaml").unlink()
+    (half / "recipe.yaml").write_bytes(b"\xff\xfe junk")
     (half / "plan.json").write_text("[]")
     ended = narrowcast("resume", half)
     assert ended.code == 0
@@ -280,8 +280,6 @@ def test_what_a_finished_run_lacks_is_made_again(narrowcast, done, name, damage)
     whole = (done / name).read_bytes()
     if damage == "missing":
         (done / name).unlink()
-    elif name == "report.html":
-        pytest.skip("a page may be edited")
     else:
         (done / name).write_bytes(b"junk" if damage == "junk" else whole[:-1])
     assert narrowcast("resume", done).code == 0

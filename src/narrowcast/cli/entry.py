@@ -7,6 +7,7 @@ answered at once.
 import contextlib
 import errno
 import io
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -100,9 +101,16 @@ def main() -> NoReturn:
     """Run the words of the command line, and exit."""
     open_output()
     try:
-        sys.exit(exit_code_of(sys.argv[1:]))
+        try:
+            code = exit_code_of(sys.argv[1:])
+        except KeyboardInterrupt:  # one more, while the first is being answered
+            code = INTERRUPTED
+        sys.exit(code)
     finally:
         outlive_output()  # Python writes what is left of it while it shuts down
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # All is said; a Ctrl-C from here on ends the process instead of a line of Python.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def exit_code_of(words: Sequence[str]) -> int:

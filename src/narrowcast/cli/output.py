@@ -42,13 +42,16 @@ def open_output() -> None:
     sys.stderr = _opened(sys.stderr)
 
 
-def outlive_output() -> None:
-    """From now on drop what cannot be written, without a word: there is nobody to say it to."""
+def outlive_output(outlived: bool = True) -> None:
+    """From now on drop what cannot be written, without a word: there is nobody to say it to.
+
+    False: go back to what a command that only answers does.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             raw = getattr(stream.buffer, "raw", stream.buffer)
             if isinstance(raw, _Output):
-                raw.outlived = True
+                raw.outlived = outlived
 
 
 def _opened(stream: Any) -> Any:

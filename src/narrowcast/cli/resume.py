@@ -25,6 +25,7 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
     KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers, data.prefetch and trackers.
     Data, settings and records that are not those of the checkpoint are refused.
     """
+    from narrowcast.cli.output import outlive_output
     from narrowcast.cli.view.screen import lasting_screen, say, working
 
     console = lasting_screen(quiet=quiet)
@@ -35,6 +36,7 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
         from narrowcast.runner.run import resume as take_up
 
         if not accept and (steps := finished(folder, overrides)):
+            outlive_output(False)  # there is no run to keep alive, only an answer
             already_done(console, Path(folder), steps=steps)
             return
         ready = take_up(folder, overrides, accept=accept)

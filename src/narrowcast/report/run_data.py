@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from narrowcast.errors import CheckpointError
 from narrowcast.report.phrases import policies
 from narrowcast.report.shapes import ENVIRONMENT, PLAN, SETTINGS
 from narrowcast.runs.folder import RunFolder
@@ -126,7 +127,7 @@ def read_run(path: Path) -> RunData:
         plan = run.read_json("plan.json", PLAN) if (path / "plan.json").exists() else None
         has_environment = (path / "environment.json").exists()
         environment = run.read_json("environment.json", ENVIRONMENT) if has_environment else {}
-        recipe_text = run.recipe_text if (path / "recipe.yaml").exists() else ""
+        recipe_text = _recipe_text(run)
         task = run.task_info()
     return RunData(
         **by_kind(records),
@@ -137,6 +138,14 @@ def read_run(path: Path) -> RunData:
         task=task,
         records=tuple(records),
     )
+
+
+def _recipe_text(run: RunFolder) -> str:
+    """Return the recipe as it was given; without it, everything else can be told all the same."""
+    try:
+        return run.recipe_text
+    except CheckpointError:
+        return ""
 
 
 def headline_of(task: TaskInfo, evaluated: Iterable[str]) -> Metric | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import read_plain
 from narrowcast.report.page import FILE as REPORT
 from narrowcast.runner.changes import PLAN, continued
 from narrowcast.runner.report_sections import write_run_report
@@ -67,4 +68,10 @@ def write_due_report(folder: Path) -> Path:
 
 
 def _is_told(folder: Path) -> bool:
-    return (folder / REPORT).is_file() and not (folder / REPORT_DUE).exists()
+    """Say whether the report is there, whole, and of the run's end."""
+    try:
+        page = read_plain(folder / REPORT).strip().lower()
+    except OSError:
+        return False
+    whole = page.startswith(b"<!doctype html") and page.endswith(b"</html>")
+    return whole and not (folder / REPORT_DUE).exists()
