@@ -1,5 +1,6 @@
 """Batches in an order that is a pure function of the seed, brought to the device ahead of time."""
 
+import gc
 import hashlib
 import operator
 import signal
@@ -181,7 +182,7 @@ def _fetched_by_workers(
         num_workers=workers,
         prefetch_factor=max(prefetch, 1),
         collate_fn=collate,
-        worker_init_fn=outlive_signals,
+        worker_init_fn=begin_worker,
         # Its own: the loader draws a seed for its workers, from the run's generator by default,
         # and a run that is resumed would draw once more than one that never stopped.
         generator=torch.Generator(),
@@ -195,6 +196,9 @@ def by_workers(loader: "DataLoader[Any]") -> Generator[Any]:
     An exception would keep the loader alive for its traceback, and Python, which asks processes to
     end by the signal that these ignore, would wait for them for ever.
     """
+    # A worker has a copy of all that is here. What a GPU's driver gave cannot be given back there,
+    # and trying to ends the process: so no garbage is left to it, see `begin_worker`.
+    gc.collect()
     batches = iter(loader)
     try:
         yield from batches
@@ -255,8 +259,9 @@ def _stacked(fetched: Any) -> Any:
     return default_collate(fetched) if isinstance(fetched, list) else fetched
 
 
-def outlive_signals(worker: int) -> None:
-    """Let a worker process go on until the run ends it."""
+def begin_worker(worker: int) -> None:
+    """Let a worker process go on until the run ends it, and leave alone what is not its own."""
+    gc.freeze()
     # A terminal sends Ctrl-C, and SIGHUP when it is closed, to every process of the run, and a
     # scheduler SIGTERM. The trainer finishes its step first and needs batches for it; it ends its
     # workers itself.

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from narrowcast.errors import RecipeError, blamed_on
 from narrowcast.hardware.randomness import randomness_kept, seed_everything
-from narrowcast.training.data import by_workers, fetch, outlive_signals
+from narrowcast.training.data import begin_worker, by_workers, fetch
 from narrowcast.training.task import MapDataset, SampleDataset, Task
 
 LOOKED_AT = 64
@@ -127,7 +127,7 @@ def _digest_of_some(task: Task, *, workers: int) -> str:
             sampler=[*indices, *again],
             batch_size=None,
             num_workers=1,
-            worker_init_fn=outlive_signals,
+            worker_init_fn=begin_worker,
             generator=torch.Generator(),  # a run draws nothing for this
         )
         found = list(by_workers(loader))
