@@ -67,7 +67,7 @@ def train(
     course = _Course(prepared, task, recipe, folder=folder)
     try:
         course.begin_at(resume, accept=accept)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the model must not keep the probes of a run that never was
         course.close()
         raise
     return course.run(resume)
