@@ -148,6 +148,13 @@ def test_the_settings_of_the_checkpoint_are_accepted_by_a_word(narrowcast, half,
     assert narrowcast("resume", half).code == 0
 
 
+def test_without_a_checkpoint_there_is_nothing_to_take_settings_from(narrowcast, half):
+    shutil.rmtree(half / "checkpoints")
+    ended = narrowcast("resume", half, "--accept", "settings")
+    assert ended.code == 0
+    assert "the settings are those of the checkpoint" not in ended.out
+
+
 def test_a_checkpoint_of_another_run_is_refused(narrowcast, half, tiny, text, tmp_path):
     other = tmp_path / "other"
     words = [*CUT, f"data.text={text}", "seed=1", "--out", other]

@@ -14,7 +14,6 @@ from narrowcast.runs.shape import ANY
 from narrowcast.training.checkpoints.settings import (
     MAY_CHANGE,
     decisive_differences,
-    may_change,
     places_in,
     told,
 )
@@ -62,7 +61,7 @@ def continued(
     `accept` has "settings": then the checkpoint is right.
     """
     saved: Mapping[str, Any] = {} if state is None else state.get("settings", {})
-    resolved = _resolved(run, saved, accept=accept)
+    resolved, dropped = _resolved(run, saved, accept=accept)
     as_saved = {key: {"value": saved[key], "origin": FROM_CHECKPOINT} for key in saved}
     before = from_resolved(as_saved or resolved, sections=sections_of)
     after = from_resolved(resolved, overrides, sections=sections_of, text=_text(run))
@@ -75,7 +74,6 @@ def continued(
             f"given for {listed}; leave them out, or start a new run with `narrowcast train`. "
             f"Only these may change: {', '.join((*MAY_CHANGE, *places))}"
         )
-    dropped = "" if "settings" not in accept else _dropped(run, saved)
     return Continued(before=before, after=after, dropped=dropped)
 
 
@@ -134,44 +132,42 @@ def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
 
 def _resolved(
     run: RunFolder, saved: Mapping[str, Any], *, accept: Collection[str]
-) -> dict[str, Any]:
-    """Return what `resolved.json` says, once it agrees with the checkpoint."""
+) -> tuple[dict[str, Any], str]:
+    """Return what `resolved.json` says, once it agrees with the checkpoint.
+
+    Where that is to be right anyway, return what it says, and which settings were dropped for it.
+    """
     way_out = (
         "add --accept settings (in Python accept=['settings']) to take those of the checkpoint"
         if saved
         else "start a new run with `narrowcast train`"
     )
     there: dict[str, Any] = {}
+    damaged = ""
     try:
         there = _entries(run)
     except CheckpointError as error:
         if not saved or "settings" not in accept:
             raise CheckpointError(f"{error}, or {way_out}") from error
+        damaged = "it was damaged or missing"
     here = {key: entry["value"] for key, entry in there.items()}
-    places = _places(saved)
     if "settings" in accept and saved:
         # Where the data lies, too: a word can say that it is elsewhere now.
-        return {
-            key: there[key]
-            if key in there and (may_change(key, saved) or repr(here[key]) == repr(saved[key]))
-            else {"value": saved[key], "origin": FROM_CHECKPOINT}
+        other = decisive_differences(saved, here)
+        resolved = {
+            key: {"value": saved[key], "origin": FROM_CHECKPOINT}
+            if key in other or key not in there
+            else there[key]
             for key in saved
         }
+        return resolved, damaged or told(other, saved, here)
+    places = _places(saved)
     if saved and (keys := decisive_differences(saved, here, places=places)):
         raise CheckpointError(
             f"{run.path / RESOLVED} has other settings than the checkpoint, which was made by the "
             f"run itself: {told(keys, saved, here)}; put back what belongs together, or {way_out}"
         )
-    return there
-
-
-def _dropped(run: RunFolder, saved: Mapping[str, Any]) -> str:
-    """Say which settings of `resolved.json` are not those of the checkpoint."""
-    try:
-        here = {key: entry["value"] for key, entry in _entries(run).items()}
-    except CheckpointError:
-        return "it was damaged or missing"
-    return told(decisive_differences(saved, here), saved, here)
+    return there, ""
 
 
 def _places(saved: Mapping[str, Any]) -> tuple[str, ...]:

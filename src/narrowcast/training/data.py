@@ -147,7 +147,7 @@ class BatchStream:
 def fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
     """Return the samples of `indices`, or say which of the data failed."""
     if isinstance(dataset, MapDataset):
-        with blamed_on(f"the task's data, asked for samples {shown(indices)}"):
+        with blamed_on(f"the task's data, asked for samples {_listed(indices)}"):
             return dataset.__getitems__(indices)
     samples = []
     for index in indices:
@@ -156,7 +156,7 @@ def fetch(dataset: MapDataset | SampleDataset, indices: list[int]) -> Any:
     return samples
 
 
-def shown(indices: list[int]) -> str:
+def _listed(indices: list[int]) -> str:
     """Write the numbers of samples, the first ones of many."""
     more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
     return f"{', '.join(map(str, indices[:8]))}{more}"

@@ -7,6 +7,7 @@ otherwise, one of the two is wrong, and only the owner of the run knows which.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from narrowcast.config.problems import shortened
 from narrowcast.config.sections import DataSection
 
 MAY_CHANGE = (
@@ -26,6 +27,8 @@ NAMES = ("name", "description")
 
 SHOWN = 5
 """Differences that a message lists."""
+LONGEST_SHOWN = 60
+"""Characters of a value in one."""
 
 POLICY = "precision.policy"
 
@@ -74,4 +77,4 @@ def _shown(settings: Mapping[str, Any], key: str) -> str:
     if key not in settings:
         return "missing"
     text = "none" if settings[key] is None else str(settings[key])
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return shortened(text, LONGEST_SHOWN)
