@@ -23,6 +23,7 @@ from narrowcast.kernels.attention.programs import (
     row_sums,
 )
 
+
 class Tiling(NamedTuple):
     """How a program is cut and run."""
 
