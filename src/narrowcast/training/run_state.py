@@ -152,11 +152,13 @@ class RunState:
         The model is in the formats it was saved in: schedule and adapter are restored before.
         """
         step = state["step"]
-        whole = self._frozen.put_back_into(state["prepared"], state.get("frozen", {}))
         for name, shown in _SHOWN_AS.items():
             part: Any = self._parts[name]
             with part_of(step, shown):
-                part.load_state_dict(whole if part is self._prepared else state[name])
+                saved = state[name]
+                if part is self._prepared:
+                    saved = self._frozen.put_back_into(saved, state.get("frozen", {}))
+                part.load_state_dict(saved)
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
             with part_of(step, f"hook {name}"):
