@@ -157,6 +157,9 @@ class Task:
     write_results: Callable[[Path, Prepared], None] | None = None
     """Writes the task's own files to the run folder, when all steps are done and the weights
     saved; again, if that was interrupted."""
+    weights_in: str = ""
+    """The file or folder of the run in which `write_results` leaves the weights, e.g. `adapter`:
+    for models of which a small part is trained. Empty: all weights go to `model.safetensors`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module) or next(self.model.parameters(), None) is None:
@@ -181,6 +184,11 @@ class Task:
             raise RecipeError(
                 f"scaled_losses names {', '.join(unknown)}, and info.loss_parts has "
                 f"{', '.join(self.info.loss_parts) or 'none'}; name parts of the loss"
+            )
+        if self.weights_in and self.write_results is None:
+            raise RecipeError(
+                f"weights_in={self.weights_in!r}, and there is no write_results to write them "
+                "there; give one, or leave weights_in out"
             )
         names = [hook.name for hook in self.hooks]
         if len(set(names)) != len(names):

@@ -108,7 +108,7 @@ class _Course:
             faults=faults_of(prepared, recipe),
             backward=self._stepper.backward,
         )
-        self._vital_signs = VitalSigns(prepared, task.info, home=self._home)
+        self._vital_signs = VitalSigns(prepared, task, home=self._home)
         self._state = RunState(
             prepared,
             task,
@@ -133,7 +133,7 @@ class _Course:
         """
         if state is None:
             if self._home is not None:
-                self._state.identify_data()
+                self._state.identify()
             return
         self._state.require_own(state, accept=accept)
         with randomness_kept(self._device), self._observer.probes_removed():

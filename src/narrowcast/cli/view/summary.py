@@ -48,6 +48,7 @@ def conclude(
     folder: Path,
     *,
     page: Path,
+    weights: Path,
     task: TaskInfo,
     tally: Tally,
     metrics: dict[str, float],
@@ -68,7 +69,7 @@ def conclude(
     say_command(console, "report", str(page))
     if diverged:
         return
-    say_command(console, "weights", str(folder / "model.safetensors"))
+    say_command(console, "weights", str(weights))
     _suggest_more(console, folder, steps=tally.steps)
 
 
