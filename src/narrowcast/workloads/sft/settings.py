@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from narrowcast.config.section import Section, refuse_conflicts
 from narrowcast.config.sections import Sections
 from narrowcast.workloads.sft.data.settings import Name, SftData
+from narrowcast.workloads.sft.judge.settings import JudgeSection
 
 TINY = "tiny"
 """The model that needs no file: a small Llama, made from the seed."""
@@ -92,4 +93,4 @@ class LoraSection(Section):
         return (given,) if isinstance(given, str) else given
 
 
-SECTIONS = Sections(data=SftData, model=SftModel, lora=LoraSection)
+SECTIONS = Sections(data=SftData, model=SftModel, lora=LoraSection, judge=JudgeSection)

@@ -1,8 +1,7 @@
 """The task of fine-tuning: a language model, conversations, and the loss on what it should say."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -10,34 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
-from narrowcast.hardware import probe
-from narrowcast.numerics import plain_format
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, TaskInfo
+from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Task
-from narrowcast.workloads.sft.data.packing import IGNORED, Packs
-from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data
+from narrowcast.workloads.sft.attention import conversation_bounds
+from narrowcast.workloads.sft.build import Parts, build_parts
+from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.tokenised import TokenRows
-from narrowcast.workloads.sft.models.loading import load_config, load_model, load_tokenizer
-from narrowcast.workloads.sft.models.lora import add_adapters
-from narrowcast.workloads.sft.models.saving import (
-    ADAPTER,
-    MERGED,
-    MODEL,
-    save_adapter,
-    save_merged,
-    save_model,
-    saved_dtype,
-)
-from narrowcast.workloads.sft.settings import LoraSection, SftModel
+from narrowcast.workloads.sft.models.results import place_of_weights, write_models
 
 Batch: TypeAlias = dict[str, Tensor]
 
 LOSS, PERPLEXITY = Metric(name="loss"), Metric(name="perplexity")
-EVAL_PACKS = 64
+ROWS_JUDGED = 64
 """Rows of training data that are judged where there is nothing to validate on."""
+WEIGHT = "weight"
+"""Of a batch: how much it counts among those of its step."""
+
+
+def build_task(recipe: Recipe, *, device: torch.device) -> Task:
+    """Return the task of fine-tuning a language model."""
+    return FineTuning(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
 
 
 @final
@@ -46,169 +39,99 @@ class FineTuning:
     """A language model, the conversations it learns, and what is left of it at the end."""
 
     recipe: Recipe
-    model: Any
-    tokenizer: Any
-    data: PreparedData
+    parts: Parts
     device: torch.device
 
     def task(self) -> Task:
         """Return what the engine trains."""
+        judge = self.parts.judge
+        judged = () if judge is None else judge.info_metrics()
         return Task(
-            model=self.model,
-            train_data=self.data.train,
+            model=self.parts.model,
+            train_data=self.parts.data.train,
             loss=self.loss,
             evaluate=self.evaluate,
             items=self.items,
-            info=TaskInfo(unit="token", metrics=(LOSS, PERPLEXITY)),
-            gemm_rows=self.recipe.batch_size * self._settings.max_seq_length,
-            data_digest=self.data.digest,
+            info=TaskInfo(
+                unit="token", metrics=(LOSS, PERPLEXITY, *judged), notes=self.parts.notes
+            ),
+            gemm_rows=self.recipe.batch_size * self.recipe.section(SftData).max_seq_length,
+            data_digest=self.digest,
+            together=self.weigh,
+            hooks=() if judge is None else judge.hooks(),
             write_results=self.write_results,
+            weights_in=place_of_weights(self.recipe),
         )
 
-    @property
-    def _settings(self) -> SftData:
-        return self.recipe.section(SftData)
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of the tokens to learn, in nats."""
-        loss: Tensor = model(**batch, use_cache=False).loss
-        return loss
+        """Return the mean cross-entropy of the tokens to learn, in nats, by what it counts."""
+        loss: Tensor = model(**self._arguments(batch)).loss
+        return loss * batch[WEIGHT] if WEIGHT in batch else loss
+
+    def weigh(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Let every token to learn count alike, in whichever micro-batch of a step it is.
+
+        The mean of means would let those of a batch with few of them count for more.
+        """
+        if len(batches) == 1:
+            return list(batches)
+        learnt = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).float()
+        shares = learnt / learnt.mean()
+        return [{**batch, WEIGHT: shares[i]} for i, batch in enumerate(batches)]
 
     def items(self, batch: Batch) -> int:
         """Count the tokens of the conversations of a batch, without what fills its rows up."""
         tokens, learnt = batch["input_ids"], batch["labels"] != IGNORED
-        said = (tokens != self.data.train.padding) | learnt
+        said = (tokens != self.parts.data.train.padding) | learnt
         places = torch.arange(1, tokens.shape[1] + 1)
         return int((said * places).amax(1).sum())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return nats a token of held-out responses, and the perplexity; waits for the device."""
+        """Return nats a token of held-out responses, their perplexity, and what a judge measures.
+
+        Waits for the device.
+        """
         nats, tokens = torch.zeros((), dtype=torch.float64), 0
         for batch in self._held_out():
-            learnt = int((batch["labels"][:, 1:] != IGNORED).sum())
+            learnt = int((batch["labels"] != IGNORED).sum())
             on_device = {name: tensor.to(self.device) for name, tensor in batch.items()}
             nats += self.loss(model, on_device).cpu().double() * learnt
             tokens += learnt
         loss = nats / tokens
-        return {"loss": loss.item(), "perplexity": loss.exp().item()}
+        measured = {"loss": loss.item(), "perplexity": loss.exp().item()}
+        return measured if self.parts.judge is None else measured | self.parts.judge.metrics(model)
 
-    def _held_out(self) -> Iterator[Batch]:
-        held, size = self.data.validation, self.recipe.batch_size
-        count = len(self.data.train) if held is None else len(held)
-        if held is None:
-            held, count = self.data.train, min(count, EVAL_PACKS)
-        for first in range(0, count, size):
-            yield held.__getitems__(list(range(first, min(first + size, count))))
-
-    @cached_property
-    def _saved_dtype(self) -> torch.dtype:
-        settings = self.recipe.section(SftModel)
-        config = load_config(settings.path, trust_remote_code=settings.trust_remote_code)
-        return saved_dtype(settings.save_dtype, config)
+    def digest(self) -> str:
+        """Identify the tokens to train and to judge on."""
+        judge, own = self.parts.judge, self.parts.data.digest()
+        return own if judge is None else f"{own} {judge.digest()}"
 
     def write_results(self, folder: Path, prepared: Prepared) -> None:
-        """Write folders that transformers and peft load."""
-        settings, lora = self.recipe.section(SftModel), self.recipe.section(LoraSection)
-        weights, dtype = prepared.full_weights(), self._saved_dtype
-        if settings.tune == "full":
-            save_model(
-                self.model.config,
-                weights,
-                folder / MODEL,
-                tokenizer=self.tokenizer,
-                dtype=dtype,
-                generation=self.model.generation_config,
-                trust_remote_code=settings.trust_remote_code,
-            )
-            return
-        save_adapter(self.model, weights, folder / ADAPTER, tokenizer=self.tokenizer)
-        if lora.merge_adapter_with_base:
-            base = _base(self.recipe, device=torch.device("cpu")).float()
-            save_merged(
-                base, folder / ADAPTER, folder / MERGED, tokenizer=self.tokenizer, dtype=dtype
-            )
+        """Write folders that transformers and peft load, and what a judge has to say."""
+        write_models(folder, prepared, self.recipe, tokenizer=self.parts.tokenizer)
+        if self.parts.judge is not None:
+            model = prepared.model
+            with torch.no_grad(), in_eval_mode(model), prepared.compute():
+                self.parts.judge.after(model, folder)
 
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return what the model is called with.
 
-def build_task(recipe: Recipe, *, device: torch.device) -> Task:
-    """Return the task of fine-tuning a language model."""
-    return build_fine_tuning(recipe, device=device).task()
+        A row of one conversation needs nothing but its order: what fills it up comes after it, and
+        nothing looks ahead. That is the fastest attention, unless the row is longer than the model.
+        """
+        given: dict[str, Any] = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+        given["use_cache"] = False
+        width, context = batch["input_ids"].shape[1], self.parts.context
+        if self.recipe.section(SftData).packing or (context is not None and width > context):
+            given["position_ids"] = batch["position_ids"]
+            if self.parts.bounded:
+                given["attention_mask"] = conversation_bounds(batch["position_ids"])
+        return given
 
-
-def build_fine_tuning(recipe: Recipe, *, device: torch.device) -> FineTuning:
-    """Load the model to `device` and read the data; on the meta device read shapes only."""
-    settings, data = recipe.section(SftModel), recipe.section(SftData)
-    tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code)
-    config = load_config(settings.path, trust_remote_code=settings.trust_remote_code)
-    _refuse_tokens(settings.path, tokenizer, config)
-    if device.type == "meta":
-        prepared = _nothing()
-    else:
-        prepared = prepare_data(data, tokenizer, seed=recipe.seed)
-        _refuse_long_rows(prepared, config)
-    model = _base(recipe, device=device)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if settings.tune == "lora":
-        model = add_adapters(model, recipe.section(LoraSection), seed=recipe.seed)
-    return FineTuning(recipe=recipe, model=model, tokenizer=tokenizer, data=prepared, device=device)
-
-
-def _base(recipe: Recipe, *, device: torch.device) -> Any:
-    """Return the model as it is before any training, in the format its weights begin in."""
-    settings = recipe.section(SftModel)
-    attention = settings.attn_implementation
-    return load_model(
-        settings.path,
-        dtype=_base_dtype(recipe, device=device),
-        device=device,
-        trust_remote_code=settings.trust_remote_code,
-        seed=recipe.seed,
-        **({} if attention == "auto" else {"attn_implementation": attention}),
-    )
-
-
-def _base_dtype(recipe: Recipe, *, device: torch.device) -> torch.dtype | None:
-    """Return what weights begin in: fp32 if trained; frozen, as asked or as the files have them."""
-    settings = recipe.section(SftModel)
-    if settings.tune == "full":
-        return torch.float32
-    if settings.base != "auto":
-        return plain_format(settings.base).dtype
-    there = torch.device(recipe.device) if recipe.device != "auto" else device
-    emulates = (
-        probe(str(there)).support("bf16").how == "emulated" if there.type != "meta" else False
-    )
-    return torch.float32 if emulates else None
-
-
-def _refuse_tokens(name: str, tokenizer: Any, config: Any) -> None:
-    """Refuse a tokenizer with tokens that the model has no embedding for."""
-    text = config.get_text_config()
-    if len(tokenizer) > text.vocab_size:
-        raise RecipeError(
-            f"model.path={name}: its tokenizer has {len(tokenizer):,} tokens and the model knows "
-            f"{text.vocab_size:,}; give the tokenizer that belongs to the model, or resize its "
-            "embeddings (resize_token_embeddings of transformers) and save it"
-        )
-
-
-def _refuse_long_rows(data: PreparedData, config: Any) -> None:
-    """Refuse conversations that are longer than the model was made for."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    parts = [part for part in (data.train, data.validation) if part is not None]
-    longest = max(int(part.rows.lengths.max(initial=0)) for part in parts)
-    if context is not None and longest > context:
-        raise RecipeError(
-            f"a conversation has {longest:,} tokens, and the model was made for {context:,}; write "
-            f"data.max_seq_length={context}, and data.too_long says what becomes of longer ones"
-        )
-
-
-def _nothing() -> PreparedData:
-    """Return data without rows, for a plan."""
-    from narrowcast.workloads.sft.data.report import DataReport
-
-    rows = TokenRows.joined([])
-    packs = Packs(rows=rows, packs=(), padding=0, width=None)
-    report = DataReport(formats=(), template="", rows_read=0)
-    return PreparedData(train=packs, validation=None, report=report)
+    def _held_out(self) -> Iterator[Batch]:
+        held, size = self.parts.data.validation, self.recipe.batch_size
+        judged = self.parts.data.train if held is None else held
+        count = min(len(judged), ROWS_JUDGED) if held is None else len(judged)
+        for first in range(0, count, size):
+            yield judged.__getitems__(list(range(first, min(first + size, count))))

@@ -10,10 +10,6 @@ from torch import Tensor
 from narrowcast.numerics import plain_format
 from narrowcast.workloads.sft.models.loading import quiet
 
-MODEL = "final_model"
-ADAPTER = "adapter"
-MERGED = "merged_model"
-
 
 def save_model(
     config: Any,
