@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from narrowcast.config import load_recipe, recipe_schema
+from narrowcast.config import load_recipe
 from narrowcast.config.sections import DataSection, Section, Sections
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.judge.settings import JudgeSection

@@ -1,5 +1,6 @@
 """Adapters of low rank beside frozen weights, by peft."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
         lora_dropout=settings.lora_dropout,
         target_modules=list(targets),
         bias=settings.lora_bias,
+        fan_in_fan_out=_are_turned(model, targets),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng([]):
@@ -33,6 +35,14 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
                 "name other layers in lora.lora_target_modules"
             ) from error
     return adapted.train()
+
+
+def _are_turned(model: Any, targets: Sequence[str]) -> bool:
+    """Say whether layers have their weights turned round, as GPT-2's Conv1D."""
+    from transformers.pytorch_utils import Conv1D
+
+    named = model.named_modules()
+    return any(isinstance(m, Conv1D) and n.rpartition(".")[2] in targets for n, m in named)
 
 
 def linear_names(model: Any) -> dict[str, int]:
