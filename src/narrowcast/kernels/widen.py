@@ -1,4 +1,4 @@
-"""Widen an e4m3 matrix that has a scale for each row, in one pass: reads a byte, writes two or four.
+"""Widen an e4m3 matrix with a scale for each row in one pass: reads a byte, writes two or four.
 
 Torch would cast, and then read and write what it cast once more to scale it. The digits of e4m3 are
 laid into those of fp16, whose exponent is 8 larger, so any GPU can do it, and Triton's interpreter.

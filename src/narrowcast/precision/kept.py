@@ -8,6 +8,7 @@ while a product needs it; for the backward pass the bytes are kept, not what was
 import copyreg
 import functools
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, SupportsIndex, cast
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, UnsupportedError
+from narrowcast.kernels.fp8_lines import quantize_lines
 from narrowcast.kernels.launch import unsupported_reason
 
 Products = Literal["auto", "fp8", "wide"]
@@ -121,13 +123,21 @@ class KeptLayer(nn.Module):
         return _empty_layer, (self.nc_plain_layer,), state
 
 
-def keep_layer(layer: nn.Module, codes: Tensor, scale: Tensor, kept: Kept) -> None:
-    """Put bytes and scales in the place of a plain layer's weight."""
+def keep_layer(layer: nn.Module, products: Products = "auto") -> float | None:
+    """Keep the weight of a linear layer in e4m3; return signal to noise in dB, if known."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    transposed = not isinstance(layer, nn.Linear)
+    matrix = weight.detach().t().contiguous() if transposed else weight.detach()  # (out, in)
+    codes, scale = _e4m3_rows(matrix)
+    snr_db = None if matrix.is_meta else _snr_db(matrix, codes, scale)
+    kept = Kept(dtype=weight.dtype, transposed=transposed, products=products, snr_db=snr_db)
     del layer.weight
     object.__setattr__(layer, "__class__", _kept_class(cast(Any, type(layer))))
     layer.register_parameter("weight_e4m3", nn.Parameter(codes, requires_grad=False))
     layer.register_buffer("weight_scale", scale)
     layer.__dict__["kept"] = kept
+    return snr_db
 
 
 def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,6 +159,26 @@ def _widened_plainly(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
         bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
         wide = bits.view(torch.float16).to(torch.float32).mul_(256.0).mul_(scale[:, None])
         return wide.to(dtype)
+
+
+def _e4m3_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3, and the scale of each row."""
+    rows = matrix.shape[0]
+    if matrix.is_meta:
+        codes = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
+        return codes, torch.empty(rows, device=matrix.device)
+    made = quantize_lines(matrix, torch.float8_e4m3fn, columnwise=False)
+    # Without the rows that it is filled up with.
+    return made.rowwise[:rows].clone(), made.rowwise_scale_inv[:rows].clone()
+
+
+def _snr_db(matrix: Tensor, codes: Tensor, scale: Tensor) -> float:
+    """Return signal to noise of a kept weight, in fp64 from row to row; ∞ where there is none."""
+    full = matrix.float()
+    noise = full - widened(codes, scale, torch.float32)
+    squares = [torch.linalg.vector_norm(x, dim=1).double().square().sum() for x in (full, noise)]
+    signal, lost = (float(each) for each in squares)
+    return 10 * math.log10(signal / lost) if lost else math.inf
 
 
 class _WidenedProduct(torch.autograd.Function):

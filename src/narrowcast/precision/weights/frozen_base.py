@@ -4,16 +4,14 @@ Layer by layer: the wide weight of one is let go before the next is made, so at 
 more memory in use than before.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.kernels.fp8_lines import quantize_lines
 from narrowcast.numerics import E4M3
-from narrowcast.precision.kept import Kept, KeptLayer, Products, keep_layer, widened
+from narrowcast.precision.kept import KeptLayer, Products, keep_layer
 from narrowcast.precision.plan.policy import HEADS, matches, suggestion
 from narrowcast.precision.swap import is_swapped
 
@@ -28,12 +26,14 @@ def keep_frozen(
 ) -> dict[str, float]:
     """Keep the frozen weights of linear layers in e4m3, a byte each; return what each layer keeps.
 
-    Call it before `prepare`, before or after adapters are put on. It takes every `nn.Linear` and
-    `Conv1D` of transformers whose weight has `requires_grad=False`, but no output layer (`lm_head`,
-    `head`), none that shares its weight with another module, and none that a glob of `skip` names.
-    Returned is the signal-to-noise ratio of each weight in dB, by the layer's name. `products` says
-    what they are multiplied in: `auto` as the policy says, `fp8` always where shapes allow, with
-    inputs and gradients scaled by row, `wide` never in fp8.
+    Call it before `prepare`, and after adapters are put on, if there are any. It takes every
+    `nn.Linear` and every `Conv1D` of transformers whose weight has `requires_grad=False`, but no
+    output layer (`lm_head`, `head`), none that shares its weight with another module, and nothing
+    that a glob of `skip` names, or that is inside of that. Returned is the signal-to-noise ratio of
+    each weight in dB, by the layer's name; of a model on the meta device, nothing.
+
+    `products` says what they are multiplied in: `auto` as the policy says, `fp8` in fp8 wherever
+    shapes allow, with inputs and gradients scaled by row, `wide` never in fp8.
     """
     if format != E4M3.name:
         raise RecipeError(
@@ -56,7 +56,8 @@ def keep_frozen(
         )
     for name, layer in layers.items():  # before anything is changed
         _refuse_nonfinite(name, layer.weight)
-    return {name: _keep(layer, products) for name, layer in layers.items()}
+    found = {name: keep_layer(layer, products) for name, layer in layers.items()}
+    return {name: snr_db for name, snr_db in found.items() if snr_db is not None}
 
 
 @torch.no_grad()
@@ -88,11 +89,17 @@ def _candidates(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn
         weight = module.weight
         assert isinstance(weight, Tensor)
         shared = holders[id(weight)] > 1
-        head = not HEADS.isdisjoint(name.split("."))  # what wraps it included
-        if weight.requires_grad or shared or head or any(matches(name, glob) for glob in skip):
+        head = not HEADS.isdisjoint(name.split("."))  # inside of an adapter, too
+        if weight.requires_grad or shared or head or _is_skipped(name, skip):
             continue
         if weight.dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield name, module
+
+
+def _is_skipped(name: str, skip: Sequence[str]) -> bool:
+    parts = name.split(".")
+    around = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(matches(each, glob) for each in around for glob in skip)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -102,33 +109,9 @@ def _is_linear(module: nn.Module) -> bool:
     return kind is nn.Linear or gpt2
 
 
-def _keep(layer: nn.Module, products: Products) -> float:
-    """Make a kept layer of a plain one; return what its weight keeps, in dB."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    transposed = type(layer) is not nn.Linear
-    matrix = weight.detach().t().contiguous() if transposed else weight.detach()  # (out, in)
-    made = quantize_lines(matrix, torch.float8_e4m3fn, columnwise=False)
-    codes = made.rowwise[: matrix.shape[0]].clone()
-    scale = made.rowwise_scale_inv[: matrix.shape[0]].clone()
-    snr_db = _snr_db(matrix, codes, scale)
-    kept = Kept(dtype=weight.dtype, transposed=transposed, products=products, snr_db=snr_db)
-    keep_layer(layer, codes, scale, kept)
-    return snr_db
-
-
-def _snr_db(matrix: Tensor, codes: Tensor, scale: Tensor) -> float:
-    """Return signal to noise of a kept weight, summed in fp64 a row at a time; ∞ without noise."""
-    wide = widened(codes, scale, torch.float32)
-    full = matrix.float()
-    signal = torch.linalg.vector_norm(full, dim=1).double().square().sum()
-    noise = torch.linalg.vector_norm(full - wide, dim=1).double().square().sum()
-    return 10 * math.log10(float(signal / noise)) if noise > 0 else math.inf
-
-
 def _refuse_nonfinite(name: str, weight: object) -> None:
     assert isinstance(weight, Tensor)
-    if not bool(weight.isfinite().all()):
+    if not weight.is_meta and not bool(weight.isfinite().all()):
         raise UnsupportedError(
             f"the weight of {name} holds numbers that are not finite, which e4m3 cannot keep; look "
             f'at where the model comes from, or leave the layer as it is: skip=("{name}",)'
