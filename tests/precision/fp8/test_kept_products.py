@@ -216,18 +216,18 @@ def test_adapters_on_a_kept_base_train_are_saved_and_released(policy, guarded, s
     nc.keep_frozen(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     run = nc.prepare(
-        model, torch.optim.AdamW(trained, lr=1e-2), policy=policy, ema_decay=0.9, clip_norm=1.0
+        model, torch.optim.AdamW(trained, lr=3e-2), policy=policy, ema_decay=0.9, clip_norm=1.0
     )
     before = copy.deepcopy(
         {n: t for n, t in model.state_dict().items() if n.endswith(("e4m3", "scale"))}
     )
     losses = []
-    for _ in range(30):
+    for _ in range(10):
         with run.compute():
             loss = model(input_ids=TOKENS, labels=TOKENS).loss
         assert run.step(loss).applied
         losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] - 0.3
+    assert losses[-1] < losses[0] - 0.1
     after = model.state_dict()
     assert all(
         torch.equal(after[n].view(torch.uint8), t.view(torch.uint8)) for n, t in before.items()

@@ -45,7 +45,9 @@ def asked_of_products(policy: Policy, kept: Kept) -> Policy:
         return in_one_format(policy, policy.functional)
     if kept.products == "fp8" and not narrow:
         return replace(
-            in_one_format(policy, "e4m3"),
+            policy,
+            forward="e4m3",
+            output="",
             grad_input="e5m2",
             grad_weight="e5m2",
             scaling=SCALING,

@@ -183,7 +183,7 @@ class ModulePlanner:
                 _, speed = speed_of(module, policy, speeds, rows=rows)
         done = "" if policy.forward in FP8_FORMATS else f", widened to {policy.forward} to multiply"
         stored = f"kept in e4m3 with row scales{done}"
-        return how, "; ".join(filter(None, [stored, narrow, why, speed])), policy
+        return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
 
     def _where_it_gains(self, policy: Policy, module: nn.Module) -> tuple[str, Policy]:
         """Return the policy that is the faster one for a linear layer, and what was measured."""
