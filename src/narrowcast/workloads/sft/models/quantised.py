@@ -3,12 +3,14 @@
 All of them are for adapters: weights that are trained have no place in so few bits.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
+from narrowcast.config.problems import shortened
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.kept import Products
 from narrowcast.precision.weights.frozen_base import keep_frozen, widen_frozen
@@ -22,7 +24,8 @@ BITSANDBYTES = ("int8", "nf4", "fp4")
 def loading_options(base: str, *, device: torch.device, compute: torch.dtype) -> dict[str, Any]:
     """Return what `from_pretrained` is told of the base; nothing but for bitsandbytes.
 
-    `compute` is what 4-bit weights are widened to for their products: as the policy has them.
+    `compute` is what 4-bit weights are widened to for their products: the policy's format, and fp32
+    where that is emulated.
     """
     if base not in BITSANDBYTES:
         return {}
@@ -94,7 +97,15 @@ def _refuse_without_bitsandbytes(base: str, device: torch.device) -> None:
             f"model.base={base} needs bitsandbytes, which is not installed; "
             f"write pip install bitsandbytes, or {instead}"
         )
-    if device.type not in ("cuda", "meta"):
+    try:
+        found: Any = importlib.import_module("bitsandbytes")
+    except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedError(
-            f"model.base={base} is for GPUs, and this run is on {device.type}; {instead}"
+            f"model.base={base} needs bitsandbytes, which cannot be imported here: "
+            f"{shortened(str(error), 200)}; install one for this machine, or {instead}"
+        ) from error
+    if device.type not in {"meta", *getattr(found, "supported_torch_devices", ("cuda",))}:
+        raise UnsupportedError(
+            f"model.base={base} was asked for, and bitsandbytes has nothing for {device.type}; "
+            f"{instead}"
         )
