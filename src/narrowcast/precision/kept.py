@@ -26,6 +26,9 @@ Products = Literal["auto", "fp8", "wide"]
 _log = logging.getLogger(__name__)
 _NAN = 0x7F
 
+LARGEST = 448 * 2.0**119
+"""The largest weight that can be kept: rounded, and scaled back, it is still a number of fp32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
@@ -157,8 +160,8 @@ def _widened_plainly(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
     with torch._C.DisableTorchFunction():
         # Digits of e4m3 laid into those of fp16, whose exponent is 8 larger: sign, a gap, the rest.
         bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-        wide = bits.view(torch.float16).to(torch.float32).mul_(256.0).mul_(scale[:, None])
-        return wide.to(dtype)
+        wide = bits.view(torch.float16).to(torch.float32)
+        return wide.mul_((256.0 * scale)[:, None]).to(dtype)
 
 
 def _e4m3_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:

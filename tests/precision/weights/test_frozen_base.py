@@ -163,6 +163,13 @@ def test_only_frozen_weights_that_nobody_shares_are_kept():
     assert [n for n, m in model.named_modules() if isinstance(m, KeptLayer)] == ["frozen"]
 
 
+def test_the_largest_weight_stays_finite():
+    model = frozen(2, 1, bias=False)
+    model[0].weight.data = torch.tensor([[2.9e38, 0.0]])
+    nc.keep_frozen(model)
+    assert model[0].weight.tolist() == [[pytest.approx(2.9e38, rel=2**-4), 0.0]]
+
+
 def test_casts_leave_bytes_and_scales_alone():
     model = frozen()
     nc.keep_frozen(model)
@@ -229,9 +236,10 @@ def test_a_state_with_nan_is_refused():
         model.load_state_dict(state)
 
 
-def test_what_is_not_finite_is_refused_by_name_before_anything_is_changed():
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 3.2e38])
+def test_what_is_not_finite_is_refused_by_name_before_anything_is_changed(bad):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
-    model[1].weight[2, 3] = math.inf
+    model[1].weight[2, 3] = bad
     with pytest.raises(
         UnsupportedError, match=r"the weight of 1 holds numbers that are not finite"
     ):

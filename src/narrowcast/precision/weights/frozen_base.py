@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.numerics import E4M3
-from narrowcast.precision.kept import KeptLayer, Products, keep_layer
+from narrowcast.precision.kept import LARGEST, KeptLayer, Products, keep_layer
 from narrowcast.precision.plan.policy import HEADS, matches, suggestion
 from narrowcast.precision.swap import is_swapped
 
@@ -55,7 +55,7 @@ def keep_frozen(
             "requires_grad_(False), or put adapters on it, which does"
         )
     for name, layer in layers.items():  # before anything is changed
-        _refuse_nonfinite(name, layer.weight)
+        _refuse_what_cannot_be_kept(name, layer.weight)
     found = {name: keep_layer(layer, products) for name, layer in layers.items()}
     return {name: snr_db for name, snr_db in found.items() if snr_db is not None}
 
@@ -109,12 +109,16 @@ def _is_linear(module: nn.Module) -> bool:
     return kind is nn.Linear or gpt2
 
 
-def _refuse_nonfinite(name: str, weight: object) -> None:
+def _refuse_what_cannot_be_kept(name: str, weight: object) -> None:
     assert isinstance(weight, Tensor)
-    if not weight.is_meta and not bool(weight.isfinite().all()):
+    if weight.is_meta or not weight.numel():
+        return
+    low, high = weight.aminmax()
+    if not bool((low >= -LARGEST) & (high <= LARGEST)):  # nor is NaN
         raise UnsupportedError(
-            f"the weight of {name} holds numbers that are not finite, which e4m3 cannot keep; look "
-            f'at where the model comes from, or leave the layer as it is: skip=("{name}",)'
+            f"the weight of {name} holds numbers that are not finite, or beyond {LARGEST:.2g}, "
+            "which e4m3 cannot keep; look at where the model comes from, or leave the layer as it "
+            f'is: skip=("{name}",)'
         )
 
 
