@@ -24,7 +24,8 @@ TOGETHER = {
     "faults", "model.heads", "model.kv_heads", "model.width", "lr_schedule.final", "data.text",
     "optimizer.fused", "optimizer.momentum", "precision.loss_scale.growth", "precision.schedule",
     "precision.loss_scale.backoff", "precision.loss_scale.initial", "precision.loss_scale.max",
-    "precision.loss_scale.min", "precision.adapt.enabled", "data.tokenizer",
+    "precision.loss_scale.min", "precision.adapt.enabled", "data.tokenizer", "eval.patience",
+    "eval.min_delta",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 
