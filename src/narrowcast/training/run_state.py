@@ -192,6 +192,7 @@ _SHOWN_AS = {
     "prepared": "state of the model",
     "investigator": "state of verdicts",
     "vital_signs": "vital signs",
+    "improvement": "improvement of evaluations",
 }
 
 

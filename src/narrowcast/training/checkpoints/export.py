@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,27 @@ MOST_BYTES = 16 * 2**20
 """Of that file: a hundred thousand results."""
 
 
-def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """Where a run has ended."""
+
+    step: int
+    asked: int
+    """The steps of its recipe."""
+    why: str = ""
+    """Why it has ended before the last of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `finished.json` says of it."""
+        return {"step": self.step, **({"ended_early": self.told} if self.why else {})}
+
+    @property
+    def told(self) -> str:
+        """How a run ended that has not done all its steps, in words."""
+        return f"ended early at step {self.step} of {self.asked}: {self.why}" if self.why else ""
+
+
+def write_results(prepared: Prepared, task: Task, folder: Path, *, end: RunEnd) -> None:
     """Write the weights to `folder`, then whatever else the task has to leave, then what that was.
 
     A task may see to the weights by itself. Where it fails at what it writes, they are safe, and
@@ -58,7 +79,7 @@ def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) ->
         )
     listed = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in sorted(files)}
     try:
-        text = json.dumps({"step": step, "files": listed}, indent=2)
+        text = json.dumps({**end.to_json(), "files": listed}, indent=2)
         replace_file(folder / RESULTS, f"{text}\n".encode())
     except OSError as error:
         raise CheckpointError(
