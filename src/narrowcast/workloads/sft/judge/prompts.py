@@ -101,7 +101,7 @@ def _known(rows: Iterable[Row]) -> Iterator[Row]:
 def _shown(rows: TokenRows, tokenizer: Any, number: int, at: int) -> Question:
     tokens = rows.row(number)[0].tolist()
     reference = tokenizer.decode(tokens[at:], skip_special_tokens=True)
-    return Question(tuple(tokens[:at]), str(reference), f"row {number + 1}")
+    return Question(tuple(tokens[:at]), str(reference).strip(), f"row {number + 1}")
 
 
 def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
