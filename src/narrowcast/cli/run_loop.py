@@ -9,6 +9,7 @@ from narrowcast.errors import DivergedError
 from narrowcast.runner.run import Run
 from narrowcast.runs import StepRecord
 from narrowcast.runs.tally import Tally
+from narrowcast.training.checkpoints.export import WEIGHTS
 
 
 def run_loop(run: Run, *, console: Console) -> None:
@@ -36,6 +37,7 @@ def _conclude(console: Console, run: Run, display: RunDisplay, *, diverged: bool
         console,
         run.folder.path,
         page=run.folder.path / "report.html",
+        weights=run.folder.path / (run.task.weights_in or WEIGHTS),
         task=display.task,
         tally=display.tally,
         metrics=display.metrics,

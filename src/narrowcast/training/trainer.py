@@ -108,7 +108,7 @@ class _Course:
             faults=faults_of(prepared, recipe),
             backward=self._stepper.backward,
         )
-        self._vital_signs = VitalSigns(prepared, task.info, home=self._home)
+        self._vital_signs = VitalSigns(prepared, task, home=self._home)
         self._state = RunState(
             prepared,
             task,
@@ -133,7 +133,7 @@ class _Course:
         """
         if state is None:
             if self._home is not None:
-                self._state.identify_data()
+                self._state.identify()
             return
         self._state.require_own(state, accept=accept)
         with randomness_kept(self._device), self._observer.probes_removed():
@@ -245,6 +245,7 @@ class _Course:
         for batch in islice(data, self._recipe.accumulate):
             batches.append(batch)
             items += data.items
+        batches = self._task.as_one_step(batches)
         step = self._progress.step + 1
         replay_inputs = self._investigator.before(batches)
         faults = self._investigator.faults_at(step)

@@ -1,6 +1,7 @@
 """What a run is, said before it begins, and what came of it, said at its end."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,9 @@ from narrowcast.runs.task_info import TaskInfo
 from narrowcast.training.phase_plans import phases_of
 
 
-def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> None:
+def introduce(
+    console: Console, recipe: Recipe, *, plan: Plan, notes: Sequence[str], folder: str
+) -> None:
     """Say what is about to be trained, how, on what, and where it is kept."""
     parameters = sum(module.parameters for module in plan.modules)
     title = Text(recipe.name or recipe.workload, style="bold")
@@ -27,6 +30,8 @@ def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> N
     batch = f"{recipe.accumulate} × " if recipe.accumulate > 1 else ""
     course = f"{count(recipe.steps, 'step')} of {batch}{count(recipe.batch_size, 'sample')}"
     say(console, "model", f"{large(parameters)} parameters, {course}")
+    for number, note in enumerate(notes):
+        say(console, "" if number else "task", note)
     say(console, "formats", formats(recipe, plan))
     say(console, "device", f"{plan.hardware.name} ({plan.hardware.device})")
     say_command(console, "folder", folder)
@@ -48,6 +53,7 @@ def conclude(
     folder: Path,
     *,
     page: Path,
+    weights: Path,
     task: TaskInfo,
     tally: Tally,
     metrics: dict[str, float],
@@ -68,7 +74,7 @@ def conclude(
     say_command(console, "report", str(page))
     if diverged:
         return
-    say_command(console, "weights", str(folder / "model.safetensors"))
+    say_command(console, "weights", str(weights))
     _suggest_more(console, folder, steps=tally.steps)
 
 

@@ -43,6 +43,7 @@ _SHAPE = {
     **dict.fromkeys(_COUNTS, int),
     **_PLAIN,
     "shapes": {ANY: [int]},
+    "frozen": {ANY: str},
     "random": {ANY: object},
     "hooks": {ANY: dict},
     "data": {"samples": int, "digest": str, "looked_at": str},

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import (
@@ -24,6 +23,7 @@ from narrowcast.errors import (
 from narrowcast.hardware import probe
 from narrowcast.runs import Record, RunFolder, StepRecord, from_line, same_trajectory, to_line
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, step_of
+from narrowcast.training.checkpoints.export import exported_tensors
 from narrowcast.training.checkpoints.identity import first_difference
 
 NARROWCAST = (sys.executable, "-m", "narrowcast")
@@ -103,9 +103,8 @@ def difference_between(a: Path, b: Path, *, but: Collection[str] = ()) -> str | 
     for state in states:
         for name in ("records", *but):
             state.pop(name, None)
-    weights = [load_file(path / "model.safetensors") for path in (a, b)]
     return first_difference(*states, where="checkpoint") or first_difference(
-        *weights, where="model.safetensors"
+        exported_tensors(a), exported_tensors(b)
     )
 
 
