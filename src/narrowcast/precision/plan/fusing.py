@@ -1,0 +1,127 @@
+"""Which pieces of a model are computed as one, and why, or why not: part of the plan.
+
+A piece is known by what its modules compute, and by nothing else: what is not known for certain is
+left alone, and told.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.hardware import Hardware
+from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.precision.plan.causal_loss import causal_models
+from narrowcast.precision.plan.folding import folded, groups_alike
+from narrowcast.precision.plan.module_plan import ModulePlan
+from narrowcast.precision.plan.policy import Policy, suggestion
+
+Fuse = str | Sequence[str]
+"""What is asked for: `auto`, `none`, or names of pieces."""
+
+AUTO, NONE = "auto", "none"
+Known = Callable[[nn.Module, Set[str]], Iterable[tuple[str, str]]]
+
+
+def _losses(model: nn.Module, emulated: Set[str]) -> Iterator[tuple[str, str]]:
+    for found in causal_models(model):
+        inside = f"{found.name}.{found.head}".lstrip(".") in emulated
+        yield found.name, found.why_not or (_EMULATED if inside else "")
+
+
+PIECES: Mapping[str, Known] = {"loss": _losses}
+"""What finds the modules of a piece in a model, of which some are emulated: names, and why not."""
+
+_EMULATED = "products are emulated, each as it would be alone"
+_MADE = {"loss": "taken from hidden states; no logits in training"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedPiece:
+    """Modules that are computed as one piece, or left as they are, for the same reason."""
+
+    piece: str
+    modules: tuple[str, ...]
+    fused: bool
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "piece": self.piece,
+            "fused": self.fused,
+            "modules": list(self.modules),
+            "reason": self.reason,
+        }
+
+    def __str__(self) -> str:
+        """Write it in a line, with modules that differ only in an index as one."""
+        alike = groups_alike(self.modules, name=str, treatment=lambda _: "")
+        names = ", ".join(map(folded, alike))
+        return f"{self.piece}: {names}: {self.reason}" if names else f"{self.piece}: {self.reason}"
+
+
+def pieces_asked(fuse: Fuse) -> tuple[str, ...] | None:
+    """Return the pieces that are named; None for `auto`, which names none."""
+    named = (fuse,) if isinstance(fuse, str) else tuple(fuse)
+    if named == (AUTO,):
+        return None
+    if named == (NONE,):
+        return ()
+    for each in named:
+        if each not in PIECES:
+            known = ", ".join(PIECES)
+            raise RecipeError(
+                f"fuse={each!r}: there is no such piece{suggestion(each, list(PIECES))}; write "
+                f"auto, none, or some of {known}"
+            )
+    return tuple(dict.fromkeys(named))
+
+
+def fused_pieces(
+    model: nn.Module,
+    fuse: Fuse,
+    *,
+    policy: Policy,
+    hardware: Hardware,
+    modules: Sequence[ModulePlan],
+    emulated: bool,
+) -> tuple[FusedPiece, ...]:
+    """Decide what is computed as one; what is named and cannot be is refused."""
+    named = pieces_asked(fuse)
+    without = {each.name for each in modules if each.how == "emulated"}
+    found: list[FusedPiece] = []
+    for piece in PIECES if named is None else named:
+        everywhere = _why_nowhere(piece, policy, hardware, named=named is not None)
+        everywhere = _EMULATED if emulated else everywhere
+        by_reason: dict[tuple[bool, str], list[str]] = {}
+        for name, why_not in PIECES[piece](model, without):
+            reason = why_not or everywhere
+            by_reason.setdefault((not reason, reason or _MADE[piece]), []).append(name)
+        of_piece = [
+            FusedPiece(piece=piece, modules=tuple(names), fused=fused, reason=reason)
+            for (fused, reason), names in by_reason.items()
+        ]
+        if named is not None and not any(each.fused for each in of_piece):
+            reason = of_piece[0].reason if of_piece else "no module of this model is known for it"
+            raise UnsupportedError(
+                f"fuse names {piece}, but {reason}; leave {piece} out, or write fuse=auto"
+            )
+        found += of_piece
+    return tuple(found)
+
+
+def _why_nowhere(piece: str, policy: Policy, hardware: Hardware, *, named: bool) -> str:
+    """Say why no module of a piece can be fused on this machine, with this policy."""
+    device = torch.device(hardware.device)
+    missing = unsupported_reason(device)
+    if policy.reduce != "fp32":
+        return f"sums are rounded to {policy.reduce} on their way"
+    if missing and not (named and piece == "loss" and device.type == "cpu"):
+        return missing
+    if not named and policy.functional not in ("bf16", "fp16"):
+        return f"products are {policy.functional}; name the piece to have it"
+    return ""
