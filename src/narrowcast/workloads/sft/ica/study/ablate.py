@@ -34,6 +34,7 @@ def ablate(
     random_masks: int = RANDOM_MASKS,
     share: float = SHARE,
     one_by_one: bool = True,
+    keep: Sequence[int] | None = None,
     seed: int = 0,
     data: str = "",
     name: str = "",
@@ -42,13 +43,14 @@ def ablate(
     """Measure what a model loses with networks, all or some; deterministic from the seed.
 
     Compares with random masks of as many channels in each layer, and with masks of a larger share.
-    `one_by_one`: each network as well. The model is given back as it was.
+    `one_by_one`: each network as well. `keep`: of how many of the first networks it is measured
+    what they keep alive; none: of one, two and so on. The model is given back as it was.
     """
     refuse_misfit(networks, model)
     _refuse_little(documents, random_masks, share)
     chosen = networks.components if components is None else tuple(dict.fromkeys(components))
     singles = [(number,) for number in chosen] if one_by_one and len(chosen) > 1 else []
-    points = _points(len(chosen))
+    points = _points(len(chosen)) if keep is None else [n for n in keep if n <= len(chosen)]
     total = 1 + (1 + len(singles)) * (1 + random_masks) + random_masks + len(points)
     with Masks(model, site=networks.layout.site) as masks:
         bench = _Bench(
