@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from narrowcast.config.limits import (
+    LARGEST_FP32,
     LARGEST_INDEX,
     LARGEST_RATE,
     LARGEST_SCALE,
@@ -246,6 +247,29 @@ class EvalSection(Section):
     """When the model is evaluated."""
 
     every: int = Field(default=0, ge=0, le=MOST_STEPS, description="steps between; 0: at the end")
+    patience: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="evaluations in a row without improvement that end the run; 0: any number",
+    )
+    min_delta: float = Field(
+        default=0.0,
+        ge=0,
+        le=LARGEST_FP32,
+        description="by how much the first metric must be better to count as improved",
+    )
+
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse patience without evaluations to be patient with, and a measure for none."""
+        if self.patience and not self.every:
+            text = "it is evaluated at its end only; write eval.every=100, or leave patience out"
+            refuse_conflicts([(("patience", "every"), text)])
+        if self.min_delta and not self.patience:
+            text = "nothing is ended for want of it; write eval.patience=3, or leave min_delta out"
+            refuse_conflicts([(("min_delta", "patience"), text)])
+        return self
 
 
 class HealthSection(Section):

@@ -47,7 +47,7 @@ class Fact:
 
 def ending(data: RunData) -> Ending:
     """Judge from the records alone where the run stands."""
-    done, asked = len(data.steps), int(data.setting("steps", 0))
+    done, asked = len(data.steps), data.asked
     if not done:
         return Ending(
             label="No step yet",
@@ -70,6 +70,9 @@ def ending(data: RunData) -> Ending:
         )
     if done >= asked:
         return Ending(label="Finished", tone="good")
+    if data.ended_early:
+        early = f"The run ended early at step {count(done)} of {count(asked)}: {data.ended_early}."
+        return Ending(label="Finished", tone="good", advice=early)
     progress = f"{count(done)} of {count(asked, 'step')}"
     last_saved = data.checkpoints[-1].step if data.checkpoints else None
     if last_saved == data.steps[-1].step:
@@ -96,7 +99,7 @@ def headline(data: RunData) -> str:
     """Say in one sentence what trained, in which policy, and how well."""
     if not data.steps:
         return f"{data.name} is set up to train {_in_policy(data)} and has not run a step."
-    done, asked = len(data.steps), int(data.setting("steps", 0))
+    done, asked = len(data.steps), data.asked
     steps = count(done, "step") if done >= asked else f"{count(done)} of {count(asked, 'step')}"
     if data.diverged:
         return f"{data.name} diverged {_in_policy(data)} in {steps}: {data.diverged}."

@@ -44,12 +44,12 @@ def state_of(engine: Engine) -> dict[str, Any]:
 def load_state(engine: Engine, state: dict[str, Any]) -> None:
     """Take up where a saved run stood; what cannot be is refused and changes nothing.
 
-    For a moment there is a second copy of the weights as they are kept.
+    For a moment there is a second copy of the weights that it has others of.
     """
     mine = state_of(engine)
     refuse_foreign_state(state, mine=mine)
     stats, applied_before = _counts(state)
-    with _all_or_nothing(engine, mine):
+    with _all_or_nothing(engine, mine, state):
         # First whatever may still refuse: code of others, and states of random generators.
         engine.schedules.load_state_dict(copy.deepcopy(state["scheduler"]))
         load_optimizer_states(engine.weights, state["optimizer"])
@@ -72,6 +72,15 @@ def _beside_model(engine: Engine) -> list[Tensor]:
     return [p.detach() for p in engine.weights.all if p not in inside]
 
 
+def _is_same(own: Any, saved: Any) -> bool:
+    """Say whether a weight is given itself: whoever saves no frozen weights does so."""
+    return (
+        isinstance(own, Tensor)
+        and isinstance(saved, Tensor)
+        and (own.device, own.data_ptr()) == (saved.device, saved.data_ptr())
+    )
+
+
 def _counts(state: dict[str, Any]) -> tuple[Stats, int]:
     try:
         return Stats.from_state(state["stats"]), int(state["applied_before"])
@@ -83,9 +92,11 @@ def _counts(state: dict[str, Any]) -> tuple[Stats, int]:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(engine: Engine, mine: dict[str, Any]) -> Iterator[None]:
-    """Put schedules, optimizers and weights back as they were if loading them fails."""
-    schedules, weights = copy.deepcopy(mine["scheduler"]), (mine["weights"], mine["beside_model"])
+def _all_or_nothing(engine: Engine, mine: dict[str, Any], state: dict[str, Any]) -> Iterator[None]:
+    """Put schedules, optimizers and weights back as they were if loading a state fails."""
+    schedules, saved = copy.deepcopy(mine["scheduler"]), state["weights"]
+    moved = {name: own for name, own in mine["weights"].items() if not _is_same(own, saved[name])}
+    weights = (moved, mine["beside_model"])
     kept = map_tensors(weights, lambda tensor: tensor.detach().clone())
     optimizers = [(each, dict(vars(each))) for each in parts_of(engine.optimizer)]
     try:

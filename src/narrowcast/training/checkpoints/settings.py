@@ -16,6 +16,8 @@ MAY_CHANGE = (
     "checkpoint.every",
     "checkpoint.keep",
     "eval.every",
+    "eval.patience",
+    "eval.min_delta",
     "data.workers",
     "data.prefetch",
     "trackers",

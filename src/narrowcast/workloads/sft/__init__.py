@@ -1,1 +1,17 @@
 """Fine-tuning of language models, with functional networks found by independent components."""
+
+from pathlib import Path
+
+from narrowcast.config.workload import Command, Workload
+
+WORKLOAD = Workload(
+    name="sft",
+    about="fine-tunes Hugging Face language models, whole or with adapters",
+    sections="narrowcast.workloads.sft.settings:SECTIONS",
+    task="narrowcast.workloads.sft.task:build_task",
+    commands=(Command("ica", "narrowcast.workloads.sft.command:ica"),),
+    report="narrowcast.workloads.sft.report:sections",
+    recipes=Path(__file__).parent / "recipes",
+    requires=("transformers", "peft"),
+    extra="sft",
+)
