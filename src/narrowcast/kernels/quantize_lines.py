@@ -1,4 +1,4 @@
-"""The Triton kernels of `narrowcast.kernels.fp8_lines`: magnitudes of all lines, then the casts."""
+"""The Triton kernels of `narrowcast.kernels.fp8_lines`: magnitudes of lines, casts, and back."""
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from narrowcast.kernels.quantize import (
 from narrowcast.kernels.quantize_blocks import _loaded
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
+_WIDENED = 2048  # elements that one program widens
 _STRIP = tl.constexpr(8)  # tiles side by side that one program measures
 
 
@@ -61,6 +62,14 @@ def quantize_lines_into(
         FOURS=_TILE_ROWS // 4,
         num_warps=16,  # with 8, half as many fit at once: two casts take registers
         **shared,
+    )
+
+
+def widen_lines_into(result: Tensor, codes: Tensor, scale_inv: Tensor) -> None:
+    """Write e4m3 codes times the inverse scale of their row, in the dtype of `result`."""
+    rows, width = codes.shape
+    _widen_row[(rows, triton.cdiv(width, _WIDENED))](
+        codes.view(torch.uint8), scale_inv, result, width, TILE=_WIDENED, num_warps=4
     )
 
 
@@ -161,3 +170,15 @@ def _row_scale(measured, rowwise_scale_inv, row, padded, LARGEST: tl.constexpr):
     if tl.program_id(0) == 0:
         tl.store(rowwise_scale_inv + row, scale_inv, mask=row < padded)
     return (1.0 / scale_inv)[:, None]
+
+
+@triton.jit
+def _widen_row(codes, scale_inv, result, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    within = column < width
+    code = tl.load(codes + row * width + column, mask=within, other=0).to(tl.int16)
+    # Into the digits of fp16, whose exponent is 8 larger: any GPU can, where casts of e4m3 are new.
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * tl.load(scale_inv + row)
+    tl.store(result + row * width + column, value.to(result.dtype.element_ty), mask=within)

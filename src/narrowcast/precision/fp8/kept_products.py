@@ -51,7 +51,8 @@ class KeptProducts(Mixin):
             wide = widened(codes, scale, torch.promote_types(x.dtype, torch.float32))
             return linear_product(x, wide, self.bias, formats=formats)
         result: Tensor = _apply(x, self.bias, codes, scale, formats, self.nc_native, False)
-        return result
+        # Where no autocast is around, nothing will bring the next layer's operands to one dtype.
+        return result if self.nc_autocast is not None else result.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""
