@@ -17,15 +17,21 @@ from narrowcast.kernels.launch import unsupported_reason
 
 
 def quantize_lines(
-    x: Tensor, target: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
+    x: Tensor,
+    target: torch.dtype,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    factors: Tensor | None = None,
 ) -> Quantized:
     """Return a matrix in fp8, with one inverse scale a row of either layout.
 
     An unwanted layout is empty. What is not finite becomes NaN, and its line has the scale one.
+    With `factors`, fp32, each column is multiplied by its own on the way.
     """
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.quantize_fp8_lines if compiling else _quantize
-    return Quantized(*call(x, target, rowwise, columnwise))
+    return Quantized(*call(x, target, rowwise, columnwise, factors))
 
 
 def widen_lines(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,7 +46,7 @@ def widen_lines(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _empty(
-    x: Tensor, target: torch.dtype, rowwise: bool, columnwise: bool
+    x: Tensor, target: torch.dtype, rowwise: bool, columnwise: bool, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, width = x.shape
     padded = count + -count % MULTIPLE
@@ -53,7 +59,7 @@ def _empty(
 
 
 def _quantize(
-    x: Tensor, target: torch.dtype, rowwise: bool, columnwise: bool
+    x: Tensor, target: torch.dtype, rowwise: bool, columnwise: bool, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = x.contiguous()
     results = _empty(x, target, rowwise, columnwise)
@@ -61,11 +67,11 @@ def _quantize(
         for scales in results[2:]:
             scales.fill_(1)
     elif unsupported_reason(x.device):
-        _plainly(x, *results, largest=LARGEST[target])
+        _plainly(x, *results, largest=LARGEST[target], factors=factors)
     else:
         from narrowcast.kernels.quantize_lines import quantize_lines_into
 
-        quantize_lines_into(*results, x, largest=LARGEST[target])
+        quantize_lines_into(*results, x, largest=LARGEST[target], factors=factors)
     return results
 
 
@@ -77,10 +83,12 @@ def _plainly(
     columnwise_scale_inv: Tensor,
     *,
     largest: float,
+    factors: Tensor | None = None,
 ) -> None:
     """Do as the kernels do, in a pass for each operation."""
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
-    value = torch.nn.functional.pad(x.float(), (0, 0, 0, padded - x.shape[0]))
+    value = x.float() if factors is None else x.float() * factors
+    value = torch.nn.functional.pad(value, (0, 0, 0, padded - x.shape[0]))
     magnitude = value.abs()
     if rowwise.numel():
         rowwise_scale_inv.copy_(scale_inv_for(magnitude.amax(1), largest))
@@ -115,8 +123,8 @@ def _empty_wide(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
-    "quantize_fp8_lines(Tensor x, ScalarType target, bool rowwise, bool columnwise) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "quantize_fp8_lines(Tensor x, ScalarType target, bool rowwise, bool columnwise, "
+    "Tensor? factors=None) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("quantize_fp8_lines", _quantize, "CompositeExplicitAutograd")

@@ -28,10 +28,12 @@ def quantize_lines_into(
     x: Tensor,
     *,
     largest: float,
+    factors: Tensor | None = None,
 ) -> None:
     """Write `x` in fp8 as it is and transposed, with the inverse scale of each row of either.
 
-    An empty result is left out. Allocates one int32 for each line.
+    With `factors`, of its columns times theirs. An empty result is left out. Allocates one int32
+    for each line.
     """
     count, width = x.shape
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
@@ -41,13 +43,16 @@ def quantize_lines_into(
     shared = {
         "ROWS": by_rows,
         "COLUMNS": by_columns,
+        "FACTORS": factors is not None,
         "TILE_COLUMNS": _TILE_COLUMNS,
     }
+    by = x if factors is None else factors  # something to point at
     _largest_of_lines[(triton.cdiv(across, _STRIP.value), down)](
-        x, measured, count, width, padded, TILE_ROWS=_TILE_ROWS, num_warps=8, **shared
+        x, by, measured, count, width, padded, TILE_ROWS=_TILE_ROWS, num_warps=8, **shared
     )
     _quantize_tile[(across, down)](
         x,
+        by,
         rowwise.view(torch.uint8),
         columnwise.view(torch.int32),
         rowwise_scale_inv,
@@ -76,12 +81,14 @@ def widen_lines_into(result: Tensor, codes: Tensor, scale_inv: Tensor) -> None:
 @triton.jit
 def _largest_of_lines(
     x,
+    factors,
     measured,
     count,
     width,
     padded,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
@@ -93,6 +100,8 @@ def _largest_of_lines(
         here = (row < count)[:, None] & (column < width)[None, :]
         at = row[:, None] * width + column[None, :]
         value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+        if FACTORS:
+            value *= tl.load(factors + column, mask=column < width, other=0.0)[None, :]
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         of_rows = tl.maximum(of_rows, tl.max(bits, 1))
         if COLUMNS:
@@ -104,6 +113,7 @@ def _largest_of_lines(
 @triton.jit
 def _quantize_tile(
     x,
+    factors,
     out_rows,
     out_columns,
     rowwise_scale_inv,
@@ -115,6 +125,7 @@ def _quantize_tile(
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
     BY_BITS: tl.constexpr,
     E5M2: tl.constexpr,
     FOURS: tl.constexpr,
@@ -130,6 +141,12 @@ def _quantize_tile(
     b, _ = _loaded(x, at + width, (row + 1 < count)[:, None] & within)
     c, _ = _loaded(x, at + 2 * width, (row + 2 < count)[:, None] & within)
     d, _ = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
+    if FACTORS:
+        by = tl.load(factors + column, mask=column < width, other=0.0)[None, :]
+        a *= by
+        b *= by
+        c *= by
+        d *= by
     if ROWS:
         by_a = _row_scale(measured, rowwise_scale_inv, row, padded, LARGEST)
         by_b = _row_scale(measured, rowwise_scale_inv, row + 1, padded, LARGEST)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast.kernels.fp8_lines import quantize_lines
 from narrowcast.precision.fp8.rowwise import RowScaling
 from narrowcast.precision.fp8.scaling import dtype_of
 from narrowcast.precision.kept import Kept, widened
@@ -136,8 +137,7 @@ def _across(
     target, output = formats.grad_input, formats.output
     narrow = needs_scale(target.name)
     if native and narrow:
-        scaled = grad * scale.to(grad.dtype)
-        found = _SCALING.quantize(scaled, dtype_of(target), columnwise=False)
+        found = quantize_lines(grad, dtype_of(target), columnwise=False, factors=scale)
         ones = torch.ones(codes.shape[1], dtype=torch.float32, device=codes.device)
         scales = (found.rowwise_scale_inv, ones)
         across = codes.t().contiguous()
