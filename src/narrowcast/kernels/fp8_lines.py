@@ -45,6 +45,17 @@ def widen_lines(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
+def transposed_bytes(codes: Tensor) -> Tensor:
+    """Return a matrix of bytes transposed, each row of it in one piece."""
+    if torch.compiler.is_compiling() or unsupported_reason(codes.device) or not codes.numel():
+        return codes.t().contiguous()
+    from narrowcast.kernels.quantize_lines import transpose_into
+
+    result = codes.new_empty((codes.shape[1], codes.shape[0]))
+    transpose_into(result, codes.contiguous())
+    return result
+
+
 def _empty(
     x: Tensor, target: torch.dtype, rowwise: bool, columnwise: bool, factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

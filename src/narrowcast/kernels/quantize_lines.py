@@ -17,6 +17,7 @@ from narrowcast.kernels.quantize_blocks import _loaded
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
 _WIDENED = 2048  # elements that one program widens
+_SQUARE = 128  # bytes of a tile that is transposed, each way
 _STRIP = tl.constexpr(8)  # tiles side by side that one program measures
 
 
@@ -75,6 +76,14 @@ def widen_lines_into(result: Tensor, codes: Tensor, scale_inv: Tensor) -> None:
     rows, width = codes.shape
     _widen_row[(rows, triton.cdiv(width, _WIDENED))](
         codes.view(torch.uint8), scale_inv, result, width, TILE=_WIDENED, num_warps=4
+    )
+
+
+def transpose_into(result: Tensor, codes: Tensor) -> None:
+    """Write a matrix of bytes transposed; torch's own copy reads or writes them one by one."""
+    rows, width = codes.shape
+    _transpose_tile[(triton.cdiv(width, _SQUARE), triton.cdiv(rows, _SQUARE))](
+        codes.view(torch.uint8), result.view(torch.uint8), rows, width, TILE=_SQUARE, num_warps=8
     )
 
 
@@ -199,3 +208,13 @@ def _widen_row(codes, scale_inv, result, width, TILE: tl.constexpr):
     bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
     value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * tl.load(scale_inv + row)
     tl.store(result + row * width + column, value.to(result.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def _transpose_tile(codes, result, rows, width, TILE: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    here = (row < rows)[:, None] & (column < width)[None, :]
+    tile = tl.load(codes + row[:, None] * width + column[None, :], mask=here, other=0)
+    to = column[:, None] * rows + row[None, :]
+    tl.store(result + to, tl.trans(tile), mask=tl.trans(here))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.kernels.fp8_lines import quantize_lines
+from narrowcast.kernels.fp8_lines import quantize_lines, transposed_bytes
 from narrowcast.precision.fp8.rowwise import RowScaling
 from narrowcast.precision.fp8.scaling import dtype_of
 from narrowcast.precision.kept import Kept, widened
@@ -140,7 +140,7 @@ def _across(
         found = quantize_lines(grad, dtype_of(target), columnwise=False, factors=scale)
         ones = torch.ones(codes.shape[1], dtype=torch.float32, device=codes.device)
         scales = (found.rowwise_scale_inv, ones)
-        across = codes.t().contiguous()
+        across = transposed_bytes(codes)
         product = _SCALING.product(
             found.rowwise, across, scales, dtype=dtype_of(output), by_weight=True
         )
