@@ -5,12 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import narrowcast as nc
 from narrowcast.errors import RecipeError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
+from narrowcast.workloads.sft.ica import load_networks
 
 SMALL = ("device=cpu", "steps=4", "batch_size=4", "eval.every=0", "health.every=0")
 SHOWN = ("judge.samples=2", "judge.max_new_tokens=4")
@@ -189,3 +191,81 @@ def test_a_plan_reads_neither_weights_nor_rows(llama, tmp_path):
     trained = [name for name, p in task.model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_base_in_e4m3_is_merged_as_it_was_trained_beside(family, rows, tmp_path, request):
+    folder = request.getfixturevalue(family)
+    asked = (*LORA, "model.base=e4m3", "lora.merge_adapter_with_base=true")
+    run = nc.train("sft/tiny", words(folder, rows, *SHOWN, *asked), out=tmp_path / "r")
+    list(run)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "merged_model")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        said, also = run.prepared.model.eval()(ids).logits, merged(ids).logits
+    torch.testing.assert_close(also, said, rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_of_bitsandbytes_is_not_merged(llama, rows):
+    asked = (*LORA, "model.base=nf4", "lora.merge_adapter_with_base=true")
+    with pytest.raises(RecipeError, match=r"few bits again; leave the merge out"):
+        task_of(llama, rows, *asked)
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_frozen_networks_do_not_move_in_what_is_saved(family, tune, rows, tmp_path, request):
+    folder = request.getfixturevalue(family)
+    asked = ("ica.mask_mode=freeze", "ica.ica_components=3", "ica.ica_percentile=80",
+             f"model.tune={tune}", "optimizer.weight_decay=0.1",
+             "lora.merge_adapter_with_base=true",
+             "ica.samples=20", "steps=6")  # fmt: skip
+    if tune == "full":
+        asked = tuple(word for word in asked if "merge" not in word)
+    trained(folder, rows, tmp_path / "r", *asked)
+    networks = load_networks(tmp_path / "r" / "networks.json")
+    saved = "final_model" if tune == "full" else "merged_model"
+    before = AutoModelForCausalLM.from_pretrained(folder)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "r" / saved)
+    moved = 0
+    for layer, channels in networks.channels([0]).items():
+        one, two = (_down(model, layer) for model in (before, after))
+        others = [row for row in range(len(one)) if row not in channels]
+        assert torch.equal(one[list(channels)], two[list(channels)])
+        moved += int((one[others] != two[others]).any(1).sum())
+    assert moved > 0
+
+
+def _down(model, layer):
+    """The rows of a down projection, one for each channel."""
+    if hasattr(model, "transformer"):
+        return model.transformer.h[layer].mlp.c_proj.weight.T
+    return model.model.layers[layer].mlp.down_proj.weight
+
+
+@pytest.mark.parametrize("mode", ["lesion", "preserve", "key", "complement"])
+def test_masks_are_on_while_it_trains_and_gone_from_what_is_saved(mode, llama, rows, tmp_path):
+    asked = (f"ica.mask_mode={mode}", "ica.ica_components=2", "ica.samples=20")
+    run = nc.train("sft/tiny", words(llama, rows, *SHOWN, *asked), out=tmp_path / "r")
+    list(run)
+    measured = json.loads((tmp_path / "r" / "masked.json").read_text())
+    assert measured["masked"]["loss"] != measured["lifted"]["loss"]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "final_model")
+    batch = run.task.train_data.__getitems__([0, 1])
+    assert saved(input_ids=batch["input_ids"], labels=batch["labels"]).loss != run.task.loss(
+        run.prepared.model, batch
+    )
+
+
+@pytest.mark.parametrize("word", ["ica.mask_mode=lesion", "ica.freeze=true", "model.base=e4m3"])
+def test_a_run_goes_on_bit_for_bit(word, llama, rows, tmp_path):
+    asked = words(llama, rows, "judge.samples=0", "model.tune=lora", "ica.samples=20", "steps=6")
+    if word.startswith("model"):
+        asked.remove("ica.samples=20")
+    list(nc.train("sft/tiny", [*asked, word], out=tmp_path / "whole"))
+    list(nc.train("sft/tiny", [*asked, word, "steps=3"], out=tmp_path / "parts"))
+    list(nc.resume(tmp_path / "parts", ["steps=6"]))
+    one, two = (load_file(tmp_path / run / "adapter" / "adapter_model.safetensors")
+                for run in ("whole", "parts"))  # fmt: skip
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -4,7 +4,7 @@ A piece is known by what its modules compute, and by nothing else: what is not k
 left alone, and told.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,14 @@ from narrowcast.hardware import Hardware
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.precision.plan.causal_loss import causal_models
 from narrowcast.precision.plan.folding import folded, groups_alike
+from narrowcast.precision.plan.known_pieces import (
+    gated_mlp_of,
+    looks_like_a_gated_mlp,
+    looks_like_a_norm,
+    looks_like_turning,
+    rms_norm_of,
+    rotary_of,
+)
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.policy import Policy, suggestion
 
@@ -23,20 +31,43 @@ Fuse = str | Sequence[str]
 """What is asked for: `auto`, `none`, or names of pieces."""
 
 AUTO, NONE = "auto", "none"
-Known = Callable[[nn.Module, Set[str]], Iterable[tuple[str, str]]]
-
-
-def _losses(model: nn.Module, emulated: Set[str]) -> Iterator[tuple[str, str]]:
-    for found in causal_models(model):
-        inside = f"{found.name}.{found.head}".lstrip(".") in emulated
-        yield found.name, found.why_not or (_EMULATED if inside else "")
-
-
-PIECES: Mapping[str, Known] = {"loss": _losses}
-"""What finds the modules of a piece in a model, of which some are emulated: names, and why not."""
-
 _EMULATED = "products are emulated, each as it would be alone"
-_MADE = {"loss": "taken from hidden states; no logits in training"}
+Known = Callable[[nn.Module, Mapping[str, str]], Iterable[tuple[str, str]]]
+
+
+def _losses(model: nn.Module, left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for found in causal_models(model):
+        head = f"{found.name}.{found.head}".lstrip(".")
+        yield found.name, found.why_not or left.get(head, "")
+
+
+def _modules(looks: Callable[[nn.Module], bool], known: Callable[[nn.Module], Any]) -> Known:
+    """Return what finds the modules that look like a piece, and asks each what it is."""
+
+    def found(model: nn.Module, left: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        for name, module in model.named_modules():
+            if looks(module):
+                answer = known(module)
+                yield name, answer if isinstance(answer, str) else left.get(name, "")
+
+    return found
+
+
+PIECES: Mapping[str, Known] = {
+    "loss": _losses,
+    "rms_norm": _modules(looks_like_a_norm, rms_norm_of),
+    "rotary": _modules(looks_like_turning, rotary_of),
+    "swiglu": _modules(looks_like_a_gated_mlp, gated_mlp_of),
+}
+"""What finds the modules of a piece in a model, of which some are left: names, and why not."""
+
+_MADE = {
+    "loss": "taken from hidden states; no logits in training",
+    "rms_norm": "one pass over memory",
+    "rotary": "queries and keys turned in one pass",
+    "swiglu": "the gate's activation times the value in one pass",
+}
+_COMPILED = ", where no compiler does it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +123,16 @@ def fused_pieces(
 ) -> tuple[FusedPiece, ...]:
     """Decide what is computed as one; what is named and cannot be is refused."""
     named = pieces_asked(fuse)
-    without = {each.name for each in modules if each.how == "emulated"}
+    left = {each.name: why for each in modules if (why := _why_left(each))}
     found: list[FusedPiece] = []
     for piece in PIECES if named is None else named:
         everywhere = _why_nowhere(piece, policy, hardware, named=named is not None)
         everywhere = _EMULATED if emulated else everywhere
         by_reason: dict[tuple[bool, str], list[str]] = {}
-        for name, why_not in PIECES[piece](model, without):
+        made = _MADE[piece] + (_COMPILED if named is None and piece != "loss" else "")
+        for name, why_not in PIECES[piece](model, left):
             reason = why_not or everywhere
-            by_reason.setdefault((not reason, reason or _MADE[piece]), []).append(name)
+            by_reason.setdefault((not reason, reason or made), []).append(name)
         of_piece = [
             FusedPiece(piece=piece, modules=tuple(names), fused=fused, reason=reason)
             for (fused, reason), names in by_reason.items()
@@ -114,12 +146,19 @@ def fused_pieces(
     return tuple(found)
 
 
+def _why_left(module: ModulePlan) -> str:
+    """Say why a module is left as it is for what the plan has for it; nothing where it is not."""
+    if module.policy.reduce != "fp32":
+        return f"sums are rounded to {module.policy.reduce}"
+    return _EMULATED if module.how == "emulated" else ""
+
+
 def _why_nowhere(piece: str, policy: Policy, hardware: Hardware, *, named: bool) -> str:
     """Say why no module of a piece can be fused on this machine, with this policy."""
     device = torch.device(hardware.device)
     missing = unsupported_reason(device)
     if policy.reduce != "fp32":
-        return f"sums are rounded to {policy.reduce} on their way"
+        return f"sums are rounded to {policy.reduce}"
     if missing and not (named and piece == "loss" and device.type == "cpu"):
         return missing
     if not named and policy.functional not in ("bf16", "fp16"):

@@ -37,6 +37,12 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
     return adapted.train()
 
 
+def adapted(model: Any) -> tuple[str, ...]:
+    """Return the last names of the layers that have adapters."""
+    found = model.targeted_module_names
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
+
+
 def _are_turned(model: Any, targets: Sequence[str]) -> bool:
     """Say whether layers have their weights turned round, as GPT-2's Conv1D."""
     from transformers.pytorch_utils import Conv1D
@@ -45,7 +51,7 @@ def _are_turned(model: Any, targets: Sequence[str]) -> bool:
     return any(isinstance(m, Conv1D) and n.rpartition(".")[2] in targets for n, m in named)
 
 
-def linear_names(model: Any) -> dict[str, int]:
+def _linear_names(model: Any) -> dict[str, int]:
     """Return the last names of the linear layers of a model but its head, and how many have it."""
     from transformers.pytorch_utils import Conv1D
 
@@ -60,7 +66,7 @@ def linear_names(model: Any) -> dict[str, int]:
 
 def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
     """Return the names of the layers that get adapters; refuse one that no layer has."""
-    known = linear_names(model)
+    known = _linear_names(model)
     if not settings.targets:
         if not known:
             raise UnsupportedError(
