@@ -9,7 +9,6 @@ WORKLOAD = Workload(
     about="fine-tunes Hugging Face language models, whole or with adapters",
     sections="narrowcast.workloads.sft.settings:SECTIONS",
     task="narrowcast.workloads.sft.task:build_task",
-    commands=(Command("ica", "narrowcast.workloads.sft.command:ica"),),
     report="narrowcast.workloads.sft.report:sections",
     recipes=Path(__file__).parent / "recipes",
     commands=(
