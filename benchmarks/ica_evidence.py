@@ -297,10 +297,19 @@ def study_smollm2(options: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         networks = heard.networks(ica, selector)
         seconds = time.perf_counter() - began
-        found = ablate(model, judged, networks, one_by_one=options.each, keep=())
+        found = ablate(
+            model,
+            judged,
+            networks,
+            one_by_one=options.each,
+            share_masks=options.larger,
+            keep=(),
+        )
         rows.append(told(way, networks, found, seconds))
         print(f"{way}: {found.verdict()}", flush=True)
         table(rows[-1:])
+        if options.json:  # what takes an hour is not lost with the next one
+            options.json.with_suffix(".part").write_text(json.dumps(rows))
     table(rows)
     kept = curve(heard, model, judged, options.counts) if options.counts else None
     shape = {"tokens": options.tokens, "length": options.length, "heard": options.heard}
@@ -323,6 +332,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="to judge on, of SmolLM2")
     parser.add_argument("--length", type=int, default=256, help="of a document, of SmolLM2")
     parser.add_argument("--ways", type=int, default=5, help="so many of them, of SmolLM2")
+    parser.add_argument("--larger", type=int, default=20, help="masks of 15 %%, of SmolLM2")
     parser.add_argument("--each", action="store_true", help="networks one by one, too")
     parser.add_argument("--heard", type=int, default=51_200, help="to find networks on, of SmolLM2")
     parser.add_argument("--counts", type=int, nargs="*", default=[10, 20, 50, 100, 200])

@@ -9,9 +9,15 @@ WORKLOAD = Workload(
     about="fine-tunes Hugging Face language models, whole or with adapters",
     sections="narrowcast.workloads.sft.settings:SECTIONS",
     task="narrowcast.workloads.sft.task:build_task",
-    commands=(Command("ica", "narrowcast.workloads.sft.command:ica"),),
     report="narrowcast.workloads.sft.report:sections",
     recipes=Path(__file__).parent / "recipes",
+    commands=(
+        Command(
+            "ica",
+            "narrowcast.workloads.sft.command:ica",
+            about="finds, shows and tests functional networks of a language model",
+        ),
+    ),
     requires=("transformers", "peft"),
     extra="sft",
 )

@@ -13,7 +13,7 @@ from narrowcast.workloads.sft.ica.page.text import named
 from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval
 
 WIDTH = 960
-LEFT, RIGHT, TOP, BOTTOM = 96, 16, 8, 34
+LEFT, RIGHT, TOP, BOTTOM = 112, 16, 8, 34
 COLOURS = 8
 """Those of the page; after them they begin again."""
 THINNEST = 1.4
@@ -77,13 +77,12 @@ def sizes_by_layer(networks: FunctionalNetworks) -> str:
         for component in networks.components
     ]
     most = max((count for row in counts for count in row), default=0)
-    total = [networks.size(component) for component in networks.components]
     busiest = [layers[max(range(len(layers)), key=row.__getitem__)] for row in counts]
     alt = "Channels by component and layer; " + ", ".join(
         f"component {c} has most in layer {layer}"
         for c, layer in list(zip(networks.components, busiest, strict=True))[:20]
     )
-    labels = [f"{c}: {size:,}" for c, size in zip(networks.components, total, strict=True)]
+    labels = [f"component {component}" for component in networks.components]
     return _matrix(
         counts, labels, [str(layer) for layer in layers], most=most, alt=f"{alt}.", form="d"
     )
@@ -116,9 +115,11 @@ def ablation_bars(ablation: Ablation) -> str:
     ]
     low, high = min(0.0, *below), max(1e-6, *beyond)
     scale = _Scale(low, high)
+    # A network has the colour it has on the map; all together have one of their own.
+    fills = ["var(--quiet)", *(colour(place) for place in range(len(ablation.each)))]
     marks, y = [_grid(scale, len(rows) + 1)], TOP
     for place, (label, cost, versus) in enumerate(rows):
-        marks += [_text(LEFT - 8, y + 19, label, "end"), _bar(scale, cost, y, colour(place))]
+        marks += [_text(LEFT - 8, y + 19, label, "end"), _bar(scale, cost, y, fills[place])]
         marks += _dots(scale, (mask.loss - whole for mask in versus.masks), y + 23)
         y += 34
     marks.append(_text(LEFT - 8, y + 19, f"{ablation.share:.0%} at random", "end"))
@@ -144,8 +145,8 @@ def preserve_curve(ablation: Ablation) -> str:
 
     marks = [
         f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" '
-        f'style="stroke:var(--grid)"></line>' + _text(LEFT - 8, y(tick) + 4, f"{tick:.3g}", "end")
-        for tick in _ticks(bottom, top)
+        f'style="stroke:var(--grid)"></line>' + _text(LEFT - 8, y(tick) + 4, label, "end")
+        for tick, label in _labelled(bottom, top)
     ]
     marks += [_text(x(t), TOP + height + 30, f"{t:,.0f}", "middle") for t in _ticks(0, most)]
     line = y(ablation.whole.loss)
@@ -204,8 +205,8 @@ def _grid(scale: _Scale, rows: int) -> str:
     return "".join(
         f'<line x1="{scale(tick):.1f}" x2="{scale(tick):.1f}" y1="{TOP}" y2="{bottom}" '
         f'style="stroke:var({"--line" if tick == 0 else "--grid"})"></line>'
-        + _text(scale(tick), bottom + 16, f"{tick:.3g}", "middle")
-        for tick in _ticks(scale.low, scale.high)
+        + _text(scale(tick), bottom + 16, label, "middle")
+        for tick, label in _labelled(scale.low, scale.high)
     )
 
 
@@ -267,6 +268,14 @@ def _text(x: float, y: float, text: str, anchor: str, fill: str = "var(--quiet)"
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:{fill}">'
         f"{escape(text)}</text>"
     )
+
+
+def _labelled(low: float, high: float) -> list[tuple[float, str]]:
+    """Return round numbers, each with as many digits as it takes to tell them apart."""
+    ticks = _ticks(low, high)
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [(tick, f"{tick:,.{digits}f}") for tick in ticks]
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -47,9 +47,9 @@ def network_rows(networks: FunctionalNetworks) -> tuple[list[str], list[list[str
 def about(networks: FunctionalNetworks) -> list[str]:
     """Say where networks come from, and what was noticed on the way."""
     layout, known = networks.layout, networks.provenance
-    depth = "" if layout.depth is None else f" of {layout.depth}"
+    depth = f" of {layout.depth}" if layout.depth not in (None, len(layout.layers)) else ""
     told = [
-        f"{len(networks.components)} networks of {len(layout.layers)}{depth} layers with "
+        f"{len(networks.components)} networks in {len(layout.layers)}{depth} layers with "
         f"{layout.width:,} {layout.site} channels each"
     ]
     parts = {"model": known.model, "data": known.data, "selector": known.selector}
@@ -106,8 +106,8 @@ def ablation_lines(ablation: Ablation) -> list[str]:
         "token, random masks by their mean"
     )
     larger = (
-        f"Beside {ablation.share:.0%} of the channels of each layer at random: "
-        f"{ablation.larger.difference} nats a token more, more than "
+        f"Beside {ablation.share:.0%} of the channels of each layer at random: a difference of "
+        f"{ablation.larger.difference} nats a token; it costs more than "
         f"{len(ablation.larger.masks) - ablation.larger.at_least} of {len(ablation.larger.masks)}."
     )
     return [

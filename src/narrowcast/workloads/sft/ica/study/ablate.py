@@ -33,6 +33,7 @@ def ablate(
     components: Sequence[int] | None = None,
     random_masks: int = RANDOM_MASKS,
     share: float = SHARE,
+    share_masks: int | None = None,
     one_by_one: bool = True,
     keep: Sequence[int] | None = None,
     seed: int = 0,
@@ -42,22 +43,24 @@ def ablate(
 ) -> Ablation:
     """Measure what a model loses with networks, all or some; deterministic from the seed.
 
-    Compares with random masks of as many channels in each layer, and with masks of a larger share.
+    Compares with random masks of as many channels in each layer, and with masks of a larger share,
+    as many of them unless `share_masks` says how many.
     `one_by_one`: each network as well. `keep`: of how many of the first networks it is measured
     what they keep alive; none: of one, two and so on. The model is given back as it was.
     """
     refuse_misfit(networks, model)
-    _refuse_little(documents, random_masks, share)
+    _refuse_little(documents, min(random_masks, share_masks or random_masks), share)
     chosen = networks.components if components is None else tuple(dict.fromkeys(components))
     singles = [(number,) for number in chosen] if one_by_one and len(chosen) > 1 else []
     points = _points(len(chosen)) if keep is None else [n for n in keep if n <= len(chosen)]
-    total = 1 + (1 + len(singles)) * (1 + random_masks) + random_masks + len(points)
+    larger_ones = random_masks if share_masks is None else share_masks
+    total = 1 + (1 + len(singles)) * (1 + random_masks) + larger_ones + len(points)
     with Masks(model, site=networks.layout.site) as masks:
         bench = _Bench(
             model, documents, networks, masks, seed=seed, passes=total, progress=progress
         )
         lesion, scores = bench.lesion(chosen, random_masks)
-        larger = bench.versus(scores, bench.share_of_each(share), random_masks)
+        larger = bench.versus(scores, bench.share_of_each(share), larger_ones)
         each = [bench.lesion(single, random_masks)[0] for single in singles]
         kept = [bench.kept(chosen[:count]) for count in points]
     return Ablation(

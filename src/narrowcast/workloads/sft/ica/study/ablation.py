@@ -131,7 +131,8 @@ class Ablation:
         what = (
             f"silencing {_components(found.components)}, {found.channels:,} of {self.channels:,} "
             f"channels ({found.channels / self.channels:.1%}), costs {found.cost} nats a token, "
-            f"{versus.difference} more than as many channels drawn by chance in each layer"
+            f"which differs by {versus.difference} from as many channels drawn by chance in each "
+            "layer"
         )
         count = len(versus.masks)
         rank = "all" if versus.at_least == 0 else f"{count - versus.at_least} of"

@@ -1,6 +1,6 @@
 """What a model predicts of documents: losses and hits, summed over each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -14,6 +14,8 @@ from narrowcast.workloads.sft.ica.study.bootstrap import Sums
 
 IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
+MOST_TOKENS = 2048
+"""Of a batch: their logits over a large vocabulary are what memory goes to."""
 Document: TypeAlias = Mapping[str, Tensor]
 """`input_ids` and `labels`, (1, tokens) each: a label is the token at its own place."""
 
@@ -39,8 +41,8 @@ def score(model: nn.Module, documents: Sequence[Document]) -> Scores:
     """Return how well a model predicts documents, each by itself. Waits for the device."""
     device = next(model.parameters()).device
     with evaluating(model):
-        found = [_scored(model, document, device) for document in documents]
-    losses, hits, tokens = torch.stack(found).double().cpu().numpy().T
+        found = [_scored(model, batch, device) for batch in _batches(documents)]
+    losses, hits, tokens = torch.cat(found, 1).cpu().numpy()
     return Scores(losses=np.array(losses), hits=np.array(hits), tokens=np.array(tokens))
 
 
@@ -49,12 +51,32 @@ def learnt(document: Document) -> int:
     return int((document["labels"][:, 1:] != IGNORED).sum())
 
 
-def _scored(model: Any, document: Document, device: torch.device) -> Tensor:
-    given = {name: each.to(device) for name, each in document.items() if name != "labels"}
-    labels = document["labels"][:, 1:].to(device).flatten()
-    logits = model(**given, use_cache=False).logits[:, :-1].flatten(0, 1)
+def _batches(documents: Sequence[Document]) -> Iterator[dict[str, Tensor]]:
+    """Put neighbours of one length together; nothing is filled up."""
+    waiting: list[Document] = []
+    for document in documents:
+        length = document["input_ids"].shape[1]
+        others = {each["input_ids"].shape[1] for each in waiting}
+        if waiting and (others != {length} or (len(waiting) + 1) * length > MOST_TOKENS):
+            yield _joined(waiting)
+            waiting = []
+        waiting.append(document)
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(documents: Sequence[Document]) -> dict[str, Tensor]:
+    return {name: torch.cat([each[name] for each in documents]) for name in documents[0]}
+
+
+def _scored(model: Any, batch: Document, device: torch.device) -> Tensor:
+    """Return losses, hits and tokens of each document of a batch, (3, documents)."""
+    given = {name: each.to(device) for name, each in batch.items() if name != "labels"}
+    labels = batch["labels"][:, 1:].to(device)
+    logits = model(**given, use_cache=False).logits[:, :-1].float()
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
+    ).view_as(labels)
     counted = labels != IGNORED
-    logits, labels = logits[counted].float(), labels[counted]
-    losses = nn.functional.cross_entropy(logits, labels, reduction="none").double()
-    hits = (logits.argmax(-1) == labels).double()
-    return torch.stack([losses.sum(), hits.sum(), counted.double().sum()])
+    hits = (logits.argmax(-1) == labels) & counted
+    return torch.stack([each.double().sum(1) for each in (losses, hits, counted)])
