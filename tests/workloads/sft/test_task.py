@@ -257,6 +257,14 @@ def test_masks_are_on_while_it_trains_and_gone_from_what_is_saved(mode, llama, r
     )
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("mode", ["lesion", "freeze"])
+def test_networks_of_a_base_in_e4m3_are_found(mode, family, rows, tmp_path, request):
+    asked = ("model.base=e4m3", *LORA, f"ica.mask_mode={mode}", "ica.samples=20")
+    trained(request.getfixturevalue(family), rows, tmp_path / "r", *asked)
+    assert load_networks(tmp_path / "r" / "networks.json").size(0) > 0
+
+
 @pytest.mark.parametrize("word", ["ica.mask_mode=lesion", "ica.freeze=true", "model.base=e4m3"])
 def test_a_run_goes_on_bit_for_bit(word, llama, rows, tmp_path):
     asked = words(llama, rows, "judge.samples=0", "model.tune=lora", "ica.samples=20", "steps=6")
