@@ -142,8 +142,9 @@ def test_adapters_learn_what_they_would(language_model, sentences, targets):
     config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     models = []
     for _ in range(2):
+        base = language_model("Llama")
         torch.manual_seed(0)
-        models.append(peft.get_peft_model(language_model("Llama"), config).train())
+        models.append(peft.get_peft_model(base, config).train())
     plain, model = models
     tokens, labels = sentences
     if "lm_head" in targets:

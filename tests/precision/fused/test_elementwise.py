@@ -71,8 +71,9 @@ def test_adapters_inside_a_gated_mlp_learn_what_they_would(language_model, sente
     )
     models = []
     for _ in range(2):
+        base = language_model("Llama")
         torch.manual_seed(0)
-        models.append(peft.get_peft_model(language_model("Llama"), config).to(DEVICE).train())
+        models.append(peft.get_peft_model(base, config).to(DEVICE).train())
     plain, model = models
     tokens, labels = (each.to(DEVICE) for each in sentences)
     fused(model, [*PIECES, "loss"])
