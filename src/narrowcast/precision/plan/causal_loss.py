@@ -71,7 +71,8 @@ def _why_not(module: nn.Module, head_name: str) -> str:
     if "." in head_name:
         return f"{plain.__name__} has its head inside {head_name.rpartition('.')[0]}"
     if plain_class(head) is not nn.Linear or has_own_forward(head):
-        return f"{head_name} is a {plain_class(head).__name__}, no plain linear layer"
+        kind = plain_class(head)
+        return f"{head_name} is no plain linear layer but a {kind.__module__}.{kind.__name__}"
     if plain.loss_function.fget(module) is not standard_loss():
         return f"{plain.__name__} has a loss of its own"
     return _followed(module, head_name)

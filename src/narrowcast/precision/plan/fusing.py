@@ -95,6 +95,19 @@ class FusedPiece:
         return f"{self.piece}: {names}: {self.reason}" if names else f"{self.piece}: {self.reason}"
 
 
+def lines_of(pieces: Sequence[FusedPiece]) -> list[tuple[str, str]]:
+    """Return what a plan says of its pieces in lines; those left for one reason share a line."""
+    fused = [("fused", str(each)) for each in pieces if each.fused]
+    left: dict[str, list[FusedPiece]] = {}
+    for each in pieces:
+        if not each.fused:
+            left.setdefault(each.reason, []).append(each)
+    for reason, alike in left.items():
+        names = ", ".join(each.piece for each in alike)
+        fused.append(("unfused", str(alike[0]) if len(alike) == 1 else f"{names}: {reason}"))
+    return fused
+
+
 def pieces_asked(fuse: Fuse) -> tuple[str, ...] | None:
     """Return the pieces that are named; None for `auto`, which names none."""
     named = (fuse,) if isinstance(fuse, str) else tuple(fuse)

@@ -12,7 +12,7 @@ from torch import nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
-from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces
+from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import ITSELF, Policy, matches, suggestion
@@ -63,8 +63,7 @@ class Plan:
     @property
     def _table(self) -> Table:
         whole = table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
-        pieces = [("fused" if each.fused else "unfused", str(each)) for each in self.fused]
-        return whole._replace(notes=[*whole.notes, *pieces])
+        return whole._replace(notes=[*whole.notes, *lines_of(self.fused)])
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
