@@ -5,9 +5,10 @@ Run: python benchmarks/sft_step.py [--models M,…] [--tune full,lora] [--conten
 
 A Llama in the shape of SmolLM2-135M and one of 1.3B, random weights from one seed, all of it
 trained or adapters of rank 16 on every linear layer; rows of 2,048 tokens, full of documents whose
-lengths are log-normal (400 on average), in one order for everybody; AdamW, gradients clipped at 1.
-Full training begins with fp32 weights: the peers keep them and multiply in bf16 (autocast),
-narrowcast keeps them as bf16 with the digits beside (split). A base under adapters is bf16.
+lengths are log-normal (400 on average, before the last of a row is cut), in one order for
+everybody; AdamW, gradients clipped at 1. Full training begins with fp32 weights: the peers keep
+them and multiply in bf16 (autocast), narrowcast keeps them as bf16 with the digits beside (split).
+A base under adapters is bf16.
 
 - Trainer: bf16=True and nothing else. Its rows are plain, so that its documents see one another.
 - trl: gradient checkpointing off, Liger kernels on, packing as said in `sft_contenders/peers.py`;

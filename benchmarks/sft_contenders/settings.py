@@ -1,5 +1,6 @@
 """What is the same for everybody: models, rows, optimizer, and how many steps."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ def packed_rows(shape: Shape, steps: int, *, seed: int = 0) -> dict[str, Tensor]
     spread = 0.8
     lengths = torch.empty(count * (shape.length // 8))
     lengths.log_normal_(0.0, spread, generator=chance)
-    lengths = (lengths * shape.mean_document * 2.0 ** (-(spread**2))).clamp(8, shape.length)
+    lengths = (lengths * shape.mean_document * math.exp(-(spread**2) / 2)).clamp(8, shape.length)
     positions = torch.zeros(count, shape.length, dtype=torch.long)
     drawn = iter(lengths.long().tolist())
     for row in positions:

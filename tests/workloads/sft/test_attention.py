@@ -80,6 +80,19 @@ def test_a_packed_conversation_is_what_it_is_alone(name):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max() + 1))
 
 
+@torch.no_grad()  # with them, the tracer of torch warns of the tensors between blocks
+def test_a_compiled_block_has_no_breaks():
+    model = model_of(CONFIGS["qwen2, shared key heads"])
+    keep_conversations_apart(model)
+    tokens, positions = batch_of(LENGTHS)
+    given = {"position_ids": positions, "attention_mask": conversation_bounds(positions)}
+    expected = model(tokens, **given, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    found = model(tokens, **given, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_transformers_alone_lets_them_see_one_another_when_it_makes_a_cache():
     """Why a mask is given: this fails on the day that it need not be any more."""
     model = model_of(CONFIGS["llama"])

@@ -20,6 +20,11 @@ from transformers.masking_utils import sdpa_mask
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.launch import unsupported_reason
 
+# Known before a compiler traces a layer, which would look for Triton again in its midst.
+_HAS_TRITON = not unsupported_reason(torch.device("cuda"))
+if _HAS_TRITON:
+    from narrowcast.kernels.attention.packed import packed_attention
+
 NAME = "narrowcast_packed"
 """What it is called among the attentions of transformers."""
 LAYERS = ("full_attention", "sliding_attention")
@@ -92,10 +97,8 @@ def attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (heads.to(dtype) for heads in (query, key, value))
-    fused = dropout == 0.0 and query.shape[-1] <= WIDEST and not unsupported_reason(query.device)
-    if fused:
-        from narrowcast.kernels.attention.packed import packed_attention
-
+    fused = _HAS_TRITON and query.is_cuda and query.shape[-1] <= WIDEST
+    if fused and dropout == 0.0:
         output = packed_attention(query, key, value, bounds, scale=scaling, window=sliding_window)
         return output, None
     group = query.shape[1] // key.shape[1]
