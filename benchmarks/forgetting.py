@@ -79,7 +79,7 @@ def stories_model(folder: Path) -> LlamaForCausalLM:
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=1,
     )
     model, at = LlamaForCausalLM(config), 0
 
@@ -143,7 +143,8 @@ def stories_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     core.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    signs = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    # Its stories were laid end to end with <s> between them: that is how it knows to end a text.
+    signs = {"bos_token": "<s>", "eos_token": "<s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, **signs)
 
 
@@ -361,7 +362,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="folder with lm_stories260K and text")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150, help="of each task")
+    parser.add_argument("--steps", type=int, default=100, help="of each task")
     parser.add_argument("--asked", type=int, default=100, help="held-out questions of each task")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
@@ -388,7 +389,12 @@ def main() -> None:
         with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
             for found in pool.map(_work, jobs):
                 rows += found
-                print(json.dumps(found[0]["matrix"]), found[0]["method"], found[0]["seconds"])
+                print(
+                    json.dumps(found[0]["matrix"]),
+                    found[0]["method"],
+                    found[0]["seconds"],
+                    flush=True,
+                )
     figures = {
         "environment": environment,
         "steps": options.steps,
