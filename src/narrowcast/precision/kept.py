@@ -160,11 +160,11 @@ def _e4m3_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _snr_db(matrix: Tensor, codes: Tensor, scale: Tensor) -> float:
-    """Return signal to noise of a kept weight, in fp64 from row to row; ∞ where there is none."""
+    """Return signal to noise of a kept weight, added up in fp64; ∞ where there is no noise."""
     full = matrix.float()
     noise = full - widened(codes, scale, torch.float32)
-    squares = [torch.linalg.vector_norm(x, dim=1).double().square().sum() for x in (full, noise)]
-    signal, lost = (float(each) for each in squares)
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (full, noise)]
+    signal, lost = (float(norm.square()) for norm in norms)
     return 10 * math.log10(signal / lost) if lost else math.inf
 
 
@@ -225,6 +225,11 @@ def _writes(name: str) -> bool:
 
 
 def _written(layer: KeptLayer, value: Tensor) -> None:
+    if type(layer) is not _kept_class(cast(Any, layer.nc_plain_layer)):
+        raise UnsupportedError(
+            "a weight that is kept in e4m3 was written to while its model is prepared; call "
+            "release() first, and merge then"
+        )
     layer.nc_widen(value=value.detach())
     _log.info(
         "a weight of %s that was kept in e4m3 was written to, and is a plain one in %s now",

@@ -283,6 +283,38 @@ def test_a_write_that_would_be_lost_is_refused(write):
         write(model[0].weight)
 
 
+def trained_beside(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_a_prepared_model_is_not_merged_into():
+    model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
+    nc.keep_frozen(model)
+    run = nc.prepare(model, trained_beside(model), policy="fp32")
+    with pytest.raises(UnsupportedError, match="while its model is prepared"):
+        model[0].weight.data += 1
+    twin = copy.deepcopy(model)  # of a prepared model is the one it was
+    assert type(twin[0]) is type(run.release()[0])
+    model[0].weight.data += 1
+    assert torch.equal(model[0].weight, twin[0].weight + 1)
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_what_is_kept_is_not_trained(thawed):
+    model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
+    nc.keep_frozen(model)
+    model.requires_grad_(thawed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RecipeError, match="the weight of 0 is kept in e4m3 and cannot be trained"):
+        nc.prepare(model, optimizer, policy="fp32")
+
+
+def test_a_weight_that_somebody_computes_is_left_alone():
+    model = nn.Sequential(frozen()[0], nn.utils.parametrizations.weight_norm(nn.Linear(48, 4)))
+    model.requires_grad_(False)
+    assert nc.keep_frozen(model).keys() == {"0"}
+
+
 def test_what_is_given_back_has_the_dtype_asked_for():
     model = frozen(dtype=torch.bfloat16)
     nc.keep_frozen(model)
