@@ -13,6 +13,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.precision import kept
 from narrowcast.precision.kept import KeptLayer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -193,6 +194,30 @@ def test_bytes_move_to_a_gpu_and_back(cuda):
     assert model[0].weight_scale.is_cuda
     assert torch.equal(model[0].weight.cpu(), before)  # by the kernel, there
     assert torch.equal(model.cpu()[0].weight, before)
+
+
+def test_a_matrix_that_is_cast_piece_by_piece_is_the_same(monkeypatch):
+    whole, pieces = frozen(40, 33), frozen(40, 33)
+    expected = nc.keep_frozen(whole)
+    monkeypatch.setattr(kept, "_PIECE", 7 * 40)
+    assert nc.keep_frozen(pieces) == {"0": pytest.approx(expected["0"], rel=1e-9)}
+    assert torch.equal(pieces[0].weight, whole[0].weight)
+    assert torch.equal(pieces[0].weight_scale, whole[0].weight_scale)
+
+
+@pytest.mark.gpu
+def test_weights_are_let_go_layer_by_layer(cuda):
+    layers = [nn.Linear(2048, 2048, False, cuda, torch.bfloat16) for _ in range(16)]
+    model = nn.Sequential(*layers).requires_grad_(False)
+    del layers
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    nc.keep_frozen(model)
+    one = 2048 * 2048
+    # One layer in fp32, its error, and its casts; of sixteen in bf16.
+    assert torch.cuda.max_memory_allocated() < before + 20 * one
+    assert torch.cuda.memory_allocated() < before - 15 * one
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: saved_and_loaded(m)])
