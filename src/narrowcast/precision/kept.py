@@ -196,7 +196,7 @@ class _WidenedProduct(torch.autograd.Function):
             with torch.autocast(grad.device.type, enabled=False):
                 grad_x = _widened_product(grad, None, *ctx.saved_tensors, not ctx.across)
         if ctx.has_bias and ctx.needs_input_grad[1]:
-            grad_bias = grad.flatten(0, -2).sum(0)
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_bias, None, None, None
 
 

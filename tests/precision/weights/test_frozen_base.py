@@ -117,6 +117,20 @@ def test_output_and_gradients_are_those_of_the_plain_layer(bias, dtype, device):
         assert mine is plain is None or torch.equal(mine, plain)
 
 
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (1, 1, 32)])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-row"])
+def test_inputs_of_any_shape_have_gradients(shape, policy):
+    model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
+    nc.keep_frozen(model)
+    model[0].bias.requires_grad_()
+    run = nc.prepare(model, trained_beside(model), policy=policy)
+    x = torch.randn(shape, requires_grad=True)
+    with run.compute():
+        run.backward(model(x).float().sum())
+    assert x.grad.shape == shape
+    assert model[0].bias.grad.shape == (48,)
+
+
 def test_nothing_wide_is_kept_for_the_backward_pass():
     model = frozen(256, 512, bias=False)
     nc.keep_frozen(model)
