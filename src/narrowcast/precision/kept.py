@@ -24,6 +24,7 @@ Products = Literal["auto", "fp8", "wide"]
 
 _log = logging.getLogger(__name__)
 _NAN = 0x7F
+_PIECE = 2**24  # elements that are cast at once
 
 LARGEST = 448 * 2.0**119
 """The largest weight that can be kept: rounded, and scaled back, it is still a number of fp32."""
@@ -130,9 +131,8 @@ def keep_layer(layer: nn.Module, products: Products = "auto") -> float | None:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     transposed = not isinstance(layer, nn.Linear)
-    matrix = weight.detach().t().contiguous() if transposed else weight.detach()  # (out, in)
-    codes, scale = _e4m3_rows(matrix)
-    snr_db = None if matrix.is_meta else _snr_db(matrix, codes, scale)
+    matrix = weight.detach().t() if transposed else weight.detach()  # (out, in)
+    codes, scale, snr_db = _in_e4m3(matrix)
     kept = Kept(dtype=weight.dtype, transposed=transposed, products=products, snr_db=snr_db)
     del layer.weight
     object.__setattr__(layer, "__class__", _kept_class(cast(Any, type(layer))))
@@ -148,24 +148,33 @@ def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return widen_lines(codes.detach(), scale, dtype)
 
 
-def _e4m3_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix in e4m3, and the scale of each row."""
-    rows = matrix.shape[0]
+def _in_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor, float | None]:
+    """Return a matrix in e4m3, the scale of each row, and signal to noise in dB, if it has numbers.
+
+    A piece at a time: beside a large matrix there is no second one in fp32.
+    """
+    rows, columns = matrix.shape
+    codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=matrix.device)
+    scale = torch.empty(rows, device=matrix.device)
     if matrix.is_meta:
-        codes = torch.empty_like(matrix, dtype=torch.float8_e4m3fn)
-        return codes, torch.empty(rows, device=matrix.device)
-    made = quantize_lines(matrix, torch.float8_e4m3fn, columnwise=False)
-    # Without the rows that it is filled up with.
-    return made.rowwise[:rows].clone(), made.rowwise_scale_inv[:rows].clone()
+        return codes, scale, None
+    signal = noise = torch.zeros((), dtype=torch.float64, device=matrix.device)
+    step = max(_PIECE // max(columns, 1), 1)
+    for begin in range(0, rows, step):
+        piece = matrix[begin : begin + step].float()
+        made = quantize_lines(piece, torch.float8_e4m3fn, columnwise=False)
+        here = slice(begin, begin + len(piece))
+        # Without the rows that it is filled up with.
+        codes[here], scale[here] = made.rowwise[: len(piece)], made.rowwise_scale_inv[: len(piece)]
+        lost = piece - widened(codes[here], scale[here], torch.float32)
+        signal, noise = signal + _square(piece), noise + _square(lost)
+    lossless = not float(noise)
+    return codes, scale, math.inf if lossless else 10 * math.log10(float(signal / noise))
 
 
-def _snr_db(matrix: Tensor, codes: Tensor, scale: Tensor) -> float:
-    """Return signal to noise of a kept weight, in fp64 from row to row; ∞ where there is none."""
-    full = matrix.float()
-    noise = full - widened(codes, scale, torch.float32)
-    squares = [torch.linalg.vector_norm(x, dim=1).double().square().sum() for x in (full, noise)]
-    signal, lost = (float(each) for each in squares)
-    return 10 * math.log10(signal / lost) if lost else math.inf
+def _square(x: Tensor) -> Tensor:
+    square: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    return square
 
 
 class _WidenedProduct(torch.autograd.Function):
@@ -187,7 +196,7 @@ class _WidenedProduct(torch.autograd.Function):
             with torch.autocast(grad.device.type, enabled=False):
                 grad_x = _widened_product(grad, None, *ctx.saved_tensors, not ctx.across)
         if ctx.has_bias and ctx.needs_input_grad[1]:
-            grad_bias = grad.flatten(0, -2).sum(0)
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_x, grad_bias, None, None, None
 
 
@@ -225,6 +234,11 @@ def _writes(name: str) -> bool:
 
 
 def _written(layer: KeptLayer, value: Tensor) -> None:
+    if type(layer) is not _kept_class(cast(Any, layer.nc_plain_layer)):
+        raise UnsupportedError(
+            "a weight that is kept in e4m3 was written to while its model is prepared; call "
+            "release() first, and merge then"
+        )
     layer.nc_widen(value=value.detach())
     _log.info(
         "a weight of %s that was kept in e4m3 was written to, and is a plain one in %s now",

@@ -13,6 +13,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.precision import kept
 from narrowcast.precision.kept import KeptLayer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -116,6 +117,20 @@ def test_output_and_gradients_are_those_of_the_plain_layer(bias, dtype, device):
         assert mine is plain is None or torch.equal(mine, plain)
 
 
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (1, 1, 32)])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-row"])
+def test_inputs_of_any_shape_have_gradients(shape, policy):
+    model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
+    nc.keep_frozen(model)
+    model[0].bias.requires_grad_()
+    run = nc.prepare(model, trained_beside(model), policy=policy)
+    x = torch.randn(shape, requires_grad=True)
+    with run.compute():
+        run.backward(model(x).float().sum())
+    assert x.grad.shape == shape
+    assert model[0].bias.grad.shape == (48,)
+
+
 def test_nothing_wide_is_kept_for_the_backward_pass():
     model = frozen(256, 512, bias=False)
     nc.keep_frozen(model)
@@ -193,6 +208,30 @@ def test_bytes_move_to_a_gpu_and_back(cuda):
     assert model[0].weight_scale.is_cuda
     assert torch.equal(model[0].weight.cpu(), before)  # by the kernel, there
     assert torch.equal(model.cpu()[0].weight, before)
+
+
+def test_a_matrix_that_is_cast_piece_by_piece_is_the_same(monkeypatch):
+    whole, pieces = frozen(40, 33), frozen(40, 33)
+    expected = nc.keep_frozen(whole)
+    monkeypatch.setattr(kept, "_PIECE", 7 * 40)
+    assert nc.keep_frozen(pieces) == {"0": pytest.approx(expected["0"], rel=1e-9)}
+    assert torch.equal(pieces[0].weight, whole[0].weight)
+    assert torch.equal(pieces[0].weight_scale, whole[0].weight_scale)
+
+
+@pytest.mark.gpu
+def test_weights_are_let_go_layer_by_layer(cuda):
+    layers = [nn.Linear(2048, 2048, False, cuda, torch.bfloat16) for _ in range(16)]
+    model = nn.Sequential(*layers).requires_grad_(False)
+    del layers
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    nc.keep_frozen(model)
+    one = 2048 * 2048
+    # One layer in fp32, its error, and its casts; of sixteen in bf16.
+    assert torch.cuda.max_memory_allocated() < before + 20 * one
+    assert torch.cuda.memory_allocated() < before - 15 * one
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: saved_and_loaded(m)])
@@ -281,6 +320,38 @@ def test_a_write_that_would_be_lost_is_refused(write):
     nc.keep_frozen(model)
     with pytest.raises(UnsupportedError, match="cannot be written to"):
         write(model[0].weight)
+
+
+def trained_beside(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def test_a_prepared_model_is_not_merged_into():
+    model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
+    nc.keep_frozen(model)
+    run = nc.prepare(model, trained_beside(model), policy="fp32")
+    with pytest.raises(UnsupportedError, match="while its model is prepared"):
+        model[0].weight.data += 1
+    twin = copy.deepcopy(model)  # of a prepared model is the one it was
+    assert type(twin[0]) is type(run.release()[0])
+    model[0].weight.data += 1
+    assert torch.equal(model[0].weight, twin[0].weight + 1)
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_what_is_kept_is_not_trained(thawed):
+    model = nn.Sequential(frozen()[0], nn.Linear(48, 4))
+    nc.keep_frozen(model)
+    model.requires_grad_(thawed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RecipeError, match="the weight of 0 is kept in e4m3 and cannot be trained"):
+        nc.prepare(model, optimizer, policy="fp32")
+
+
+def test_a_weight_that_somebody_computes_is_left_alone():
+    model = nn.Sequential(frozen()[0], nn.utils.parametrizations.weight_norm(nn.Linear(48, 4)))
+    model.requires_grad_(False)
+    assert nc.keep_frozen(model).keys() == {"0"}
 
 
 def test_what_is_given_back_has_the_dtype_asked_for():

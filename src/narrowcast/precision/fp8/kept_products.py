@@ -93,7 +93,7 @@ class _KeptProduct(torch.autograd.Function):
             grad_x = _apply(grad, None, *kept, ctx.formats, ctx.native, not ctx.across)
             grad_x = grad_x.to(ctx.x_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
-            total = grad.flatten(0, -2).sum(0, dtype=torch.float32)
+            total = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
             grad_bias = rounded(total, ctx.formats.output).to(ctx.bias_dtype)
         return grad_x, grad_bias, *[None] * 5
 

@@ -77,6 +77,20 @@ def widen_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> list[str
     return names
 
 
+def refuse_to_train_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to train what is kept in e4m3, or to hold it as if it were."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, module in model.named_modules():
+        if isinstance(module, KeptLayer):
+            weight = module.weight_e4m3
+            if weight.requires_grad or weight in held:
+                raise RecipeError(
+                    f"the weight of {name} is kept in e4m3 and cannot be trained; give the "
+                    "optimizer [p for p in model.parameters() if p.requires_grad], or call "
+                    "widen_frozen(model) and make it anew"
+                )
+
+
 def _candidates(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers whose weight nobody trains and no other module has."""
     holders: dict[int, int] = {}
@@ -86,8 +100,9 @@ def _candidates(model: nn.Module, skip: Sequence[str]) -> Iterator[tuple[str, nn
     for name, module in model.named_modules():
         if not _is_linear(module) or "forward" in module.__dict__:
             continue
-        weight = module.weight
-        assert isinstance(weight, Tensor)
+        weight = module._parameters.get("weight")
+        if weight is None:  # somebody computes it
+            continue
         shared = holders[id(weight)] > 1
         head = not HEADS.isdisjoint(name.split("."))  # inside of an adapter, too
         if weight.requires_grad or shared or head or _is_skipped(name, skip):
