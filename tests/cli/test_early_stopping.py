@@ -45,6 +45,27 @@ def test_a_run_that_is_killed_and_resumed_ends_early_all_the_same(narrowcast, ti
     assert "of 8, resumed from step" in verified.out
 
 
+def test_a_run_that_ends_with_its_best_weights_says_of_which_step(narrowcast, tiny, tmp_path):
+    out = tmp_path / "run"
+    said = narrowcast("train", tiny, *WORDS, "eval.keep_best=true", "--out", out)
+    assert said.code == 0
+    assert "of step 2, the best evaluation: loss" in said.out
+    assert "weights are those of step 2, the best evaluation" in (out / "report.html").read_text()
+    assert json.loads((out / "finished.json").read_text())["exported"]["step"] == 2
+    assert "has finished: it ended early" in narrowcast("resume", out).out
+    # The last weights are asked for now, and exported without a step.
+    assert narrowcast("resume", out, "eval.keep_best=false").code == 0
+    assert "exported" not in json.loads((out / "finished.json").read_text())
+
+
+def test_a_run_that_is_killed_and_resumed_ends_with_the_same_best(narrowcast, tiny, tmp_path):
+    words = ("steps=20", "eval.every=2", "eval.keep_best=true", "optimizer.lr=1")
+    verified = narrowcast("verify-resume", tiny, *words, "--out", tmp_path / "both")
+    assert (verified.code, verified.err) == (0, "")
+    said = json.loads((tmp_path / "both/resumed/finished.json").read_text())
+    assert said["exported"]["step"] < 20  # at such a rate the last is not the best
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -34,6 +34,13 @@ def test_a_run_that_stopped_improving_is_finished_and_says_why(run_data_of, step
     assert "for 4 of 10 steps" in headline(data)
 
 
+def test_a_run_that_ends_with_its_best_weights_says_of_which_step(run_data_of, step):
+    settings = {"eval.keep_best": True, "eval.patience": 2}
+    found = ending(judged(run_data_of, step, [3.0, 2.0, 2.5, 2.25], **settings))
+    assert found.label == "Finished"
+    assert found.advice.endswith("weights are those of step 2, the best evaluation: loss 2.000.")
+
+
 @pytest.mark.parametrize(
     ("values", "settings"),
     [

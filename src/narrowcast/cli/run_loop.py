@@ -9,8 +9,8 @@ from narrowcast.errors import DivergedError
 from narrowcast.runner.run import Run
 from narrowcast.runs import StepRecord
 from narrowcast.runs.tally import Tally
-from narrowcast.training.checkpoints.export import WEIGHTS, RunEnd
-from narrowcast.training.ending.early_stopping import EarlyStopping
+from narrowcast.training.checkpoints.export import WEIGHTS
+from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
 
 
 def run_loop(run: Run, *, console: Console) -> None:
@@ -43,7 +43,6 @@ def _conclude(
     diverged: bool = False,
 ) -> None:
     assert run.folder is not None
-    done, asked = display.tally.step, run.recipe.steps
     conclude(
         console,
         run.folder.path,
@@ -52,6 +51,6 @@ def _conclude(
         task=display.task,
         tally=display.tally,
         metrics=display.metrics,
-        end=RunEnd(step=done, asked=asked, why=stopping.why if done < asked else ""),
+        end=run_end(stopping, run.recipe, step=display.tally.step),
         diverged=diverged,
     )

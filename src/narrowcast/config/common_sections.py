@@ -259,6 +259,9 @@ class EvalSection(Section):
         le=LARGEST_FP32,
         description="by how much the first metric must be better to count as improved",
     )
+    keep_best: bool = Field(
+        default=False, description="end with the weights of the best evaluation, not with the last"
+    )
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:

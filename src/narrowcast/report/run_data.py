@@ -94,6 +94,13 @@ class RunData:
         return found.why_over(metric=self.task.headline, patience=patience)
 
     @property
+    def exported(self) -> tuple[int, float] | None:
+        """The step of the weights it ended with and their headline, where the best were kept."""
+        found = self.improvement
+        kept = self.setting("eval.keep_best") is True and found.best_step > 0
+        return (found.best_step, found.best) if kept and self.is_done else None
+
+    @property
     def is_done(self) -> bool:
         """Whether there is nothing left to do."""
         return len(self.steps) >= self.asked > 0 or bool(self.ended_early)

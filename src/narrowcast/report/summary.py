@@ -68,11 +68,8 @@ def ending(data: RunData) -> Ending:
             "Steps with a non-finite gradient are skipped, so the weights are those of the last "
             "applied step.",
         )
-    if done >= asked:
-        return Ending(label="Finished", tone="good")
-    if data.ended_early:
-        early = f"The run ended early at step {count(done)} of {count(asked)}: {data.ended_early}."
-        return Ending(label="Finished", tone="good", advice=early)
+    if done >= asked or data.is_done:
+        return Ending(label="Finished", tone="good", advice=_how_it_ended(data))
     progress = f"{count(done)} of {count(asked, 'step')}"
     last_saved = data.checkpoints[-1].step if data.checkpoints else None
     if last_saved == data.steps[-1].step:
@@ -93,6 +90,21 @@ def ending(data: RunData) -> Ending:
         advice=f"The records end after {progress}: the run was still going when this page was "
         f"written, or it was cut off. {where}",
     )
+
+
+def _how_it_ended(data: RunData) -> str:
+    """Say where a run ended early, and which weights it ended with, where that is no matter of
+    course.
+    """
+    told, metric = list[str](), data.task.headline
+    done, asked = count(len(data.steps)), count(data.asked)
+    if data.ended_early:
+        told.append(f"The run ended early at step {done} of {asked}: {data.ended_early}.")
+    if data.exported is not None:
+        step, best = data.exported
+        found = f"{said(metric.name)} {measured(metric, best)}"
+        told.append(f"Its weights are those of step {count(step)}, the best evaluation: {found}.")
+    return " ".join(told)
 
 
 def headline(data: RunData) -> str:

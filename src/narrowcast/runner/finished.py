@@ -18,7 +18,7 @@ from narrowcast.training.checkpoints.export import RESULTS, WEIGHTS, RunEnd, res
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state
-from narrowcast.training.ending.early_stopping import EarlyStopping
+from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
 
 REPORT_DUE = ".report-due"
 """There from the moment a run is begun or continued until its report is written: one that was
@@ -35,24 +35,21 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None
         last = latest(run.checkpoints)
         if last is None or not _is_told(run.path):
             return None
-        done = step_of(last)
-        if not results_are_whole(run.path, step=done):
-            return None
         state = latest_state(run)
         recipe = continued(run, overrides, state=state).after.recipe
         require_records(run, state)
-        why = _why_early(state or {}, recipe, run.task_info()) if done < recipe.steps else ""
-        end = RunEnd(step=done, asked=recipe.steps, why=why)
-        return end if done == recipe.steps or why else None
+        end = _end_of(state or {}, recipe, run.task_info(), step=step_of(last))
+        over = end.step == end.asked or bool(end.why)
+        whole = over and results_are_whole(run.path, step=end.step, exported=end.exported)
+        return end if whole else None
 
 
-def _why_early(state: Mapping[str, Any], recipe: Recipe, info: TaskInfo) -> str:
-    if "improvement" not in state:
-        return ""
+def _end_of(state: Mapping[str, Any], recipe: Recipe, info: TaskInfo, *, step: int) -> RunEnd:
     stopping = EarlyStopping(recipe.eval, info)
-    with part_of(state["step"], "improvement of evaluations"):
-        stopping.load_state_dict(state["improvement"])
-    return stopping.why
+    if "improvement" in state:  # older checkpoints are refused by whoever takes them up
+        with part_of(step, "improvement of evaluations"):
+            stopping.load_state_dict(state["improvement"])
+    return run_end(stopping, recipe, step=step)
 
 
 def require_places(folder: Path) -> None:

@@ -27,11 +27,13 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.export import RunEnd, write_results
+from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.saving import Saving
 from narrowcast.training.data import BatchStream, batches_of
 from narrowcast.training.determinism import deterministic_kernels
-from narrowcast.training.ending.early_stopping import EarlyStopping
+from narrowcast.training.ending.best_weights import BestWeights
+from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
 from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
@@ -110,6 +112,10 @@ class _Course:
         )
         self._vital_signs = VitalSigns(prepared, task, home=self._home)
         self._early_stopping = EarlyStopping(recipe.eval, task.info)
+        frozen = FrozenWeights(prepared)
+        self._best_weights = BestWeights(
+            prepared, frozen, home=self._home, wanted=recipe.eval.keep_best
+        )
         self._state = RunState(
             prepared,
             task,
@@ -121,7 +127,9 @@ class _Course:
                 "adapter": self._adapter,
                 "vital_signs": self._vital_signs,
                 "improvement": self._early_stopping,
+                "best_weights": self._best_weights,
             },
+            frozen=frozen,
         )
         self._saving = Saving(
             self._state, self._vital_signs, home=self._home, keep=recipe.checkpoint.keep
@@ -137,7 +145,7 @@ class _Course:
         Data is looked at here if it is ever to be, and not when it may have changed meanwhile.
         """
         if state is None:
-            if self._home is not None:
+            if self._home is not None or self._recipe.eval.keep_best:
                 self._state.identify()
             return
         self._state.require_own(state, accept=accept)
@@ -186,12 +194,12 @@ class _Course:
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         yield from self._save_if_lacking()
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
+        best = self._best_weights.put_in_place()
         if self._home is not None:
-            write_results(self._prepared, task, self._home.path(), end=self._end())
+            write_results(self._prepared, task, self._home.path(), end=self._end(), best=best)
 
     def _end(self) -> RunEnd:
-        done, asked = self._progress.step, self._recipe.steps
-        return RunEnd(step=done, asked=asked, why=self._early_stopping.why if done < asked else "")
+        return run_end(self._early_stopping, self._recipe, step=self._progress.step)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when it is time to, and end the run if it was asked to."""
@@ -222,6 +230,8 @@ class _Course:
             self._vital_signs.note(record)
             self._early_stopping.note(record)
             yield record
+        if self._early_stopping.improvement.best_step == step:
+            self._best_weights.keep(step)
         self._since = time.perf_counter()
 
     def _change_formats(self) -> Iterator[Record]:

@@ -79,6 +79,9 @@ def conclude(
     if diverged:
         return
     say_command(console, "weights", str(weights))
+    if end.exported:
+        best = measures(task, dict(end.measured))
+        say(console, "", f"of step {count(end.exported)}, the best evaluation: {best}")
     _suggest_more(console, folder, end=end)
 
 

@@ -41,6 +41,7 @@ _PLAIN = {
         **dict.fromkeys(("best", "counted"), (int, float)),
         **dict.fromkeys(("best_step", "stalled", "evaluated"), int),
     },
+    "best_weights": {"wanted": bool, "step": int, "sha256": str},
 }
 """Parts that nobody looks at when they are loaded, but in the steps after."""
 _SHAPE = {

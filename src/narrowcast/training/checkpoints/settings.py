@@ -18,6 +18,7 @@ MAY_CHANGE = (
     "eval.every",
     "eval.patience",
     "eval.min_delta",
+    "eval.keep_best",
     "data.workers",
     "data.prefetch",
     "trackers",

@@ -4,8 +4,22 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from narrowcast.config.common_sections import EvalSection
+from narrowcast.config.sections import Recipe
 from narrowcast.runs import Record, TaskInfo
 from narrowcast.runs.improvement import Improvement
+from narrowcast.training.checkpoints.export import RunEnd
+
+
+def run_end(stopping: "EarlyStopping", recipe: Recipe, *, step: int) -> RunEnd:
+    """Return how a run ends at `step`, and with the weights of which."""
+    asked, best = recipe.steps, stopping.improvement
+    return RunEnd(
+        step=step,
+        asked=asked,
+        why=stopping.why if step < asked else "",
+        exported=best.best_step if recipe.eval.keep_best else 0,
+        measured={stopping.metric.name: best.best},
+    )
 
 
 @final
@@ -13,20 +27,20 @@ class EarlyStopping:
     """Whether the headline of evaluations still improves, as `eval.patience` has it."""
 
     def __init__(self, settings: EvalSection, info: TaskInfo) -> None:
-        self._settings, self._metric = settings, info.headline
+        self._settings, self.metric = settings, info.headline
         self.improvement = Improvement()
         """The best evaluation so far, and how many there were since the last that was better."""
 
     def note(self, record: Record) -> None:
         """Take in a record, in the order in which they are handed on."""
         self.improvement = self.improvement.after(
-            record, metric=self._metric, min_delta=self._settings.min_delta
+            record, metric=self.metric, min_delta=self._settings.min_delta
         )
 
     @property
     def why(self) -> str:
         """Why the run ends here; empty while it goes on."""
-        return self.improvement.why_over(metric=self._metric, patience=self._settings.patience)
+        return self.improvement.why_over(metric=self.metric, patience=self._settings.patience)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from."""
