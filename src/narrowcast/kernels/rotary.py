@@ -215,8 +215,8 @@ def _turn(
         start = batch * value_batch + position * value_position
         at, to = _at(start, head, value_head), _at(token * to_value_token, head, width)
         place = tl.arange(0, WIDTH)[None, None, :]
-        here = known[:, None, None] & (head < values)[None, :, None] & (place < width)
-        tl.store(to_value + to + place, tl.load(value + at + place, mask=here), mask=here)
+        inside = known[:, None, None] & (head < values)[None, :, None] & (place < width)
+        tl.store(to_value + to + place, tl.load(value + at + place, mask=inside), mask=inside)
 
 
 @triton.jit

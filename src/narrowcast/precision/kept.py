@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, UnsupportedError
-from narrowcast.kernels.fp8_lines import quantize_lines
-from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.kernels.fp8_lines import quantize_lines, widen_lines
 
 Products = Literal["auto", "fp8", "wide"]
 """What a kept weight is multiplied in: as the policy says, in fp8, or never in fp8."""
@@ -145,23 +144,8 @@ def keep_layer(layer: nn.Module, products: Products = "auto") -> float | None:
 
 def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return e4m3 codes times the scale of their row."""
-    codes = codes.detach()
-    if torch.compiler.is_compiling() or codes.is_meta:
-        return (codes.float() * scale[:, None]).to(dtype)
-    if not unsupported_reason(codes.device):
-        from narrowcast.kernels.widen import widen_rows
-
-        return widen_rows(codes, scale, dtype)
-    return _widened_plainly(codes, scale, dtype)
-
-
-def _widened_plainly(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Do as the kernel does; on a CPU in a tenth of the time that torch's own cast takes."""
-    with torch._C.DisableTorchFunction():
-        # Digits of e4m3 laid into those of fp16, whose exponent is 8 larger: sign, a gap, the rest.
-        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-        wide = bits.view(torch.float16).to(torch.float32)
-        return wide.mul_((256.0 * scale)[:, None]).to(dtype)
+    with torch._C.DisableTorchFunction():  # regions have nothing to say of this
+        return widen_lines(codes.detach(), scale, dtype)
 
 
 def _e4m3_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:

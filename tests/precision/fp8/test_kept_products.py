@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import narrowcast as nc
@@ -94,6 +95,47 @@ def test_a_gradient_is_scaled_by_output_and_cast_by_row(target, largest, guarded
     assert torch.allclose(found.double(), expected, rtol=2**-8, atol=2**-16)
 
 
+class Counted(TorchDispatchMode):
+    """Counts the products that torch itself makes of fp8 operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func.overloadpacket is torch.ops.aten._scaled_mm
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("backward", "calls"), [("e5m2", 2), ("e4m3", 2), ("bf16", 1)])
+def test_products_of_torch_are_the_emulated_ones(backward, calls):
+    """On a CPU torch multiplies fp8 too, slowly, and so tells whether operands are put right."""
+    roles = f"forward=e4m3, grad_input={backward}, grad_weight={backward}, scaling=row"
+    results = []
+    for native in (True, False):
+        model = Adapted(64)
+        nc.keep_frozen(model)
+        run = prepared(model, f"fp32; base: {roles}")
+        model.base.nc_native = native
+        with Counted() as counted:
+            results.append(gradients(model, run))
+        assert counted.calls == (calls if native else 0)
+    for mine, other in zip(*[(r[0], *r[1]) for r in results], strict=True):
+        # Rounded to bf16 after each product; sums may differ in their order.
+        assert (mine - other).norm() <= 2**-7 * other.norm()
+
+
+def test_a_compiled_model_has_the_products_in_its_graph():
+    model = Adapted()
+    nc.keep_frozen(model)
+    run = prepared(model, "fp32")
+    eager = gradients(model, run)
+    run.zero_grad()
+    compiled = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), run)
+    assert torch.equal(eager[0], compiled[0])
+    assert all(map(torch.equal, eager[1], compiled[1]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", ["e5m2", "e4m3", "bf16"])
 def test_native_products_are_the_emulated_ones(cuda, backward):
@@ -119,6 +161,7 @@ def test_native_products_are_the_emulated_ones(cuda, backward):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_kept_layer_computes_as_the_eager_one(cuda):
     model = Adapted(64).to(cuda)
     nc.keep_frozen(model, products="wide")
@@ -194,6 +237,26 @@ def test_adapters_of_peft_compute_as_on_plain_layers_in_either_order(build, firs
         loss.backward()
         results.append([loss, *(p.grad for p in each.parameters() if p.requires_grad)])
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp8-row"])
+def test_passes_that_are_run_again_and_generation_are_as_without(policy, guarded):
+    results = []
+    for again in (False, True):
+        model = with_adapters(llama())
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        nc.keep_frozen(model)
+        model.train()
+        run = prepared(model, policy)
+        with run.compute():
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        run.backward(loss)
+        grads = [p.grad.clone() for p in run.engine.weights.all]
+        model.eval()
+        told = model.generate(input_ids=TOKENS[:, :4], max_new_tokens=3, do_sample=False)
+        results.append([loss.detach(), told, *grads])
+    assert all(map(torch.equal, *results))
 
 
 @MODELS

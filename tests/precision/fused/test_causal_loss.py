@@ -1,5 +1,7 @@
 """The loss of transformers' language models without logits, against transformers' own."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.optim import SGD
 
 import narrowcast as nc
 from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.precision.swap import is_swapped
+from narrowcast.precision.swap import Onlooker, is_swapped, swap
 
 transformers = pytest.importorskip("transformers")
 
@@ -274,3 +276,38 @@ def test_on_a_gpu_the_loss_is_that_of_the_same_policy(language_model, sentences,
     assert abs(found - plain) <= step * plain
     for a, b in zip(found_grads, plain_grads, strict=True):
         assert (a - b).abs().max() <= 2 * step * b.abs().max()
+
+
+def test_a_copy_is_plain_and_a_change_of_policy_keeps_what_is_fused(language_model, sentences):
+    model = language_model("Llama")
+    tokens, labels = sentences
+    run = fused(model)
+    copied = copy.deepcopy(model)
+    assert type(copied) is transformers.LlamaForCausalLM
+    assert copied(tokens, labels=labels).logits is not None
+    run.change("fp32")
+    assert model(tokens, labels=labels).logits is None
+    run.change(nc.plan(model, "fp32", hardware=run.plan.hardware, fuse="none"))
+    assert model(tokens, labels=labels).logits is not None
+
+
+def test_a_reading_of_health_sees_the_input_of_the_head(language_model, sentences):
+    model = language_model("Llama")
+    run = fused(model)
+    tokens, labels = sentences
+    seen = []
+
+    class Looks(Onlooker):
+        def forward(self, x):
+            seen.append("called")
+            return super().forward(x)
+
+        def nc_sees(self, x):
+            seen.append(x.detach().clone())
+
+    with run.compute():
+        plain = model.model(tokens).last_hidden_state
+        swap(model.lm_head, Looks)
+        model(tokens, labels=labels)
+    (hidden,) = seen  # once, and without a call
+    assert torch.equal(hidden, plain.reshape(-1, 32))

@@ -52,6 +52,8 @@ def print_plan(console: Console, plan: Plan, *, title: str, every: bool) -> None
     parameters = sum(module.parameters for module in plan.modules)
     say(console, "in all", f"{count(len(modules), 'module')}, {large(parameters)} parameters")
     say(console, "memory", _memory(described["bytes"]))
+    for piece in plan.fused:
+        say(console, "fused" if piece.fused else "unfused", str(piece))
 
 
 def _wide_table(rows: list[Layer]) -> Table:

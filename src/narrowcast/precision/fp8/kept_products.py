@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast.kernels.fp8_lines import quantize_lines, transposed_bytes
 from narrowcast.precision.fp8.rowwise import RowScaling
 from narrowcast.precision.fp8.scaling import dtype_of
 from narrowcast.precision.kept import Kept, widened
@@ -51,7 +52,8 @@ class KeptProducts(Mixin):
             wide = widened(codes, scale, torch.promote_types(x.dtype, torch.float32))
             return linear_product(x, wide, self.bias, formats=formats)
         result: Tensor = _apply(x, self.bias, codes, scale, formats, self.nc_native, False)
-        return result
+        # Where no autocast is around, nothing will bring the next layer's operands to one dtype.
+        return result if self.nc_autocast is not None else result.to(x.dtype)
 
     def extra_repr(self) -> str:
         """Say the formats where the model is printed."""
@@ -135,11 +137,10 @@ def _across(
     target, output = formats.grad_input, formats.output
     narrow = needs_scale(target.name)
     if native and narrow:
-        scaled = grad * scale.to(grad.dtype)
-        found = _SCALING.quantize(scaled, dtype_of(target), columnwise=False)
+        found = quantize_lines(grad, dtype_of(target), columnwise=False, factors=scale)
         ones = torch.ones(codes.shape[1], dtype=torch.float32, device=codes.device)
         scales = (found.rowwise_scale_inv, ones)
-        across = codes.t().contiguous()
+        across = transposed_bytes(codes)
         product = _SCALING.product(
             found.rowwise, across, scales, dtype=dtype_of(output), by_weight=True
         )

@@ -67,6 +67,8 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | str:
     if why or weight is None or weight.dim() != 1 or len(module._parameters) != 1 or len(own) != 1:
         return why or f"{plain_class(module).__name__} is no norm that is known"
     eps = float(vars(module)[own[0]])
+    if eps <= 0:
+        return f"{plain_class(module).__name__} has no epsilon"
     wide, narrow = (_normed(module, dtype) for dtype in (torch.float64, torch.bfloat16))
     for offset in (0.0, 1.0):
         for rounds in (True, False):
