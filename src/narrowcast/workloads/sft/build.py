@@ -55,6 +55,8 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     rows = _NOTHING if device.type == "meta" else prepare_data(data, tokenizer, seed=recipe.seed)
     _refuse_long_rows(rows, context)
     model = build_model(recipe, device=device)
+    networks = _networks(recipe, model, rows)
+    told = (*_trained(model, recipe), *(rows.report.lines() if len(rows.train) else ()))
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -62,8 +64,8 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         judge=None if device.type == "meta" else _judge(recipe, tokenizer, model, rows),
         context=context,
         bounded=is_bounded(recipe),
-        networks=_networks(recipe, model, rows),
-        notes=(*_trained(model, recipe), *(rows.report.lines() if len(rows.train) else ())),
+        networks=networks,
+        notes=(*told, *(networks.lines() if networks is not None else ())),
     )
 
 

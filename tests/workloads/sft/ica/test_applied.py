@@ -99,11 +99,13 @@ def test_nothing_asked_for_is_nothing_done(make_model):
 def test_the_search_is_part_of_a_run_and_not_of_a_plan(make_model):
     course = Course(make_model("llama"), section(mask_mode="lesion"))
     assert course.listened.times == 0
-    assert course.applied.lines() == []
+    (line, _) = course.applied.lines()
+    assert line == "networks of components 0, 1: looked for when the run begins"
     course.run(steps=1)
     assert course.listened.times > 0
     assert course.applied.networks.size(0) > 0
-    assert course.applied.lines()[0].startswith("networks of components 0, 1: ")
+    count = sum(map(len, course.applied.networks.channels().values()))
+    assert course.applied.lines()[0] == f"networks of components 0, 1: {count} of 48 channels"
 
 
 @pytest.mark.parametrize("mode", ["lesion", "preserve", "scale"])

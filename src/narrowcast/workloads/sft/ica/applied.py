@@ -103,24 +103,26 @@ class Applied:
         return () if self.networks is None else self.networks.provenance.findings
 
     def lines(self) -> list[str]:
-        """Say what is in force, once the run has begun."""
-        if self.networks is None:
-            return []
-        channels = self._channels()
-        count = sum(map(len, channels.values()))
-        total = len(self._layers) * self.networks.layout.width
-        named = ", ".join(map(str, self._section.component_ids))
-        told = [f"networks of components {named}: {count:,} of {total:,} channels"]
+        """Say what is in force, or will be once the run has begun."""
+        section = self._section
+        named = ", ".join(map(str, section.component_ids))
+        where = "looked for when the run begins"
+        if self._template is not None:
+            where = f"of {section.ica_template_path}"
+        if self.networks is not None:
+            count = sum(map(len, self._channels().values()))
+            total = len(self._layers) * self.networks.layout.width
+            where = f"{count:,} of {total:,} channels"
+        told = [f"networks of components {named}: {where}"]
         words = {"lesion": "silenced", "preserve": "kept alone", "scale": "multiplied"}
-        if self._section.mode is not None:
-            old = self._section.mask_mode
-            note = f" (mask_mode={old} is an old name of {self._section.mode})"
+        if section.mode is not None:
+            note = f" (mask_mode={section.mask_mode} is an old name of {section.mode})"
             told.append(
-                f"they are {words[self._section.mode]} in training and evaluation, and not in "
-                f"what is saved{note if old != self._section.mode else ''}"
+                f"they are {words[section.mode]} in training and evaluation, and not in what is "
+                f"saved{note if section.mask_mode != section.mode else ''}"
             )
-        if self._freeze is not None:
-            told.append(f"their rows do not move: {', '.join(self._freeze.names)}")
+        if section.freezes:
+            told.append("their rows do not move")
         return [*told, *self.findings]
 
     @contextlib.contextmanager
