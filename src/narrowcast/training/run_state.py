@@ -44,7 +44,13 @@ class RunState:
     """Captures and restores a run."""
 
     def __init__(
-        self, prepared: Prepared, task: Task, recipe: Recipe, *, parts: Mapping[str, Part]
+        self,
+        prepared: Prepared,
+        task: Task,
+        recipe: Recipe,
+        *,
+        parts: Mapping[str, Part],
+        frozen: FrozenWeights,
     ) -> None:
         """Take the parts by the names they have in a checkpoint."""
         self._prepared, self._task, self._recipe = prepared, task, recipe
@@ -53,7 +59,7 @@ class RunState:
         self._device = next(prepared.model.parameters()).device
         self._accepted: list[FindingRecord] = []
         self._data: DataIdentity | None = None
-        self._frozen = FrozenWeights(prepared)
+        self._frozen = frozen
 
     def identify(self) -> None:
         """Look at what is not saved but made again: data, and weights that are not trained."""
@@ -192,6 +198,8 @@ _SHOWN_AS = {
     "prepared": "state of the model",
     "investigator": "state of verdicts",
     "vital_signs": "vital signs",
+    "improvement": "improvement of evaluations",
+    "best_weights": "best weights",
 }
 
 

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError
@@ -63,6 +64,30 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.log.stats = stats
     engine.steps_begun = engine.log.stats.steps
     engine.begin_first_scales(step=0, applied_before=applied_before)
+    engine.buffers.reset()
+
+
+def weights_of(engine: Engine) -> dict[str, Any]:
+    """Return the weights alone, with every digit that is kept of them, and their average."""
+    average, inside = engine.weights.average, set(engine.model.parameters())
+    return {
+        "weights": engine.weights.full_by_name(),
+        "beside_model": [engine.weights.full(p) for p in engine.weights.all if p not in inside],
+        "average": None if average is None else average.averages,
+    }
+
+
+@torch.no_grad()
+def put_weights(engine: Engine, state: dict[str, Any]) -> None:
+    """Let the model have other weights, in the formats it has now; what is not there stays.
+
+    Moments, scales and counts stay too: no step is to follow.
+    """
+    engine.log.sync()
+    engine.model.load_state_dict({**engine.model.state_dict(), **state["weights"]})
+    copy_tensors(_beside_model(engine), state["beside_model"])
+    if engine.weights.average is not None:
+        copy_tensors(engine.weights.average.averages, state["average"])
     engine.buffers.reset()
 
 

@@ -37,6 +37,11 @@ _PLAIN = {
         **dict.fromkeys(("steps", "applied", "skipped_at_end", "evaluated", "bad_from"), int),
         **dict.fromkeys(("headline", "weights"), str),
     },
+    "improvement": {
+        **dict.fromkeys(("best", "counted"), (int, float)),
+        **dict.fromkeys(("best_step", "stalled", "evaluated"), int),
+    },
+    "best_weights": {"wanted": bool, "step": int, "sha256": str},
 }
 """Parts that nobody looks at when they are loaded, but in the steps after."""
 _SHAPE = {

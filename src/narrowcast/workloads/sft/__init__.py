@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from narrowcast.config.workload import Workload
+from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="sft",
@@ -11,6 +11,13 @@ WORKLOAD = Workload(
     task="narrowcast.workloads.sft.task:build_task",
     report="narrowcast.workloads.sft.report:sections",
     recipes=Path(__file__).parent / "recipes",
+    commands=(
+        Command(
+            "ica",
+            "narrowcast.workloads.sft.command:ica",
+            about="finds, shows and tests functional networks of a language model",
+        ),
+    ),
     requires=("transformers", "peft"),
     extra="sft",
 )

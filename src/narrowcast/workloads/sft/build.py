@@ -8,18 +8,20 @@ from torch import nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
-from narrowcast.workloads.sft.attention import keep_conversations_apart
 from narrowcast.workloads.sft.data.packing import Packs
 from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data
 from narrowcast.workloads.sft.data.report import DataReport
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.templates import template_of
 from narrowcast.workloads.sft.data.tokenised import TokenRows
+from narrowcast.workloads.sft.ica.applied import Applied, apply_networks, sampled
+from narrowcast.workloads.sft.ica.networks import Provenance
+from narrowcast.workloads.sft.ica.settings import IcaSection
 from narrowcast.workloads.sft.judge.judging import Judge
 from narrowcast.workloads.sft.judge.settings import JudgeSection
-from narrowcast.workloads.sft.models.base import load_base
+from narrowcast.workloads.sft.models.base import build_model, is_bounded
 from narrowcast.workloads.sft.models.loading import load_config, load_tokenizer
-from narrowcast.workloads.sft.models.lora import add_adapters, linear_names
+from narrowcast.workloads.sft.models.lora import adapted
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 
@@ -35,6 +37,8 @@ class Parts:
     """None where no data was read."""
     context: int | None
     """Tokens the model was made for, where it says."""
+    networks: Applied | None
+    """None where the recipe asks for none."""
     bounded: bool
     """Whether its attention is told where the conversations of a row end."""
     notes: tuple[str, ...]
@@ -50,23 +54,18 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     context = getattr(text_config, "max_position_embeddings", None)
     rows = _NOTHING if device.type == "meta" else prepare_data(data, tokenizer, seed=recipe.seed)
     _refuse_long_rows(rows, context)
-    model = load_base(recipe, device=device)
-    bounded = data.packing and settings.attn_implementation == "auto"
-    if bounded:
-        keep_conversations_apart(model)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    names = tuple(linear_names(model))
-    if settings.tune == "lora":
-        model = add_adapters(model, recipe.section(LoraSection), seed=recipe.seed)
+    model = build_model(recipe, device=device)
+    networks = _networks(recipe, model, rows)
+    told = (*_trained(model, recipe), *(rows.report.lines() if len(rows.train) else ()))
     return Parts(
         model=model,
         tokenizer=tokenizer,
         data=rows,
         judge=None if device.type == "meta" else _judge(recipe, tokenizer, model, rows),
         context=context,
-        bounded=bounded,
-        notes=(*_trained(model, recipe, names), *(rows.report.lines() if len(rows.train) else ())),
+        bounded=is_bounded(recipe),
+        networks=networks,
+        notes=(*told, *(networks.lines() if networks is not None else ())),
     )
 
 
@@ -88,16 +87,23 @@ def _judge(recipe: Recipe, tokenizer: Any, model: nn.Module, rows: PreparedData)
     )
 
 
-def _trained(model: nn.Module, recipe: Recipe, names: tuple[str, ...]) -> tuple[str, ...]:
+def _networks(recipe: Recipe, model: nn.Module, rows: PreparedData) -> Applied | None:
+    section, named = recipe.section(IcaSection), recipe.section(SftData).sources
+    listened = sampled(rows.train, section.samples, seed=recipe.seed) if section.wanted else []
+    provenance = Provenance(model=recipe.section(SftModel).path, data=", ".join(named))
+    return apply_networks(model, section, listened, seed=recipe.seed, provenance=provenance)
+
+
+def _trained(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
     """Say how much of a model is trained, where it is not all of it."""
-    settings, lora = recipe.section(SftModel), recipe.section(LoraSection)
+    settings, rank = recipe.section(SftModel), recipe.section(LoraSection).lora_r
     if settings.tune == "full":
         return ()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     return (
-        f"{trained:,} parameters are trained, in adapters of rank {lora.lora_r} on "
-        f"{', '.join(lora.targets or names)}; {frozen:,} are frozen",
+        f"{trained:,} parameters are trained, in adapters of rank {rank} on "
+        f"{', '.join(adapted(model))}; {frozen:,} are frozen",
     )
 
 

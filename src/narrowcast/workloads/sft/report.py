@@ -5,12 +5,14 @@ from html import escape
 from pathlib import Path
 
 from narrowcast.runs import Record, ReportSection, RunFolder
+from narrowcast.workloads.sft.ica import report_section as networks
 from narrowcast.workloads.sft.judge import report as judged
 
 
 def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
     """Return the sections, of what the folder has."""
-    return [*_told(folder), *judged.sections(folder, records)]
+    own = (networks, judged)
+    return [*_told(folder), *(each for part in own for each in part.sections(folder, records))]
 
 
 def _told(folder: Path) -> list[ReportSection]:

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from narrowcast.config.section import Section, refuse_conflicts
 from narrowcast.config.sections import Sections
 from narrowcast.workloads.sft.data.settings import Name, SftData
+from narrowcast.workloads.sft.ica.settings import IcaSection
 from narrowcast.workloads.sft.judge.settings import JudgeSection
 
 TINY = "tiny"
@@ -15,7 +16,7 @@ LARGEST_RANK = 2**16
 LARGEST_ALPHA = 1e6
 MOST_NAMES = 1000
 
-BaseFormat = Literal["auto", "fp32", "bf16", "fp16"]
+BaseFormat = Literal["auto", "fp32", "bf16", "fp16", "e4m3", "int8", "nf4", "fp4"]
 SavedFormat = Literal["auto", "fp32", "bf16", "fp16"]
 Names = Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_NAMES)]
 
@@ -34,7 +35,13 @@ class SftModel(Section):
     base: BaseFormat = Field(
         default="auto",
         description="what frozen weights are kept in; auto: as the model's folder has them, and "
-        "fp32 where products of 16 bits are emulated",
+        "fp32 where products of 16 bits are emulated; e4m3: a byte each and a scale for each row; "
+        "int8, nf4, fp4: by bitsandbytes",
+    )
+    base_products: Literal["auto", "fp8", "wide"] = Field(
+        default="auto",
+        description="how weights of base=e4m3 are multiplied; auto: as the policy says, and the "
+        "plan tells",
     )
     attn_implementation: Literal["auto", "eager", "sdpa"] = Field(
         default="auto", description="how attention is computed; auto: the fastest here"
@@ -52,7 +59,10 @@ class SftModel(Section):
 
     @model_validator(mode="after")
     def _is_obeyed(self) -> Self:
-        """Refuse a format of frozen weights where none are."""
+        """Refuse a format of frozen weights where none are, and how to multiply others."""
+        if self.base_products != "auto" and self.base != "e4m3":
+            text = "it is about weights kept in e4m3; write base=e4m3, or leave base_products out"
+            refuse_conflicts([(("base_products", "base"), text)])
         if self.tune == "full" and self.base not in ("auto", "fp32"):
             text = (
                 f"weights that are trained begin in fp32, not {self.base}; leave base out, what "
@@ -93,4 +103,6 @@ class LoraSection(Section):
         return (given,) if isinstance(given, str) else given
 
 
-SECTIONS = Sections(data=SftData, model=SftModel, lora=LoraSection, judge=JudgeSection)
+SECTIONS = Sections(
+    data=SftData, model=SftModel, lora=LoraSection, ica=IcaSection, judge=JudgeSection
+)

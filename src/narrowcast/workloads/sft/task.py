@@ -44,8 +44,11 @@ class FineTuning:
 
     def task(self) -> Task:
         """Return what the engine trains."""
-        judge = self.parts.judge
+        judge, networks = self.parts.judge, self.parts.networks
         judged = () if judge is None else judge.info_metrics()
+        hooks = [*(() if judge is None else judge.hooks())]
+        if networks is not None:
+            hooks.insert(0, networks.hook)  # before the judge, which looks at what they do
         return Task(
             model=self.parts.model,
             train_data=self.parts.data.train,
@@ -58,7 +61,7 @@ class FineTuning:
             gemm_rows=self.recipe.batch_size * self.recipe.section(SftData).max_seq_length,
             data_digest=self.digest,
             together=self.weigh,
-            hooks=() if judge is None else judge.hooks(),
+            hooks=tuple(hooks),
             write_results=self.write_results,
             weights_in=place_of_weights(self.recipe),
         )
@@ -91,6 +94,10 @@ class FineTuning:
 
         Waits for the device.
         """
+        measured, judge = self._measured(model), self.parts.judge
+        return measured if judge is None else measured | judge.metrics(model)
+
+    def _measured(self, model: nn.Module) -> dict[str, float]:
         nats, tokens = torch.zeros((), dtype=torch.float64), 0
         for batch in self._held_out():
             learnt = int((batch["labels"] != IGNORED).sum())
@@ -98,8 +105,7 @@ class FineTuning:
             nats += self.loss(model, on_device).cpu().double() * learnt
             tokens += learnt
         loss = nats / tokens
-        measured = {"loss": loss.item(), "perplexity": loss.exp().item()}
-        return measured if self.parts.judge is None else measured | self.parts.judge.metrics(model)
+        return {"loss": loss.item(), "perplexity": loss.exp().item()}
 
     def digest(self) -> str:
         """Identify the tokens to train and to judge on."""
@@ -107,12 +113,14 @@ class FineTuning:
         return own if judge is None else f"{own} {judge.digest()}"
 
     def write_results(self, folder: Path, prepared: Prepared) -> None:
-        """Write folders that transformers and peft load, and what a judge has to say."""
+        """Write folders that transformers and peft load, networks, and what a judge has to say."""
         write_models(folder, prepared, self.recipe, tokenizer=self.parts.tokenizer)
-        if self.parts.judge is not None:
-            model = prepared.model
-            with torch.no_grad(), in_eval_mode(model), prepared.compute():
-                self.parts.judge.after(model, folder)
+        model, judge, networks = prepared.model, self.parts.judge, self.parts.networks
+        with torch.no_grad(), in_eval_mode(model), prepared.compute():
+            if networks is not None:
+                networks.write(folder, lambda: self._measured(model))
+            if judge is not None:
+                judge.after(model, folder)
 
     def _arguments(self, batch: Batch) -> dict[str, Any]:
         """Return what the model is called with.

@@ -49,10 +49,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def make_tokenizer(template=None, *, signs=True):
+def make_tokenizer(template=None, *, signs=True, merges=()):
     """Bytes, and four signs."""
     letters = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    letters |= {"".join(pair): len(letters) + n for n, pair in enumerate(merges)}
+    core = Tokenizer(models.BPE(vocab=letters, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(SIGNS if signs else ["<eos>"])

@@ -85,11 +85,15 @@ def test_a_hopeless_model_has_a_perplexity_without_end():
     assert Perplexity(1000.0, 5).perplexity == math.inf
 
 
-def test_smollm2_has_the_loss_on_wikitext_that_is_known(real):
+def test_smollm2_has_on_wikitext_the_loss_that_transformers_computes(real):
     folder = real("data/smollm2-hf")
     text = real("shared/data/text/wikitext2_test.txt").read_text()[:10_000]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = perplexity(model, tokenizer, text, length=512, tokens=512)
+    ids = torch.tensor([tokenizer(text)["input_ids"][:512]])
+    with torch.no_grad():
+        loss = model.eval()(input_ids=ids, labels=ids).loss.item()
     assert found.tokens == 511
-    assert found.nats == pytest.approx(2.751, abs=5e-4)
+    assert found.nats == pytest.approx(loss, rel=1e-6)
+    assert found.nats == pytest.approx(2.832, abs=5e-4)

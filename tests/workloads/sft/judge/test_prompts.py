@@ -58,6 +58,21 @@ def test_a_prompt_is_what_training_reads_before_a_response(tokenizer, tmp_path, 
     assert shown[:2] == (question.prompt, "It is 4.")
 
 
+def test_a_blank_before_a_response_is_the_models_to_write_where_training_lets_it(
+    make_tokenizer, tmp_path
+):
+    tokenizer = make_tokenizer(merges=[("\u0120", "y"), ("\u0120", "t")])
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "Is it?", "answer": "yes"}))
+    written = {"template_format": "basic", "instruction_template": "{instruction} {response}"}
+    rows = prepare_data(SftData(path=str(path), validation_split=0, **written), tokenizer, seed=0)
+    tokens, learnt = rows.train.rows.row(0)
+    template = template_of("basic", tokenizer, instruction_template="{instruction} {response}")
+    (question,) = questions_from(path, template, most=1)
+    assert tokenizer.decode(question.prompt) == "Is it?"
+    assert list(question.prompt) == tokens[: int(np.argmax(learnt))].tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "signs", "ending"),
     [

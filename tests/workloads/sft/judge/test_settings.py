@@ -55,3 +55,17 @@ def test_what_is_wrong_is_said(tmp_path, word, said):
     path.write_text("workload: sft\nsteps: 1\nbatch_size: 1\n")
     with pytest.raises(RecipeError, match=said):
         load_recipe(path, [word], sections=lambda name: SECTIONS)
+
+
+def test_every_setting_says_what_it_is_and_every_value_has_a_bound():
+    assert all(field.description for field in JudgeSection.model_fields.values())
+    schema = recipe_schema({"sft": SECTIONS})
+    parts, found = [schema], []
+    while parts:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
+        if isinstance(part, dict) and part.get("type") in BOUNDED:
+            found.append(part)
+    assert len(found) > 20
+    known = {*BOUNDED.values(), "exclusiveMaximum", "enum", "const", "pattern"}
+    assert [part for part in found if not known & set(part)] == []

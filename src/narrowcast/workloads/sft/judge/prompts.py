@@ -1,7 +1,7 @@
 """What a model is asked: the prompt as training writes it, and how an answer ends."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from narrowcast.workloads.sft.data.formats import Conversations, detected
 from narrowcast.workloads.sft.data.judging import require_characters
 from narrowcast.workloads.sft.data.rows import Row, rows_of
 from narrowcast.workloads.sft.data.settings import Columns
-from narrowcast.workloads.sft.data.templates import Template
-from narrowcast.workloads.sft.data.tokenised import TokenRows, first_tokens
+from narrowcast.workloads.sft.data.templates import Template, Written
+from narrowcast.workloads.sft.data.tokenised import TokenRows, first_tokens, learnt_tokens
 
 ANSWER = "the-answer-stands-here"
 """Written in place of a response, to find where one begins and what follows it."""
@@ -54,17 +54,16 @@ def question_of(conversation: Conversation, template: Template) -> Question:
             f"{conversation.place}: it does not end with an answer to compare with; give rows of "
             "questions with answers"
         )
-    prompt, _ = _around(Conversation((*before, Turn("assistant", ANSWER)), "a prompt"), template)
-    tokenizer = template.tokenizer
-    first = () if template.name == "chat" else first_tokens(tokenizer)
-    tokens = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    return Question((*first, *tokens), last.text, conversation.place)
+    asked = Conversation((*before, Turn("assistant", ANSWER)), conversation.place)
+    return Question(_tokens_before(asked, template), last.text, conversation.place)
 
 
 def ending_of(template: Template) -> Ending:
     """Return what follows a response, up to the end of what is learnt."""
     asked = (Turn("user", "a"), Turn("assistant", ANSWER))
-    _, ending = _around(Conversation(asked, "a response"), template)
+    pieces, at = _placed(Conversation(asked, "a response"), template)
+    ending = pieces[at].text.rpartition(ANSWER)[2]
+    ending += "".join(piece.text for piece in takewhile(lambda p: p.learnt, pieces[at + 1 :]))
     signs = special_texts(template.tokenizer)
     first = min((sign for sign in signs if sign in ending), key=ending.index, default="")
     words = (ending.partition(first)[0] if first else ending).strip()
@@ -101,7 +100,7 @@ def _known(rows: Iterable[Row]) -> Iterator[Row]:
 def _shown(rows: TokenRows, tokenizer: Any, number: int, at: int) -> Question:
     tokens = rows.row(number)[0].tolist()
     reference = tokenizer.decode(tokens[at:], skip_special_tokens=True)
-    return Question(tuple(tokens[:at]), str(reference), f"row {number + 1}")
+    return Question(tuple(tokens[:at]), str(reference).strip(), f"row {number + 1}")
 
 
 def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
@@ -117,8 +116,26 @@ def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
     return (number, start) if start else None
 
 
-def _around(conversation: Conversation, template: Template) -> tuple[str, str]:
-    """Return what is written before the last response, and what is learnt after its words."""
+def _tokens_before(conversation: Conversation, template: Template) -> tuple[int, ...]:
+    """Return the tokens that training reads before it learns the last response.
+
+    A blank that ends a prompt may be the beginning of a response's first token, as in "? Yes"; it
+    is then for the model to write, as it was in training. So the text is tokenised with a response
+    after it, and always the same: a prompt must not depend on its answer.
+    """
+    pieces, at = _placed(conversation, template)
+    marked = tuple(Piece(piece.text, n == at) for n, piece in enumerate(pieces[: at + 1]))
+    written = Written(marked, template.name != "chat")
+    found = template.tokenizer(
+        written.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    learnt = learnt_tokens(written, np.array(found["offset_mapping"], np.int64).reshape(-1, 2))
+    first = first_tokens(template.tokenizer) if written.bare else ()
+    return (*first, *found["input_ids"][: int(np.argmax(learnt))])
+
+
+def _placed(conversation: Conversation, template: Template) -> tuple[list[Piece], int]:
+    """Return a conversation as it is written, and which piece of it begins the last response."""
     pieces = list(_pieces(conversation, template))
     places = [n for n, piece in enumerate(pieces) if piece.learnt and ANSWER in piece.text]
     if not places:
@@ -126,13 +143,7 @@ def _around(conversation: Conversation, template: Template) -> tuple[str, str]:
             "the tokenizer's chat template does not write a response as it is; write "
             "data.template_format=chatml"
         )
-    at = places[-1]
-    after = pieces[at].text.rpartition(ANSWER)[2]
-    for piece in pieces[at + 1 :]:
-        if not piece.learnt:
-            break
-        after += piece.text
-    return "".join(piece.text for piece in pieces[:at]), after
+    return pieces, places[-1]
 
 
 def _pieces(conversation: Conversation, template: Template) -> Iterator[Piece]:

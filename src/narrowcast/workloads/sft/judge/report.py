@@ -42,7 +42,7 @@ def _measures(folder: Path) -> Iterable[ReportSection]:
         rows = [
             (name, _written(name, found["before"]), _written(name, found["after"]))
             for name in ("perplexity", "exact_match")
-            if found["after"].get(name)
+            if name in found["after"]
         ]
     except (TypeError, KeyError, AttributeError, ValueError):
         yield ReportSection(title="Before and after", html=_damaged(JUDGED))

@@ -4,6 +4,7 @@ Nothing is unpickled, and nothing is made up: a weight that the files lack is an
 transformers would give it random numbers.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, final
 
 import torch
+from safetensors import SafetensorError
 
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
@@ -22,6 +24,9 @@ from narrowcast.workloads.sft.settings import TINY
 _Loaded = TypeVar("_Loaded")
 
 GGUF = ".gguf"
+ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
+"""What transformers raises for folders that are not as it expects."""
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -57,8 +62,7 @@ def place_of(name: str) -> Place:
         raise RecipeError(
             f"model.path={name} is a file; give the folder that holds config.json, or a .gguf file"
         )
-    parts = name.split("/")
-    if len(parts) > 2 or name.startswith((".", "~", "/")) or not all(parts):
+    if name.startswith(".") or not ON_THE_HUB.fullmatch(name):
         raise RecipeError(
             f"model.path={name}: there is no such folder; give a folder with a model, a .gguf "
             f"file, a name on the Hugging Face Hub as owner/name, or {TINY}"
@@ -135,6 +139,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
             use_safetensors=None if place.gguf else True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be told which; none is taken
             **place.options,
             **options,
         ),
@@ -196,7 +201,7 @@ def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
         raise UnsupportedError(
             f"{what} needs {missing}: {_line(error)}; write pip install '{WORKLOAD.install}'"
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except (*_UNREADABLE, SafetensorError) as error:
         if _is_offline(error):
             raise UnsupportedError(
                 f"{what} is no folder here, and the Hugging Face Hub cannot be reached or has no "

@@ -1,5 +1,6 @@
 """Adapters of low rank beside frozen weights, by peft."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
         lora_dropout=settings.lora_dropout,
         target_modules=list(targets),
         bias=settings.lora_bias,
+        fan_in_fan_out=_are_turned(model, targets),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng([]):
@@ -35,7 +37,21 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
     return adapted.train()
 
 
-def linear_names(model: Any) -> dict[str, int]:
+def adapted(model: Any) -> tuple[str, ...]:
+    """Return the last names of the layers that have adapters."""
+    found = model.targeted_module_names
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
+
+
+def _are_turned(model: Any, targets: Sequence[str]) -> bool:
+    """Say whether layers have their weights turned round, as GPT-2's Conv1D."""
+    from transformers.pytorch_utils import Conv1D
+
+    named = model.named_modules()
+    return any(isinstance(m, Conv1D) and n.rpartition(".")[2] in targets for n, m in named)
+
+
+def _linear_names(model: Any) -> dict[str, int]:
     """Return the last names of the linear layers of a model but its head, and how many have it."""
     from transformers.pytorch_utils import Conv1D
 
@@ -50,7 +66,7 @@ def linear_names(model: Any) -> dict[str, int]:
 
 def _targets(model: Any, settings: LoraSection) -> tuple[str, ...]:
     """Return the names of the layers that get adapters; refuse one that no layer has."""
-    known = linear_names(model)
+    known = _linear_names(model)
     if not settings.targets:
         if not known:
             raise UnsupportedError(

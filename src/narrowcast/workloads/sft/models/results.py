@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from narrowcast.config.sections import Recipe
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.workloads.sft.models.base import load_base
+from narrowcast.workloads.sft.models.base import base_to_merge
 from narrowcast.workloads.sft.models.loading import load_config
 from narrowcast.workloads.sft.models.saving import (
     save_adapter,
@@ -46,5 +44,6 @@ def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer:
     adapter = folder / ADAPTER
     save_adapter(model, prepared.full_weights(), adapter, tokenizer=tokenizer)
     if recipe.section(LoraSection).merge_adapter_with_base:
-        base = load_base(recipe, device=torch.device("cpu")).float()
-        save_merged(base, adapter, folder / MERGED, tokenizer=tokenizer, dtype=dtype)
+        save_merged(
+            base_to_merge(recipe), adapter, folder / MERGED, tokenizer=tokenizer, dtype=dtype
+        )

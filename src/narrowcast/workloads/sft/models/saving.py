@@ -27,8 +27,7 @@ def save_model(
     causal: Any = transformers.AutoModelForCausalLM
     # Of the class that transformers knows; the trained one has other classes inside.
     with torch.device("meta"), quiet():
-        shell = causal.from_config(config, trust_remote_code=trust_remote_code)
-    shell.config.dtype = dtype
+        shell = causal.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if generation is not None:
         shell.generation_config = generation
     rounded = {name: _rounded(weight, dtype) for name, weight in weights.items()}
