@@ -16,6 +16,48 @@ def test_a_run_with_all_its_steps_is_finished(run_data_of, step):
     assert (found.label, found.tone, found.advice) == ("Finished", "good", "")
 
 
+def judged(run_data_of, step, values, **settings):
+    """A run evaluated after every step of which 10 were asked for."""
+    records = []
+    for n, value in enumerate(values, start=1):
+        records += [step(n), EvalRecord(step=n, metrics={"loss": value})]
+    return run_data_of(records, steps=10, **settings)
+
+
+def test_a_run_that_stopped_improving_is_finished_and_says_why(run_data_of, step):
+    settings = {"eval.patience": 2}
+    data = judged(run_data_of, step, [3.0, 2.0, 2.5, 2.0], **settings)
+    found = ending(data)
+    assert (found.label, found.tone) == ("Finished", "good")
+    told = "The run ended early at step 4 of 10: loss had not improved for 2 evaluations."
+    assert found.advice == told
+    assert "for 4 of 10 steps" in headline(data)
+
+
+def test_a_run_that_ends_with_its_best_weights_says_of_which_step(run_data_of, step):
+    settings = {"eval.keep_best": True, "eval.patience": 2}
+    found = ending(judged(run_data_of, step, [3.0, 2.0, 2.5, 2.25], **settings))
+    assert found.label == "Finished"
+    assert found.advice.endswith("weights are those of step 2, the best evaluation: loss 2.000.")
+
+
+@pytest.mark.parametrize(
+    ("values", "settings"),
+    [
+        ([3.0, 2.0, 2.5, 2.0], {}),
+        ([3.0, 2.0, 2.5, 2.0], {"eval.patience": 3}),
+        ([3.0, 2.0, 2.5, 1.9], {"eval.patience": 2}),
+    ],
+)
+def test_a_run_that_was_cut_off_has_not_ended_early(run_data_of, step, values, settings):
+    assert ending(judged(run_data_of, step, values, **settings)).label == "Unfinished"
+
+
+def test_a_run_that_ended_early_with_numbers_that_are_none_has_diverged(run_data_of, step):
+    data = judged(run_data_of, step, [math.nan] * 2, **{"eval.patience": 2})
+    assert ending(data).label == "Diverged"
+
+
 def test_a_run_without_steps_says_so(run_data_of):
     data = run_data_of([], steps=100)
     assert ending(data).label == "No step yet"

@@ -35,13 +35,13 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
         from narrowcast.runner.finished import finished
         from narrowcast.runner.run import resume as take_up
 
-        if not accept and (steps := finished(folder, overrides)):
+        if not accept and (end := finished(folder, overrides)):
             outlive_output(False)  # there is no run to keep alive, only an answer
-            already_done(console, Path(folder), steps=steps)
+            already_done(console, Path(folder), end=end)
             return
         ready = take_up(folder, overrides, accept=accept)
     with ready as run:
-        introduce(console, run.recipe, plan=run.plan, folder=folder)
+        introduce(console, run.recipe, plan=run.plan, notes=run.task.info.notes, folder=folder)
         step = run.resumed_from
         say(console, "from", f"step {step}" if step else "the beginning: it has no checkpoint yet")
         for notice in run.notices:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from narrowcast.config.limits import (
+    LARGEST_FP32,
     LARGEST_INDEX,
     LARGEST_RATE,
     LARGEST_SCALE,
@@ -20,6 +21,8 @@ from narrowcast.config.limits import (
 from narrowcast.config.phases import PolicyText, Schedule
 from narrowcast.config.section import Section, refuse_conflicts
 
+Piece = Literal["loss", "rms_norm", "rotary", "swiglu"]
+Fuse = Literal["auto", "none"] | Annotated[tuple[Piece, ...], Field(max_length=MOST_ENTRIES)]
 OptimizerName = Literal["adamw", "adam", "sgd", "rmsprop", "adafactor"]
 
 OBEYED_BY: dict[str, frozenset[str]] = {
@@ -219,6 +222,11 @@ class PrecisionSection(Section):
         max_length=MOST_ENTRIES,
         description="phases of the run, each {policy, overrides, until}; none: one",
     )
+    fuse: Fuse = Field(
+        default="auto",
+        description="pieces computed as one where the model is known to have them: auto, none, "
+        "or some of loss, rms_norm, rotary, swiglu",
+    )
 
 
 class CheckpointSection(Section):
@@ -239,6 +247,32 @@ class EvalSection(Section):
     """When the model is evaluated."""
 
     every: int = Field(default=0, ge=0, le=MOST_STEPS, description="steps between; 0: at the end")
+    patience: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="evaluations in a row without improvement that end the run; 0: any number",
+    )
+    min_delta: float = Field(
+        default=0.0,
+        ge=0,
+        le=LARGEST_FP32,
+        description="by how much the first metric must be better to count as improved",
+    )
+    keep_best: bool = Field(
+        default=False, description="end with the weights of the best evaluation, not with the last"
+    )
+
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse patience without evaluations to be patient with, and a measure for none."""
+        if self.patience and not self.every:
+            text = "it is evaluated at its end only; write eval.every=100, or leave patience out"
+            refuse_conflicts([(("patience", "every"), text)])
+        if self.min_delta and not self.patience:
+            text = "nothing is ended for want of it; write eval.patience=3, or leave min_delta out"
+            refuse_conflicts([(("min_delta", "patience"), text)])
+        return self
 
 
 class HealthSection(Section):

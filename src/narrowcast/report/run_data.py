@@ -9,6 +9,7 @@ from narrowcast.errors import CheckpointError
 from narrowcast.report.phrases import policies
 from narrowcast.report.shapes import ENVIRONMENT, PLAN, SETTINGS
 from narrowcast.runs.folder import RunFolder
+from narrowcast.runs.improvement import Improvement, delta_in, improvement_of
 from narrowcast.runs.records import (
     CheckpointRecord,
     EvalRecord,
@@ -73,9 +74,41 @@ class RunData:
         return vitals_of(records, headline=self.task.headline.name)
 
     @property
+    def asked(self) -> int:
+        """The steps of its recipe."""
+        return int(self.setting("steps", 0))
+
+    @property
+    def improvement(self) -> Improvement:
+        """How its evaluations have gone."""
+        min_delta = delta_in(self.setting("eval.min_delta"))
+        return improvement_of(self.evals, metric=self.task.headline, min_delta=min_delta)
+
+    @property
+    def ended_early(self) -> str:
+        """Why the run ended before all of its steps were done, though nothing went wrong."""
+        patience, found = self.setting("eval.patience"), self.improvement
+        last = self.steps[-1].step if self.steps else 0
+        if not isinstance(patience, int) or not found.evaluated == last < self.asked:
+            return ""
+        return found.why_over(metric=self.task.headline, patience=patience)
+
+    @property
+    def exported(self) -> tuple[int, float] | None:
+        """The step of the weights it ended with and their headline, where the best were kept."""
+        found = self.improvement
+        kept = self.setting("eval.keep_best") is True and found.best_step > 0
+        return (found.best_step, found.best) if kept and self.is_done else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return len(self.steps) >= self.asked > 0 or bool(self.ended_early)
+
+    @property
     def diverged(self) -> str:
         """What is wrong with a run that has done its steps or gave up; nothing if nothing is."""
-        if len(self.steps) >= int(self.setting("steps", 0)) > 0:
+        if self.is_done:
             return self.vitals.diverged
         return f"it gave up at step {self.steps[-1].step}" if self.gave_up else ""
 
@@ -86,7 +119,7 @@ class RunData:
         Only those at one scale count: while the scale still falls, a run has not given up.
         """
         patience = self.setting("precision.loss_scale.patience")
-        if not self.steps or len(self.steps) >= int(self.setting("steps", 0)):
+        if not self.steps or len(self.steps) >= self.asked:
             return 0
         in_a_row = 0
         for record in reversed(self.steps):

@@ -47,7 +47,7 @@ class Fact:
 
 def ending(data: RunData) -> Ending:
     """Judge from the records alone where the run stands."""
-    done, asked = len(data.steps), int(data.setting("steps", 0))
+    done, asked = len(data.steps), data.asked
     if not done:
         return Ending(
             label="No step yet",
@@ -68,8 +68,8 @@ def ending(data: RunData) -> Ending:
             "Steps with a non-finite gradient are skipped, so the weights are those of the last "
             "applied step.",
         )
-    if done >= asked:
-        return Ending(label="Finished", tone="good")
+    if done >= asked or data.is_done:
+        return Ending(label="Finished", tone="good", advice=_how_it_ended(data))
     progress = f"{count(done)} of {count(asked, 'step')}"
     last_saved = data.checkpoints[-1].step if data.checkpoints else None
     if last_saved == data.steps[-1].step:
@@ -92,11 +92,26 @@ def ending(data: RunData) -> Ending:
     )
 
 
+def _how_it_ended(data: RunData) -> str:
+    """Say where a run ended early, and which weights it ended with, where that is no matter of
+    course.
+    """
+    told, metric = list[str](), data.task.headline
+    done, asked = count(len(data.steps)), count(data.asked)
+    if data.ended_early:
+        told.append(f"The run ended early at step {done} of {asked}: {data.ended_early}.")
+    if data.exported is not None:
+        step, best = data.exported
+        found = f"{said(metric.name)} {measured(metric, best)}"
+        told.append(f"Its weights are those of step {count(step)}, the best evaluation: {found}.")
+    return " ".join(told)
+
+
 def headline(data: RunData) -> str:
     """Say in one sentence what trained, in which policy, and how well."""
     if not data.steps:
         return f"{data.name} is set up to train {_in_policy(data)} and has not run a step."
-    done, asked = len(data.steps), int(data.setting("steps", 0))
+    done, asked = len(data.steps), data.asked
     steps = count(done, "step") if done >= asked else f"{count(done)} of {count(asked, 'step')}"
     if data.diverged:
         return f"{data.name} diverged {_in_policy(data)} in {steps}: {data.diverged}."

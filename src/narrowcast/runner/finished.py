@@ -1,28 +1,32 @@
 """Whether a run has nothing left to do: all its steps are done, and all they led to is whole."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from narrowcast.config import Recipe
 from narrowcast.errors import CheckpointError
 from narrowcast.plain_files import read_plain
 from narrowcast.report.page import FILE as REPORT
 from narrowcast.runner.changes import PLAN, continued
 from narrowcast.runner.report_sections import write_run_report
-from narrowcast.runs import RunFolder
+from narrowcast.runs import RunFolder, TaskInfo
 from narrowcast.runs.folder import ENVIRONMENT, RECIPE, RESOLVED, TASK
 from narrowcast.runs.writing import explain_write_error
 from narrowcast.training.checkpoints.checkpoint import latest, step_of
-from narrowcast.training.checkpoints.export import RESULTS, WEIGHTS, results_are_whole
+from narrowcast.training.checkpoints.export import RESULTS, WEIGHTS, RunEnd, results_are_whole
+from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state
+from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
 
 REPORT_DUE = ".report-due"
 """There from the moment a run is begun or continued until its report is written: one that was
 killed before that has no report, or an older one."""
 
 
-def finished(folder: str | Path, overrides: Sequence[str] = ()) -> int:
-    """Return the steps that the run in `folder` has done if nothing is left to do; else 0.
+def finished(folder: str | Path, overrides: Sequence[str] = ()) -> RunEnd | None:
+    """Return where the run in `folder` has ended if nothing is left to do; else None.
 
     What would be refused if it were continued is refused here too: a damaged checkpoint, settings
     that are not its own.
@@ -30,14 +34,22 @@ def finished(folder: str | Path, overrides: Sequence[str] = ()) -> int:
     with RunFolder.open(folder) as run:
         last = latest(run.checkpoints)
         if last is None or not _is_told(run.path):
-            return 0
-        done = step_of(last)
-        if not results_are_whole(run.path, step=done):
-            return 0
+            return None
         state = latest_state(run)
-        steps = continued(run, overrides, state=state).after.recipe.steps
+        recipe = continued(run, overrides, state=state).after.recipe
         require_records(run, state)
-        return steps if steps == done else 0
+        end = _end_of(state or {}, recipe, run.task_info(), step=step_of(last))
+        over = end.step == end.asked or bool(end.why)
+        whole = over and results_are_whole(run.path, step=end.step, exported=end.exported)
+        return end if whole else None
+
+
+def _end_of(state: Mapping[str, Any], recipe: Recipe, info: TaskInfo, *, step: int) -> RunEnd:
+    stopping = EarlyStopping(recipe.eval, info)
+    if "improvement" in state:  # older checkpoints are refused by whoever takes them up
+        with part_of(step, "improvement of evaluations"):
+            stopping.load_state_dict(state["improvement"])
+    return run_end(stopping, recipe, step=step)
 
 
 def require_places(folder: Path) -> None:

@@ -67,6 +67,7 @@ def plan_recipe_model(
         moments=moments_of(recipe.optimizer),
         gemm_rows=gemm_rows,
         only_faster=precision.only_faster,
+        fuse=precision.fuse,
     )
 
 

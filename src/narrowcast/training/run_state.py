@@ -11,6 +11,7 @@ from narrowcast.hardware.randomness import capture_randomness, restore_randomnes
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
+from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.resume import require_same_model, shapes
 from narrowcast.training.checkpoints.settings import decisive_differences, places_in, told
@@ -43,7 +44,13 @@ class RunState:
     """Captures and restores a run."""
 
     def __init__(
-        self, prepared: Prepared, task: Task, recipe: Recipe, *, parts: Mapping[str, Part]
+        self,
+        prepared: Prepared,
+        task: Task,
+        recipe: Recipe,
+        *,
+        parts: Mapping[str, Part],
+        frozen: FrozenWeights,
     ) -> None:
         """Take the parts by the names they have in a checkpoint."""
         self._prepared, self._task, self._recipe = prepared, task, recipe
@@ -52,8 +59,14 @@ class RunState:
         self._device = next(prepared.model.parameters()).device
         self._accepted: list[FindingRecord] = []
         self._data: DataIdentity | None = None
+        self._frozen = frozen
 
-    def identify_data(self) -> DataIdentity:
+    def identify(self) -> None:
+        """Look at what is not saved but made again: data, and weights that are not trained."""
+        self._identify_data()
+        self._frozen.identify()
+
+    def _identify_data(self) -> DataIdentity:
         """Return which data this is; it is looked at once."""
         if self._data is None:
             self._data = identity_of(self._task, workers=self._recipe.data.workers)
@@ -61,14 +74,17 @@ class RunState:
 
     def captured(self, progress: Progress) -> dict[str, Any]:
         """Return the state of the whole run. Waits for the device."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        parts["prepared"], frozen = self._frozen.left_out_of(parts["prepared"])
         return {
             **asdict(progress),
-            "data": self.identify_data().to_json(),
+            "data": self._identify_data().to_json(),
             "settings": settings_of(self._recipe),
             "shapes": shapes(self._prepared.model),
             "random": capture_randomness(self._device),
             "hooks": {name: _saved(hook) for name, hook in self._hooks.items()},
-            **{name: part.state_dict() for name, part in self._parts.items()},
+            "frozen": frozen,
+            **parts,
         }
 
     def require_own(self, state: dict[str, Any], *, accept: Collection[str] = ()) -> None:
@@ -78,6 +94,7 @@ class RunState:
         with, and that is told when it is restored.
         """
         step = state["step"]
+        self._frozen.identify()
         wanted = [*self._parts, "data", "settings", "records"]
         if missing := [name for name in wanted if name not in state]:
             raise CheckpointError(
@@ -86,13 +103,14 @@ class RunState:
             )
         self._require_settings(state["settings"], step=step)
         require_same_model(state["shapes"], self._prepared.model, step=step)
+        self._frozen.require_same(state.get("frozen", {}), step=step)
         if set(saved := state.get("hooks", {})) != set(self._hooks):
             raise CheckpointError(
                 f"the checkpoint of step {step} keeps the state of the hooks "
                 f"{', '.join(saved) or 'none'}, and the task has {', '.join(self._hooks) or 'none'}"
                 "; resume it with the version of the workload it was begun with"
             )
-        here = self.identify_data()
+        here = self._identify_data()
         with part_of(step, "data"):
             difference = here.differs_from(state["data"])
         if difference:
@@ -143,7 +161,10 @@ class RunState:
         for name, shown in _SHOWN_AS.items():
             part: Any = self._parts[name]
             with part_of(step, shown):
-                part.load_state_dict(state[name])
+                saved = state[name]
+                if part is self._prepared:
+                    saved = self._frozen.put_back_into(saved, state.get("frozen", {}))
+                part.load_state_dict(saved)
         for name, hook in self._hooks.items():
             assert hook.load_state_dict is not None
             with part_of(step, f"hook {name}"):
@@ -177,6 +198,8 @@ _SHOWN_AS = {
     "prepared": "state of the model",
     "investigator": "state of verdicts",
     "vital_signs": "vital signs",
+    "improvement": "improvement of evaluations",
+    "best_weights": "best weights",
 }
 
 

@@ -145,6 +145,9 @@ class Task:
     data_digest: Callable[[], str] | None = None
     """Returns a text that is another one for other data, to train or to judge on, so that a run is
     not continued on other data unawares; none: samples of `train_data` are looked at."""
+    together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    """Is given the micro-batches of a step, on the device, and returns as many: so that each knows
+    how much it counts, where they hold unequally much. None: all count alike."""
     collate: Callable[[Any], Any] | None = None
     """Makes a batch of a list of samples, in a worker process where there are any; none: the data
     stacks its samples itself, or torch's own collate does where they come one at a time."""
@@ -157,6 +160,9 @@ class Task:
     write_results: Callable[[Path, Prepared], None] | None = None
     """Writes the task's own files to the run folder, when all steps are done and the weights
     saved; again, if that was interrupted."""
+    weights_in: str = ""
+    """The file or folder of the run in which `write_results` leaves the weights, e.g. `adapter`:
+    for models of which a small part is trained. Empty: all weights go to `model.safetensors`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module) or next(self.model.parameters(), None) is None:
@@ -182,9 +188,28 @@ class Task:
                 f"scaled_losses names {', '.join(unknown)}, and info.loss_parts has "
                 f"{', '.join(self.info.loss_parts) or 'none'}; name parts of the loss"
             )
+        if self.weights_in and self.write_results is None:
+            raise RecipeError(
+                f"weights_in={self.weights_in!r}, and there is no write_results to write them "
+                "there; give one, or leave weights_in out"
+            )
         names = [hook.name for hook in self.hooks]
         if len(set(names)) != len(names):
             raise RecipeError(f"two hooks of one name: {', '.join(names)}; each needs its own")
+
+    @torch.no_grad()
+    def as_one_step(self, batches: list[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step as the task wants them together."""
+        if self.together is None:
+            return batches
+        with blamed_on("together of the task"):
+            joined = list(self.together(batches))
+        if len(joined) != len(batches):
+            raise RecipeError(
+                f"together of the task was given {len(batches)} micro-batches and returns "
+                f"{len(joined)}; return as many"
+            )
+        return joined
 
     @torch.no_grad()
     def before_first_step(self, prepared: Prepared) -> None:

@@ -26,12 +26,14 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.checkpoints.checkpoint import is_saved, save_checkpoint
-from narrowcast.training.checkpoints.export import write_results
+from narrowcast.training.checkpoints.export import RunEnd, write_results
+from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.parts import part_of
-from narrowcast.training.checkpoints.records_identity import RecordsDigest
+from narrowcast.training.checkpoints.saving import Saving
 from narrowcast.training.data import BatchStream, batches_of
 from narrowcast.training.determinism import deterministic_kernels
+from narrowcast.training.ending.best_weights import BestWeights
+from narrowcast.training.ending.early_stopping import EarlyStopping, run_end
 from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
@@ -54,12 +56,12 @@ def train(
 ) -> Generator[Record]:
     """Train for `recipe.steps` attempts and yield what happens, as it happens.
 
-    An attempt that overflows counts as a step and is recorded as skipped. Checkpoints go to
-    `folder/checkpoints`, the final weights to `folder/model.safetensors`; without a folder nothing
-    is saved. `resume` is the state of a checkpoint to go on from; one of another model, of other
-    settings, or of other data unless `accept` has "data", is refused here; any other is taken up.
-    What follows is bit for bit what an uninterrupted run would do; on a GPU only if
-    `recipe.deterministic`, which makes it slower.
+    Fewer where `recipe.eval.patience` is at an end. An attempt that overflows counts as a step and
+    is recorded as skipped. Checkpoints go to `folder/checkpoints`, the final weights to
+    `folder/model.safetensors`; without a folder nothing is saved. `resume` is the state of a
+    checkpoint to go on from; one of another model, of other settings, or of other data unless
+    `accept` has "data", is refused here; any other is taken up. What follows is bit for bit what an
+    uninterrupted run would do; on a GPU only if `recipe.deterministic`, which makes it slower.
 
     SIGINT, SIGTERM, SIGHUP or a `Home` that was lost end the run after the step in progress, with
     a checkpoint and `Interrupted`.
@@ -108,7 +110,12 @@ class _Course:
             faults=faults_of(prepared, recipe),
             backward=self._stepper.backward,
         )
-        self._vital_signs = VitalSigns(prepared, task.info, home=self._home)
+        self._vital_signs = VitalSigns(prepared, task, home=self._home)
+        self._early_stopping = EarlyStopping(recipe.eval, task.info)
+        frozen = FrozenWeights(prepared)
+        self._best_weights = BestWeights(
+            prepared, frozen, home=self._home, wanted=recipe.eval.keep_best
+        )
         self._state = RunState(
             prepared,
             task,
@@ -119,9 +126,15 @@ class _Course:
                 "observer": self._observer,
                 "adapter": self._adapter,
                 "vital_signs": self._vital_signs,
+                "improvement": self._early_stopping,
+                "best_weights": self._best_weights,
             },
+            frozen=frozen,
         )
-        self._progress, self._saved, self._records = Progress(), 0, RecordsDigest()
+        self._saving = Saving(
+            self._state, self._vital_signs, home=self._home, keep=recipe.checkpoint.keep
+        )
+        self._progress = Progress()
         self._unread: deque[_Attempt] = deque()
         self._found: list[FindingRecord] = []
         self._since = time.perf_counter()
@@ -132,8 +145,8 @@ class _Course:
         Data is looked at here if it is ever to be, and not when it may have changed meanwhile.
         """
         if state is None:
-            if self._home is not None:
-                self._state.identify_data()
+            if self._home is not None or self._recipe.eval.keep_best:
+                self._state.identify()
             return
         self._state.require_own(state, accept=accept)
         with randomness_kept(self._device), self._observer.probes_removed():
@@ -144,7 +157,7 @@ class _Course:
             self._progress = self._state.restore(state)
             self._state.restore_randomness(state)  # to see that it can be, when the run goes on
         self._stepper.drop_graphs()
-        self._saved = self._progress.step
+        self._saving.last = self._progress.step
 
     def close(self) -> None:
         """Leave the model prepared, and nothing else."""
@@ -169,7 +182,7 @@ class _Course:
             self._since = time.perf_counter()
             while True:
                 yield from self._between_steps(stop)
-                if self._progress.step == recipe.steps:
+                if self._progress.step == recipe.steps or self._early_stopping.why:
                     break
                 yield from self._change_formats()
                 try:
@@ -181,8 +194,12 @@ class _Course:
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         yield from self._save_if_lacking()
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
+        best = self._best_weights.put_in_place()
         if self._home is not None:
-            write_results(self._prepared, task, self._home.path(), step=self._progress.step)
+            write_results(self._prepared, task, self._home.path(), end=self._end(), best=best)
+
+    def _end(self) -> RunEnd:
+        return run_end(self._early_stopping, self._recipe, step=self._progress.step)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when it is time to, and end the run if it was asked to."""
@@ -190,7 +207,7 @@ class _Course:
         if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             yield from self._evaluate()
-        if self._is_due(self._recipe.checkpoint.every, last=self._saved):
+        if self._is_due(self._recipe.checkpoint.every, last=self._saving.last):
             yield from self._read(leaving=0)
             yield from self._save()
         if stop.why:
@@ -211,7 +228,10 @@ class _Course:
         records: list[Record] = [EvalRecord(step=step, metrics=metrics), *found]
         for record in records:
             self._vital_signs.note(record)
+            self._early_stopping.note(record)
             yield record
+        if self._early_stopping.improvement.best_step == step:
+            self._best_weights.keep(step)
         self._since = time.perf_counter()
 
     def _change_formats(self) -> Iterator[Record]:
@@ -245,6 +265,7 @@ class _Course:
         for batch in islice(data, self._recipe.accumulate):
             batches.append(batch)
             items += data.items
+        batches = self._task.as_one_step(batches)
         step = self._progress.step + 1
         replay_inputs = self._investigator.before(batches)
         faults = self._investigator.faults_at(step)
@@ -310,23 +331,9 @@ class _Course:
         return now
 
     def _save(self) -> Iterator[Record]:
-        """Write a checkpoint of the whole run, if there is a folder to write it to."""
-        if self._home is None:
-            return
-        step, home = self._progress.step, self._home.path()
-        good_until = self._vital_signs.good_until(step)  # part of the state
-        state = self._state.captured(self._progress) | {"records": self._records.upto_now(home)}
-        kept = {"keep": self._recipe.checkpoint.keep, "good_until": good_until}
-        record = save_checkpoint(home / "checkpoints", step, state=state, **kept)
-        if self._saved != step:  # else it has been told
-            self._saved = step
-            yield record
+        yield from self._saving.save(self._progress)
         self._since = time.perf_counter()
 
     def _save_if_lacking(self) -> Iterator[Record]:
-        """Save what no checkpoint holds; a folder that was put back holds none."""
-        step = self._progress.step
-        if self._home is None or step == 0:
-            return
-        if self._saved != step or not is_saved(self._home.path() / "checkpoints", step):
-            yield from self._save()
+        yield from self._saving.save_if_lacking(self._progress)
+        self._since = time.perf_counter()

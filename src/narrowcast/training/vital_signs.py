@@ -10,12 +10,13 @@ from torch import Tensor
 from narrowcast.errors import CheckpointError, DivergedError
 from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import Record, TaskInfo
+from narrowcast.runs import Record
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.vitals import Vitals
 from narrowcast.training.checkpoints.checkpoint import checkpoints, load_checkpoint, step_of
 from narrowcast.training.checkpoints.export import WEIGHTS
 from narrowcast.training.signals import Home
+from narrowcast.training.task import Task
 
 
 def bad_weights(prepared: Prepared) -> str:
@@ -41,8 +42,9 @@ def bad_weights(prepared: Prepared) -> str:
 class VitalSigns:
     """What decides whether a run came to anything."""
 
-    def __init__(self, prepared: Prepared, info: TaskInfo, *, home: Home | None) -> None:
-        self._prepared, self._headline, self._home = prepared, info.headline.name, home
+    def __init__(self, prepared: Prepared, task: Task, *, home: Home | None) -> None:
+        self._prepared, self._headline, self._home = prepared, task.info.headline.name, home
+        self._exported = task.weights_in or WEIGHTS
         self._vitals, self._bad_from = Vitals(), 0
 
     def note(self, record: Record) -> None:
@@ -94,7 +96,7 @@ class VitalSigns:
         if self._home is None:
             return ""
         folder = self._home.path()
-        exported = folder / WEIGHTS
+        exported = folder / self._exported
         told = "is that of an earlier end of this run" if exported.exists() else "was not written"
         if not self._vitals.weights:
             return f"{exported} {told}; the weights are in the last checkpoint"

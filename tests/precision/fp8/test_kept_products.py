@@ -161,6 +161,7 @@ def test_native_products_are_the_emulated_ones(cuda, backward):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_kept_layer_computes_as_the_eager_one(cuda):
     model = Adapted(64).to(cuda)
     nc.keep_frozen(model, products="wide")

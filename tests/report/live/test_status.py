@@ -24,6 +24,7 @@ def judged(course, **changes):
         (HALF_WAY, {"held": False, "quiet": 1.0}, "Running"),
         (HALF_WAY, {"held": None, "quiet": 60.0}, "Running"),
         (Course(step=100, asked=100), {}, "Finishing"),
+        (Course(step=50, asked=100, ended_early="no better"), {}, "Finishing"),
         (Course(step=50, asked=100, lost_since=40), {}, "Loss not finite"),
     ],
 )
@@ -43,6 +44,9 @@ def test_a_run_at_work_is_said_to_be(course, known, label):
         (Course(step=100, asked=100, saved_at=100, diverged="the loss is nan"), "Diverged"),
         (Course(step=50, asked=100, saved_at=50, diverged="no step was applied"), "Interrupted"),
         (Course(step=50, asked=100, skipped_in_a_row=20, patience=20), "Diverged"),
+        (Course(step=50, asked=100, saved_at=50, ended_early="no better"), "Finished"),
+        (Course(step=50, asked=100, saved_at=40, ended_early="no better"), "Seems dead"),
+        (Course(step=50, asked=100, saved_at=50, ended_early="it", diverged="nan"), "Diverged"),
     ],
 )
 @pytest.mark.parametrize("held", [False, None])

@@ -1,6 +1,7 @@
 """What a run is, said before it begins, and what came of it, said at its end."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,14 +13,17 @@ from narrowcast.cli.view.screen import say, say_command
 from narrowcast.config import Recipe
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import bare_reason
-from narrowcast.report.phrases import count, duration, large
+from narrowcast.report.phrases import capital, count, duration, large
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import TaskInfo
+from narrowcast.training.checkpoints.export import RunEnd
 from narrowcast.training.phase_plans import phases_of
 
 
-def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> None:
+def introduce(
+    console: Console, recipe: Recipe, *, plan: Plan, notes: Sequence[str], folder: str
+) -> None:
     """Say what is about to be trained, how, on what, and where it is kept."""
     parameters = sum(module.parameters for module in plan.modules)
     title = Text(recipe.name or recipe.workload, style="bold")
@@ -27,6 +31,8 @@ def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> N
     batch = f"{recipe.accumulate} × " if recipe.accumulate > 1 else ""
     course = f"{count(recipe.steps, 'step')} of {batch}{count(recipe.batch_size, 'sample')}"
     say(console, "model", f"{large(parameters)} parameters, {course}")
+    for number, note in enumerate(notes):
+        say(console, "" if number else "task", note)
     say(console, "formats", formats(recipe, plan))
     say(console, "device", f"{plan.hardware.name} ({plan.hardware.device})")
     say_command(console, "folder", folder)
@@ -48,9 +54,11 @@ def conclude(
     folder: Path,
     *,
     page: Path,
+    weights: Path,
     task: TaskInfo,
     tally: Tally,
     metrics: dict[str, float],
+    end: RunEnd,
     diverged: bool = False,
 ) -> None:
     """Say what came of a run, where it is, and what to type next.
@@ -63,22 +71,28 @@ def conclude(
     text += f", {count(tally.skipped)} skipped"
     word = ("diverged", "bold red") if diverged else ("done", "bold green")
     console.print(Text.assemble(word, text))
+    if end.why:
+        say(console, "note", capital(end.told))
     if metrics:
         say(console, "evaluated", Text(measures(task, metrics), style="bold"))
     say_command(console, "report", str(page))
     if diverged:
         return
-    say_command(console, "weights", str(folder / "model.safetensors"))
-    _suggest_more(console, folder, steps=tally.steps)
+    say_command(console, "weights", str(weights))
+    if end.exported:
+        best = measures(task, dict(end.measured))
+        say(console, "", f"of step {count(end.exported)}, the best evaluation: {best}")
+    _suggest_more(console, folder, end=end)
 
 
-def already_done(console: Console, folder: Path, *, steps: int) -> None:
+def already_done(console: Console, folder: Path, *, end: RunEnd) -> None:
     """Say that a run has nothing left to do, and how to give it more."""
-    console.print(f"the run in {folder} has finished its {count(steps, 'step')}")
+    done = f"finished: it {end.told}" if end.why else f"finished its {count(end.step, 'step')}"
+    console.print(f"the run in {folder} has {done}", soft_wrap=True)
     say_command(console, "report", str(folder / "report.html"))
-    _suggest_more(console, folder, steps=steps)
+    _suggest_more(console, folder, end=end)
 
 
-def _suggest_more(console: Console, folder: Path, *, steps: int) -> None:
-    more = f"{resume_command(folder)} steps={2 * steps}"
-    say_command(console, "go on", more)
+def _suggest_more(console: Console, folder: Path, *, end: RunEnd) -> None:
+    more = "eval.patience=0" if end.why else f"steps={2 * end.asked}"
+    say_command(console, "go on", f"{resume_command(folder)} {more}")

@@ -12,6 +12,7 @@ from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.kept_products import KeptProducts
 from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.fused.carry_out import fuse_pieces
 from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
@@ -53,6 +54,7 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
         regions = _give_formats(model, plan)
         _give_histories(model, plan)
         _fuse_mlps(model, plan)
+        fuse_pieces(model, plan)
         _allow_kernels(model, plan)
         _give_entries(model, regions)
     except BaseException:

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from narrowcast.errors import CheckpointError
@@ -44,12 +45,12 @@ def state_of(engine: Engine) -> dict[str, Any]:
 def load_state(engine: Engine, state: dict[str, Any]) -> None:
     """Take up where a saved run stood; what cannot be is refused and changes nothing.
 
-    For a moment there is a second copy of the weights as they are kept.
+    For a moment there is a second copy of the weights that it has others of.
     """
     mine = state_of(engine)
     refuse_foreign_state(state, mine=mine)
     stats, applied_before = _counts(state)
-    with _all_or_nothing(engine, mine):
+    with _all_or_nothing(engine, mine, state):
         # First whatever may still refuse: code of others, and states of random generators.
         engine.schedules.load_state_dict(copy.deepcopy(state["scheduler"]))
         load_optimizer_states(engine.weights, state["optimizer"])
@@ -66,10 +67,43 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.buffers.reset()
 
 
+def weights_of(engine: Engine) -> dict[str, Any]:
+    """Return the weights alone, with every digit that is kept of them, and their average."""
+    average, inside = engine.weights.average, set(engine.model.parameters())
+    return {
+        "weights": engine.weights.full_by_name(),
+        "beside_model": [engine.weights.full(p) for p in engine.weights.all if p not in inside],
+        "average": None if average is None else average.averages,
+    }
+
+
+@torch.no_grad()
+def put_weights(engine: Engine, state: dict[str, Any]) -> None:
+    """Let the model have other weights, in the formats it has now; what is not there stays.
+
+    Moments, scales and counts stay too: no step is to follow.
+    """
+    engine.log.sync()
+    engine.model.load_state_dict({**engine.model.state_dict(), **state["weights"]})
+    copy_tensors(_beside_model(engine), state["beside_model"])
+    if engine.weights.average is not None:
+        copy_tensors(engine.weights.average.averages, state["average"])
+    engine.buffers.reset()
+
+
 def _beside_model(engine: Engine) -> list[Tensor]:
     """Return what is trained and no part of the model: a learnable temperature."""
     inside = set(engine.model.parameters())
     return [p.detach() for p in engine.weights.all if p not in inside]
+
+
+def _is_same(own: Any, saved: Any) -> bool:
+    """Say whether a weight is given itself: whoever saves no frozen weights does so."""
+    return (
+        isinstance(own, Tensor)
+        and isinstance(saved, Tensor)
+        and (own.device, own.data_ptr()) == (saved.device, saved.data_ptr())
+    )
 
 
 def _counts(state: dict[str, Any]) -> tuple[Stats, int]:
@@ -83,9 +117,11 @@ def _counts(state: dict[str, Any]) -> tuple[Stats, int]:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(engine: Engine, mine: dict[str, Any]) -> Iterator[None]:
-    """Put schedules, optimizers and weights back as they were if loading them fails."""
-    schedules, weights = copy.deepcopy(mine["scheduler"]), (mine["weights"], mine["beside_model"])
+def _all_or_nothing(engine: Engine, mine: dict[str, Any], state: dict[str, Any]) -> Iterator[None]:
+    """Put schedules, optimizers and weights back as they were if loading a state fails."""
+    schedules, saved = copy.deepcopy(mine["scheduler"]), state["weights"]
+    moved = {name: own for name, own in mine["weights"].items() if not _is_same(own, saved[name])}
+    weights = (moved, mine["beside_model"])
     kept = map_tensors(weights, lambda tensor: tensor.detach().clone())
     optimizers = [(each, dict(vars(each))) for each in parts_of(engine.optimizer)]
     try:

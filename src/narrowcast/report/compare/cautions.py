@@ -33,8 +33,10 @@ def cautions(
         yield f"The runs took place on different machines ({told}), so seconds compare those too."
     yield from _seeds(grouped)
     for run in runs:
-        asked, done = int(run.data.setting("steps", 0)), run.data.steps[-1].step
-        if done < asked:
+        asked, done = run.data.asked, run.data.steps[-1].step
+        if early := run.data.ended_early:
+            yield f"{run.label} ended early at step {count(done)} of {count(asked)}: {early}."
+        elif done < asked:
             yield f"{run.label} has done {count(done)} of its {count(asked, 'step')}."
         if run.data.diverged:
             yield f"{run.label} has diverged and is not called best: {run.data.diverged}."

@@ -11,6 +11,7 @@ from narrowcast.report.live.events import Changes, Events, Skips, for_page
 from narrowcast.report.live.status import Course
 from narrowcast.report.phrases import count, measured
 from narrowcast.report.run_data import headline_of
+from narrowcast.runs.improvement import Improvement
 from narrowcast.runs.records import (
     CheckpointRecord,
     EvalRecord,
@@ -59,12 +60,12 @@ class Growing(Protocol):
 class LiveData:
     """The records of one file from its beginning, summed up as they come."""
 
-    def __init__(self, task: TaskInfo = BEFORE_TASK_JSON) -> None:
-        """Begin before the first record of a run of `task`."""
-        self.task = task
+    def __init__(self, task: TaskInfo = BEFORE_TASK_JSON, *, min_delta: float = 0.0) -> None:
+        """Begin before the first record of a run of `task`; `min_delta` is that of its recipe."""
+        self.task, self._min_delta = task, min_delta
         self.tally = Tally(steps=0)
         self.course = Course()
-        self.vitals = Vitals()
+        self.vitals, self.improvement = Vitals(), Improvement()
         self.last: StepRecord | None = None
         self.peak_bytes = 0
         self.scaled = False
@@ -79,7 +80,9 @@ class LiveData:
 
     def add(self, record: Record) -> None:
         """Take the next record."""
-        self.vitals = self.vitals.after(record, headline=self.task.headline.name)
+        metric = self.task.headline
+        self.vitals = self.vitals.after(record, headline=metric.name)
+        self.improvement = self.improvement.after(record, metric=metric, min_delta=self._min_delta)
         match record:
             case StepRecord():
                 self._add_step(record)

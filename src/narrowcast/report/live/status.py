@@ -36,6 +36,13 @@ class Course:
     step_seconds: float = 0.0
     diverged: str = ""
     """What is wrong with the run, should it have done its steps."""
+    ended_early: str = ""
+    """Why it ends where it is, before all of its steps."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is left to take."""
+        return self.step >= self.asked or bool(self.ended_early)
 
 
 def status(
@@ -61,8 +68,7 @@ def status(
         return Ending(
             label="Loss not finite", tone="bad", advice=f"{advice} {remark}".strip()
         ), True
-    done = course.step >= course.asked > 0
-    label = "Finishing" if done else "Running"
+    label = "Finishing" if course.asked > 0 and course.is_done else "Running"
     return Ending(label=label, tone="fair" if remark else "good", advice=remark), True
 
 
@@ -72,7 +78,7 @@ def _at_work(course: Course, *, held: bool | None, quiet: float) -> bool:
     if course.step == 0:
         # A run takes its lock with its first record.
         return quiet < STARTING_SECONDS
-    if 0 < course.asked <= course.step == course.saved_at:
+    if course.asked > 0 and course.is_done and course.step == course.saved_at:
         return False
     if held is None:
         return quiet < _silence(course)
@@ -98,15 +104,16 @@ def _ended(course: Course, folder: Path, *, sign: str) -> Ending:
             advice=f"The last {count(course.skipped_in_a_row, 'step')} were all skipped"
             f"{at_scale(course.loss_scale)}, so the run gave up after {progress}.{reason}",
         )
-    if course.diverged and course.step >= course.asked:
+    if course.diverged and course.is_done:
         return Ending(
             label="Diverged",
             tone="bad",
             advice=f"The run has done its steps and came to nothing: {course.diverged}.",
         )
     if course.saved_at == course.step:
-        if course.step >= course.asked:
-            return Ending(label="Finished", tone="good")
+        if course.is_done:
+            early = f"The run ended early after {progress}: {course.ended_early}."
+            return Ending(label="Finished", tone="good", advice=early if course.ended_early else "")
         return Ending(
             label="Interrupted",
             tone="fair",

@@ -22,6 +22,7 @@ from narrowcast.report.live.status import status
 from narrowcast.report.summary import Ending
 from narrowcast.runs.folder import ENVIRONMENT, RECORDS, RESOLVED, TASK
 from narrowcast.runs.follow import Follower, News
+from narrowcast.runs.improvement import delta_in
 from narrowcast.runs.lock import LOCK, is_held
 from narrowcast.runs.peek import peek_json
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, TaskInfo
@@ -83,7 +84,8 @@ class Watched:
         news = self._follower.look()
         if news.afresh:
             self._read_files()
-            self._data, self._damaged = LiveData(self._task), 0
+            min_delta = delta_in(setting(self._settings, "eval.min_delta"))
+            self._data, self._damaged = LiveData(self._task, min_delta=min_delta), 0
             self._generation += 1
         for record in news.records:
             self._data.add(record)
@@ -112,7 +114,13 @@ class Watched:
         patience = whole(setting(self._settings, "precision.loss_scale.patience"))
         data.tally = replace(data.tally, steps=asked)
         diverged = for_page(data.vitals.diverged)
-        course = replace(data.course, asked=asked, patience=patience, diverged=diverged)
+        course = replace(
+            data.course,
+            asked=asked,
+            patience=patience,
+            diverged=diverged,
+            ended_early=self._ended_early(asked),
+        )
         ending, at_work = status(
             course,
             folder=self.folder,
@@ -130,6 +138,13 @@ class Watched:
             sessions=self._sessions,
         ) | {"damaged": self._damaged, "reading": self._news.more}
         self._frame = self._frames()
+
+    def _ended_early(self, asked: int) -> str:
+        data, found = self._data, self._data.improvement
+        patience = whole(setting(self._settings, "eval.patience"))
+        if patience is None or not 0 < found.evaluated == data.tally.step < asked:
+            return ""
+        return for_page(found.why_over(metric=data.task.headline, patience=patience))
 
     def _frames(self) -> dict[str, Any]:
         """Choose the axes that depend on the values, as the report does; None lets the page."""

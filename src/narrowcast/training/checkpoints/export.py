@@ -4,10 +4,16 @@ import contextlib
 import hashlib
 import json
 import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from narrowcast.errors import CheckpointError, blamed_on
+from safetensors.torch import load_file
+from torch import Tensor
+
+from narrowcast.errors import CheckpointError, RecipeError, blamed_on
 from narrowcast.plain_files import open_plain
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs.commands import resume_command
@@ -27,24 +33,72 @@ MOST_BYTES = 16 * 2**20
 """Of that file: a hundred thousand results."""
 
 
-def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """Where a run has ended."""
+
+    step: int
+    asked: int
+    """The steps of its recipe."""
+    why: str = ""
+    """Why it has ended before the last of them."""
+    exported: int = 0
+    """The step of the weights it ends with, where those of the best evaluation are asked for."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """The headline of that evaluation, by its name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `finished.json` says of it."""
+        best = {"exported": {"step": self.exported, **self.measured}}
+        return {
+            "step": self.step,
+            **({"ended_early": self.told} if self.why else {}),
+            **(best if self.exported else {}),
+        }
+
+    @property
+    def told(self) -> str:
+        """How a run ended that has not done all its steps, in words."""
+        return f"ended early at step {self.step} of {self.asked}: {self.why}" if self.why else ""
+
+
+def write_results(
+    prepared: Prepared,
+    task: Task,
+    folder: Path,
+    *,
+    end: RunEnd,
+    best: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """Write the weights to `folder`, then whatever else the task has to leave, then what that was.
 
-    Where the task fails at that, the weights are there, and `narrowcast resume` tries it again.
+    `best` has weights that the model has been given, with every digit they had when they were kept.
+    A task may see to the weights by itself. Where it fails at what it writes, they are safe, and
+    `narrowcast resume` tries it again.
     """
-    export_weights(prepared, folder / WEIGHTS)
-    files = [folder / WEIGHTS]
+    weights = folder / (task.weights_in or WEIGHTS)
+    files = set[Path]()
+    if not task.weights_in:
+        export_weights(prepared, weights, best=best)
+        files = {weights}
     if task.write_results is not None:
+        safe = folder / CHECKPOINTS if task.weights_in else weights
         before = _seen(folder)
         with blamed_on(
-            f"write_results of the task; the weights are safe in {folder / WEIGHTS}. Once it is "
-            f"repaired, `{resume_command(folder)}` writes the rest"
+            f"write_results of the task; the weights are safe in {safe}. Once it is repaired, "
+            f"`{resume_command(folder)}` writes the rest"
         ):
             task.write_results(folder, prepared)
-        files += [path for path, seen in _seen(folder).items() if before.get(path) != seen]
-    listed = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in files}
+        files |= {path for path, seen in _seen(folder).items() if before.get(path) != seen}
+    if not any(file.is_relative_to(weights) for file in files):
+        raise RecipeError(
+            f"the task's weights_in={task.weights_in!r}, and its write_results has written nothing "
+            f"to {weights}; the weights are safe in {folder / CHECKPOINTS}. Once it is repaired, "
+            f"`{resume_command(folder)}` writes the rest"
+        )
+    listed = {file.relative_to(folder).as_posix(): _fingerprint(file) for file in sorted(files)}
     try:
-        text = json.dumps({"step": step, "files": listed}, indent=2)
+        text = json.dumps({**end.to_json(), "files": listed}, indent=2)
         replace_file(folder / RESULTS, f"{text}\n".encode())
     except OSError as error:
         raise CheckpointError(
@@ -53,16 +107,34 @@ def write_results(prepared: Prepared, task: Task, folder: Path, *, step: int) ->
         ) from error
 
 
-def results_are_whole(folder: Path, *, step: int) -> bool:
-    """Say whether all that a run of `step` steps left is still there, byte for byte."""
+def results_are_whole(folder: Path, *, step: int, exported: int = 0) -> bool:
+    """Say whether all that a run of `step` steps left is still there, byte for byte.
+
+    With the weights of the step `exported`, where it was to end with those of another.
+    """
     match peek_json(folder / RESULTS, most_bytes=MOST_BYTES):
-        case {"step": int(written), "files": {**files}} if written == step and WEIGHTS in files:
+        case {"step": int(written), "files": {**files}, **rest} if written == step and files:
+            best = rest.get("exported", {})
+            if (best.get("step", 0) if isinstance(best, dict) else None) != exported:
+                return False
             return all(_is_as_written(folder / str(name), files[name]) for name in files)
         case _:
             return False
 
 
-def export_weights(prepared: Prepared, path: Path) -> None:
+def exported_tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Return what is in each safetensors file that a finished run has left."""
+    match peek_json(folder / RESULTS, most_bytes=MOST_BYTES):
+        case {"files": {**files}}:
+            names = [str(name) for name in files if str(name).endswith(".safetensors")]
+            return {name: load_file(folder / name) for name in names}
+        case _:
+            return {}
+
+
+def export_weights(
+    prepared: Prepared, path: Path, *, best: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
     """Write the state of the model, every weight with all its digits, to `path`.
 
     The names are those of the model's own `state_dict`. Of tied weights the file has the first, as
@@ -74,7 +146,7 @@ def export_weights(prepared: Prepared, path: Path) -> None:
         for name, parameter in prepared.model.named_parameters(remove_duplicate=False)
         if first.setdefault(id(parameter), name) != name
     }
-    weights = prepared.full_weights()
+    weights = {**prepared.full_weights(), **best}
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
     with written_beside(path, hint="the last checkpoint holds the same weights") as beside:
         write_tensors(beside, tensors, metadata={"format": "pt"})

@@ -37,12 +37,18 @@ _PLAIN = {
         **dict.fromkeys(("steps", "applied", "skipped_at_end", "evaluated", "bad_from"), int),
         **dict.fromkeys(("headline", "weights"), str),
     },
+    "improvement": {
+        **dict.fromkeys(("best", "counted"), (int, float)),
+        **dict.fromkeys(("best_step", "stalled", "evaluated"), int),
+    },
+    "best_weights": {"wanted": bool, "step": int, "sha256": str},
 }
 """Parts that nobody looks at when they are loaded, but in the steps after."""
 _SHAPE = {
     **dict.fromkeys(_COUNTS, int),
     **_PLAIN,
     "shapes": {ANY: [int]},
+    "frozen": {ANY: str},
     "random": {ANY: object},
     "hooks": {ANY: dict},
     "data": {"samples": int, "digest": str, "looked_at": str},

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import (
@@ -24,6 +23,7 @@ from narrowcast.errors import (
 from narrowcast.hardware import probe
 from narrowcast.runs import Record, RunFolder, StepRecord, from_line, same_trajectory, to_line
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, step_of
+from narrowcast.training.checkpoints.export import exported_tensors
 from narrowcast.training.checkpoints.identity import first_difference
 
 NARROWCAST = (sys.executable, "-m", "narrowcast")
@@ -64,6 +64,8 @@ def verify_resume(
     On a GPU both are `deterministic`, unless the words say otherwise.
     """
     every = max(recipe.steps // 5, 1)
+    if recipe.eval.patience:  # it may be over soon
+        every = min(every, recipe.eval.every)
     words = [word for word in words if not word.startswith("checkpoint.every=")]
     on_gpu = torch.device(probe(recipe.device).device).type == "cuda"
     if on_gpu and not any(word.startswith("deterministic=") for word in words):
@@ -73,14 +75,16 @@ def verify_resume(
     straight, resumed = folder / "straight", folder / "resumed"
     folder.mkdir(parents=True, exist_ok=True)
     _finish([*train, str(straight)], log=folder / "straight.log")
+    last = latest(straight / "checkpoints")
+    steps = recipe.steps if last is None else step_of(last)
     # After a checkpoint there is something to resume from; and a process is killed a moment after
     # the step that was waited for, by when it must not have ended.
-    chosen = random.Random(seed).randint(every, max(recipe.steps * 3 // 4, every))
+    chosen = random.Random(seed).randint(every, max(steps * 3 // 4, every))
     killed_after = _kill([*train, str(resumed)], resumed, after=chosen, log=folder / "killed.log")
     checkpoint = latest(resumed / "checkpoints")
     _finish([*command, "resume", str(resumed)], log=folder / "resumed.log")
     return ResumeCheck(
-        steps=recipe.steps,
+        steps=steps,
         killed_after=killed_after,
         resumed_from=step_of(checkpoint) if checkpoint else 0,
         difference=difference_between(straight, resumed),
@@ -103,9 +107,8 @@ def difference_between(a: Path, b: Path, *, but: Collection[str] = ()) -> str | 
     for state in states:
         for name in ("records", *but):
             state.pop(name, None)
-    weights = [load_file(path / "model.safetensors") for path in (a, b)]
     return first_difference(*states, where="checkpoint") or first_difference(
-        *weights, where="model.safetensors"
+        exported_tensors(a), exported_tensors(b)
     )
 
 

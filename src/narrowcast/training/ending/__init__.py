@@ -1,0 +1,1 @@
+"""How a run ends: when it is over before its last step, and with which weights."""

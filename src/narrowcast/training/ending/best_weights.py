@@ -1,0 +1,154 @@
+"""The weights of the best evaluation, kept in a file of the run's folder until the run is over.
+
+Each is a file of its own, `best/step-000060.safetensors`, and stays as long as a checkpoint counts
+on it: a run that is killed goes on from one, and its best is the one it had then.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from narrowcast.errors import CheckpointError
+from narrowcast.plain_files import open_plain
+from narrowcast.precision.nested import map_tensors
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.saved_state import put_weights, weights_of
+from narrowcast.runs.writing import written_beside
+from narrowcast.training.checkpoints.checkpoint import checkpoints, step_of
+from narrowcast.training.checkpoints.frozen import FrozenWeights
+from narrowcast.training.checkpoints.tensor_file import write_tensors
+from narrowcast.training.checkpoints.tree import flatten, unflatten
+from narrowcast.training.signals import Home
+
+FOLDER = "best"
+_NAME = re.compile(r"step-([0-9]{1,18})\.safetensors")
+
+
+@final
+class BestWeights:
+    """The weights of the best evaluation so far, if the run is to end with them."""
+
+    def __init__(
+        self, prepared: Prepared, frozen: FrozenWeights, *, home: Home | None, wanted: bool
+    ) -> None:
+        self._prepared, self._frozen, self._home, self._wanted = prepared, frozen, home, wanted
+        self.step = 0
+        """The step they are of; 0 where none are kept."""
+        self._sha256 = ""
+        self._held: dict[str, Any] | None = None
+        """In memory, where there is no folder."""
+
+    def keep(self, step: int) -> None:
+        """Keep the weights as they are now, those of `step`. Waits for the device."""
+        if not self._wanted:
+            return
+        # What nobody trains is there at the end; what training may move is kept with every digit.
+        state, _ = self._frozen.left_out_of(weights_of(self._prepared.engine))
+        if self._home is None:
+            self._held = map_tensors(state, lambda tensor: tensor.detach().cpu().clone())
+        else:
+            home = self._home.path()
+            self._sha256 = _write(_path_of(home, step), state)
+            _remove_useless(home, before=self.step, now=step)
+        self.step = step
+
+    def put_in_place(self) -> dict[str, Tensor]:
+        """Let the model have them; return them by name, with every digit they had."""
+        if not self.step:
+            return {}
+        state = self._held
+        if self._home is not None:
+            state = self._read(self._home)
+            _remove_useless(self._home.path(), before=self.step, now=self.step)
+        assert state is not None
+        put_weights(self._prepared.engine, state)
+        weights: dict[str, Tensor] = state["weights"]
+        return weights
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to find them."""
+        return {"wanted": self._wanted, "step": self.step, "sha256": self._sha256}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a saved run stood, once the file is what it was."""
+        if not self._wanted:
+            return
+        if not state["wanted"]:
+            raise CheckpointError(
+                "the run has not kept the weights of its best evaluation up to here; leave out "
+                "eval.keep_best=true, or start a new run with it"
+            )
+        self.step, self._sha256 = int(state["step"]), str(state["sha256"])
+        if not self.step:
+            return
+        if self._home is None:
+            raise CheckpointError("the best weights are in the run's folder; give folder=")
+        self._require_whole(_path_of(self._home.path(), self.step))
+
+    def _require_whole(self, file: Path) -> None:
+        try:
+            whole = _digest(file) == self._sha256
+        except OSError:
+            whole = False
+        if not whole:
+            raise CheckpointError(
+                f"{file}, the weights of the best evaluation, is missing or not what was written; "
+                "put it back from a copy, or add eval.keep_best=false to end with the last weights"
+            )
+
+    def _read(self, home: Home) -> dict[str, Any]:
+        file = _path_of(home.path(), self.step)
+        self._require_whole(file)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                tree = json.loads(opened.metadata()["tree"])
+            state: dict[str, Any] = unflatten(tree, tensors)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        return state
+
+
+def _path_of(home: Path, step: int) -> Path:
+    return home / FOLDER / f"step-{step:06d}.safetensors"
+
+
+def _write(file: Path, state: dict[str, Any]) -> str:
+    """Write a file, whole or not at all, and return its digest."""
+    tree, tensors = flatten(state)
+    with written_beside(file, hint="the last checkpoint is untouched") as beside:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # One entry: of several, safetensors writes whichever first, and bytes would differ.
+        write_tensors(beside, tensors, metadata={"tree": json.dumps(tree)})
+        return _digest(beside)
+
+
+def _digest(file: Path) -> str:
+    with open_plain(file) as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _remove_useless(home: Path, *, before: int, now: int) -> None:
+    """Remove all but the best `now` and those that checkpoints count on.
+
+    A checkpoint's best is the newest up to it, or the one before that where it was saved ahead of
+    its evaluation. Those after the one `before` are of a course the run has left. One that cannot
+    be removed is in nobody's way.
+    """
+    with suppress(OSError):
+        named = [(_NAME.fullmatch(path.name), path) for path in (home / FOLDER).iterdir()]
+        found = {int(match[1]): path for match, path in named if match}
+        own = sorted(step for step in found if step <= before)
+        needed = {now}
+        for saved in map(step_of, checkpoints(home / "checkpoints")):
+            needed.update([step for step in own if step <= saved][-1:])
+            needed.update([step for step in own if step < saved][-1:])
+        for step in found.keys() - needed:
+            found[step].unlink(missing_ok=True)
