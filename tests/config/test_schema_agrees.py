@@ -25,7 +25,7 @@ TOGETHER = {
     "optimizer.fused", "optimizer.momentum", "precision.loss_scale.growth", "precision.schedule",
     "precision.loss_scale.backoff", "precision.loss_scale.initial", "precision.loss_scale.max",
     "precision.loss_scale.min", "precision.adapt.enabled", "data.tokenizer", "eval.patience",
-    "eval.min_delta",
+    "eval.min_delta", "epochs", "lr_schedule.warmup_ratio",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 

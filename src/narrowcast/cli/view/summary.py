@@ -26,7 +26,8 @@ def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> N
     title = Text(recipe.name or recipe.workload, style="bold")
     console.print(title.append(f"  {recipe.description}", style="not bold"))
     batch = f"{recipe.accumulate} × " if recipe.accumulate > 1 else ""
-    course = f"{count(recipe.steps, 'step')} of {batch}{count(recipe.batch_size, 'sample')}"
+    epochs = f" ({count(recipe.epochs, 'epoch')})" if recipe.epochs else ""
+    course = f"{count(recipe.steps, 'step')}{epochs} of {batch}{count(recipe.batch_size, 'sample')}"
     say(console, "model", f"{large(parameters)} parameters, {course}")
     say(console, "formats", formats(recipe, plan))
     say(console, "device", f"{plan.hardware.name} ({plan.hardware.device})")
