@@ -10,6 +10,9 @@ reduces to 1,000 directions by PCA, and runs FastICA. narrowcast reads the file 
 few times. Each is a process of its own, so that its largest memory (`ru_maxrss`) is its own; both
 times begin before the file is read. What takes seconds is measured three times, before and after
 what takes minutes, and the median counts: other work on the machine weighs on it by chance.
+`--threads` holds for every library of a process, the BLAS of scikit-learn too. A GPU is started
+before the time begins; its libraries are loaded within it, and what a second run in the same
+process takes is told beside it.
 Networks are the two in a hundred heaviest channels of each component, compared by IoU with the best
 match of the other side and with what was planted.
 """
@@ -30,7 +33,9 @@ import numpy as np
 from narrowcast.runs import describe_environment
 
 FASTER, MEMORY_SHARE, AGREEMENT = 3.0, 0.25, 0.95
-"""What is asked for."""
+"""What is asked for on a CPU."""
+FASTER_ON_GPU = 50.0
+"""On a GPU, where the memory of the host is mostly libraries and is not asked for."""
 PERCENTILE = 98.0
 
 
@@ -106,22 +111,28 @@ def work(options: argparse.Namespace) -> None:
         torch.zeros(1, device=options.device)  # who starts a GPU waits for it once
     imported = peak_bytes()
     shape = {"channels": options.channels, "components": options.components}
-    began, began_on_processor = time.perf_counter(), time.process_time()
-    told: dict[str, Any] = {}
-    if options.work == "sklearn":
-        loadings = by_sklearn(options.file, **shape)
-    else:
-        loadings, told = by_narrowcast(
+
+    def solve() -> tuple[np.ndarray, dict[str, Any]]:
+        if options.work == "sklearn":
+            return by_sklearn(options.file, **shape), {}
+        return by_narrowcast(
             options.file,
             **shape,
             device=options.device,
             ica_dtype=options.ica_dtype,
             store=options.work == "stored",
         )
+
+    began, began_on_processor = time.perf_counter(), time.process_time()
+    loadings, told = solve()
     seconds = time.perf_counter() - began
     on_processor = time.process_time() - began_on_processor
+    if options.device != "cpu":
+        began = time.perf_counter()
+        solve()
+        told["again_seconds"] = round(time.perf_counter() - began, 3)
     np.save(options.out, loadings)
-    told |= {"seconds": round(seconds, 2), "processor_seconds": round(on_processor, 2)}
+    told |= {"seconds": round(seconds, 3), "processor_seconds": round(on_processor, 2)}
     told |= {"peak_bytes": peak_bytes(), "import_bytes": imported}
     print(json.dumps(told))
 
@@ -139,7 +150,11 @@ def measure(work: str, file: Path, options: argparse.Namespace, **more: Any) -> 
     command = [sys.executable, str(Path(__file__))]
     for name, value in words.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    libraries = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    limits = dict.fromkeys(libraries, str(options.threads))
+    ran = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **limits}
+    )
     return {**json.loads(ran.stdout.splitlines()[-1]), "networks": networks_of(np.load(out))}
 
 
@@ -181,7 +196,7 @@ def table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         peak, imports = (row[key] / 2**20 for key in ("peak_bytes", "import_bytes"))
         print(
-            f"| {row['way']} | {row['seconds']:.1f} | {row['processor_seconds']:.1f} | "
+            f"| {row['way']} | {row['seconds']:.2f} | {row['processor_seconds']:.1f} | "
             f"{peak:.0f} | {imports:.0f} | {row['iou_planted']:.3f} |"
         )
 
@@ -235,12 +250,17 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         faster = reference["seconds"] / row["seconds"]
         share = row["peak_bytes"] / reference["peak_bytes"]
         same = agreement(reference["networks"], row["networks"])
+        on_gpu = "again_seconds" in row
+        asked = FASTER_ON_GPU if on_gpu else FASTER
         print(
-            f"\n{row['way']}: {faster:.1f} × faster (asked: {FASTER:g}), {share:.1%} of the memory "
-            f"({MEMORY_SHARE:.0%}), IoU {same:.4f} ({AGREEMENT})."
+            f"\n{row['way']}: {faster:.1f} × faster (asked: {asked:g}), {share:.1%} of the memory"
+            f"{'' if on_gpu else f' ({MEMORY_SHARE:.0%})'}, IoU {same:.4f} ({AGREEMENT})."
         )
-        met = faster >= FASTER and share <= MEMORY_SHARE and same >= AGREEMENT
+        met = faster >= asked and same >= AGREEMENT and (on_gpu or share <= MEMORY_SHARE)
         figures = {"faster": faster, "memory_share": share, "iou": same}
+        if on_gpu:
+            figures["faster_again"] = reference["seconds"] / row["again_seconds"]
+            print(f"A second run in its process: {figures['faster_again']:.1f} × faster.")
         rounded = {name: round(value, 4) for name, value in figures.items()}
         told.append({"way": row["way"], **rounded, "met": met})
     return told

@@ -27,6 +27,9 @@ if not GPU:
 # A shell that starts the tests in the background lets them ignore Ctrl-C, which some are about.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So does nohup with the end of a terminal.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How fast examples are drawn says something of the machine: the first text waits for the tables of
 # Unicode, seconds on a busy one.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.step.outcome import Outcome as Outcome
     from narrowcast.precision.step.prepare import prepare as prepare
     from narrowcast.precision.step.prepared import Prepared as Prepared
+    from narrowcast.precision.weights.frozen_base import keep_frozen as keep_frozen
+    from narrowcast.precision.weights.frozen_base import widen_frozen as widen_frozen
     from narrowcast.runner.report_sections import write_run_report as write_report  # noqa: F401
     from narrowcast.runner.run import Run as Run
     from narrowcast.runner.run import plan_recipe as plan_recipe
@@ -62,6 +64,7 @@ _HOMES = {
     "Workload": "config.workload",
     "digest_of": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
+    "keep_frozen": "precision.weights.frozen_base",
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
     "load_recipe": "workloads",
     "plan": "precision.plan.plan:make_plan",
@@ -72,6 +75,7 @@ _HOMES = {
     "resume": "runner.run",
     "train": "runner.run",
     "watch": "health.watch",
+    "widen_frozen": "precision.weights.frozen_base",
     "write_report": "runner.report_sections:write_run_report",
 }
 """Every public name, the module it lives in, and what it is called there if not the same."""

@@ -108,3 +108,9 @@ def test_json_is_the_file_that_a_run_of_the_recipe_keeps(words, narrowcast, tiny
     folder = tmp_path / "run"
     assert narrowcast("train", tiny, *words, "--out", str(folder)).code == 0
     assert narrowcast("plan", tiny, *words, "--json").out == (folder / "plan.json").read_text()
+
+
+def test_a_piece_that_the_model_does_not_have_is_refused_by_its_name(narrowcast, tiny):
+    ended = narrowcast("plan", tiny, "precision.fuse=[loss]")
+    assert ended.code == 3
+    assert "fuse names loss, but no module of this model is known for it" in ended.err

@@ -4,12 +4,15 @@ from types import SimpleNamespace
 import pytest
 
 from narrowcast.config.registry import Registry
-from narrowcast.config.workload import Workload
+from narrowcast.config.workload import Command, Workload
 from narrowcast.errors import RecipeError
 
 
 def made(name, **settings):
     return Workload(name=name, about=name, sections="json:dumps", task="json:loads", **settings)
+
+
+KNITS = Command("knits", "json:dumps")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ def registry(tmp_path, monkeypatch):
         BASE=made("base", recipes=tmp_path / "shelf"),
         OWN=made("own", recipes=tmp_path / "shelf"),
         NONE=3,
+        KNIT=made("knit", commands=(KNITS,)),
+        ALSO=made("also", commands=(KNITS,)),
     )
     monkeypatch.setitem(__import__("sys").modules, "shelf", shelf)
     return lambda *entries: Registry({"base": "shelf:BASE"}, installed=lambda: entries)
@@ -98,3 +103,21 @@ def test_a_recipe_of_an_installed_workload_bears_its_name(registry):
 def test_an_unknown_name_is_refused_with_one_like_it(registry):
     with pytest.raises(RecipeError, match=r"no such workload as 'bass'; did you mean base\?"):
         registry().workload("bass")
+
+
+def test_a_command_that_two_installed_workloads_bring_is_nobodys(registry):
+    found = registry(Entry("knit", "shelf:KNIT", "one"), Entry("also", "shelf:ALSO", "two"))
+    assert found.commands() == {}
+    (problem,) = found.problems()
+    assert problem == found.clash("knits")
+    assert problem.startswith("two workloads bring a command 'knits', knit of one and also of two")
+
+
+def test_a_command_of_the_package_is_not_replaced_and_the_clash_is_told(registry):
+    shelf = __import__("sys").modules["shelf"]
+    shelf.BASE = made("base", commands=(KNITS,))
+    found = registry(Entry("knit", "shelf:KNIT", "one"))
+    assert {name: owner.name for name, owner in found.commands().items()} == {"knits": "base"}
+    assert found.clash("knits") == ""
+    (problem,) = found.problems()
+    assert problem.startswith("one: its command 'knits' is left out, as workload base")

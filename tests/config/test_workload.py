@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from narrowcast.config.workload import Workload, require_modules
+from narrowcast.config.workload import Command, Workload, require_modules
 from narrowcast.errors import RecipeError, UnsupportedError
 
 
@@ -24,10 +24,38 @@ def test_a_name_is_one_that_can_be_typed(name):
         workload(name=name)
 
 
-@pytest.mark.parametrize("field", ["sections", "task", "command", "report"])
+@pytest.mark.parametrize("field", ["sections", "task", "report"])
 def test_a_part_is_named_by_module_and_attribute(field):
     with pytest.raises(RecipeError, match=f"{field} of workload toy is 'json'; write it as module"):
         workload(**{field: "json"})
+
+
+def command(name="knit", place="json:dumps"):
+    return Command(name, place)
+
+
+@pytest.mark.parametrize(
+    ("commands", "said"),
+    [
+        (
+            [command("train")],
+            "a command of workload toy cannot be called train: `narr",
+        ),
+        ([command("My Toy")], "a command of workload toy cannot be called 'My Toy'; write small"),
+        ([command(), command()], "workload toy has two commands called knit; keep one"),
+        ([command(place="json")], "command knit of workload toy is 'json'; write it as module"),
+    ],
+)
+def test_a_command_has_a_free_name_and_a_place(commands, said):
+    with pytest.raises(RecipeError, match=said):
+        workload(commands=tuple(commands))
+
+
+def test_a_command_needs_not_be_called_as_its_workload_is():
+    import json
+
+    toy = workload(commands=(command("knit"), command("purl", place="json:loads")))
+    assert toy.load_command("purl") is json.loads
 
 
 def test_a_part_is_imported_when_it_is_asked_for():

@@ -11,7 +11,7 @@ from hypothesis.strategies import floats, integers, lists
 
 from narrowcast.hardware import Speeds, keep_speeds
 from narrowcast.hardware import speeds as module
-from narrowcast.hardware.speeds import KINDS, TOKENS, WIDTHS, known_speeds
+from narrowcast.hardware.speeds import FROZEN, KINDS, TOKENS, WIDTHS, known_speeds
 
 GRID = (16, 64), (32, 128, 512), (32, 64)
 SHAPES = list(itertools.product(*GRID))
@@ -183,7 +183,8 @@ def test_tables_that_come_with_the_package_are_whole():
             continue
         made = Speeds.from_json(json.loads(path.read_text(encoding="utf-8")))
         assert (made.tokens, made.inputs, made.outputs) == (TOKENS, WIDTHS, WIDTHS)
-        assert set(made.seconds) == set(KINDS)
+        # Frozen weights are measured by newer tables only; a plan says where it does not know.
+        assert set(KINDS) - set(FROZEN) <= set(made.seconds) <= set(KINDS)
         for times in made.seconds.values():
             assert len(times) == len(TOKENS) * len(WIDTHS) ** 2
             assert all(0 < t < 1 for t in times)

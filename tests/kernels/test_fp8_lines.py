@@ -117,3 +117,14 @@ def test_fake_tensors_have_the_shapes_of_real_ones(rows, columns):
         fake = op(mode.from_tensor(x), E4M3.dtype, rows, columns)
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 16), (150, 80)])
+def test_factors_of_columns_are_multiplied_on_the_way(shape, dtype):
+    x = (spread(*shape, 1) / 1e5).to(dtype)
+    factors = 2.0 ** torch.randint(-9, 9, shape[1:]).to(DEVICE)
+    found = quantize_lines(x, E5M2.dtype, factors=factors)
+    expected = quantize_lines(x.float() * factors, E5M2.dtype)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(bits(a), bits(b))

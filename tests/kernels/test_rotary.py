@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.rotary import turn_heads
+from narrowcast.kernels.rotary import turn_halves, turn_heads
 from narrowcast.workloads.lm.rotary import rotary_table
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -102,3 +102,59 @@ def test_a_compiler_sees_one_operator_each_way(dynamic):
     compiled = torch.compile(work, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     results = [torch.autograd.grad(run(heads), heads)[0] for run in (work, compiled)]
     assert torch.equal(*results)
+
+
+def halves_exactly(x, cosine, sine):
+    """As transformers' models turn their heads, in float64: (batch, length, head, width)."""
+    first, second = x.chunk(2, -1)
+    return x * cosine[:, :, None] + torch.cat((-second, first), -1) * sine[:, :, None]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    batch=st.integers(1, 2), length=st.integers(1, 5), queries=st.integers(1, 5),
+    keys=st.integers(1, 3), width=st.sampled_from([2, 6, 16, 96]), shared=st.booleans(),
+    dtype=st.sampled_from(list(STEP)), angles=st.sampled_from(list(STEP)), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_halves_are_turned_and_gradients_turned_back(
+    batch, length, queries, keys, width, shared, dtype, angles, seed
+):
+    given = [
+        heads_of(batch, length, count, width, dtype=dtype, seed=seed + i).requires_grad_()
+        for i, count in enumerate((queries, keys))
+    ]
+    table = heads_of(1 if shared else batch, length, 2, width, dtype=angles, seed=seed + 2)
+    cosine, sine = table[:, :, 0], table[:, :, 1]  # not angles at all: each number has its own
+    found = turn_halves(*given, cosine, sine)
+    grads = [heads_of(*each.shape, dtype=dtype, seed=seed + 3) for each in given]
+    got = torch.autograd.grad(found, given, grads)
+    for x, turned, grad, back in zip(given, found, grads, got, strict=True):
+        wide = x.detach().double().requires_grad_()
+        exact = halves_exactly(wide, cosine.double(), sine.double())
+        (want,) = torch.autograd.grad(exact, wide, grad.double())
+        assert turned.dtype == back.dtype == dtype
+        assert_near(turned.detach(), exact.detach(), dtype)
+        assert_near(back, want, dtype)
+
+
+def test_halves_are_turned_where_heads_come_before_positions():
+    query, key = (heads_of(2, 3, n, 16, dtype=torch.bfloat16, seed=n) for n in (4, 2))
+    table = heads_of(2, 3, 2, 16, dtype=torch.bfloat16, seed=9)
+    plain = turn_halves(query, key, table[:, :, 0], table[:, :, 1])
+    other = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key))
+    again = turn_halves(*other, table[:, :, 0], table[:, :, 1])
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_a_compiler_sees_one_operator_for_halves():
+    query, key = (heads_of(2, 3, n, 16, dtype=torch.bfloat16, seed=n) for n in (4, 2))
+    given = [query.requires_grad_(), key.requires_grad_()]
+    table = heads_of(1, 3, 2, 16, dtype=torch.float32, seed=9)
+
+    def work(query, key):
+        turned = turn_halves(query, key, table[:, :, 0], table[:, :, 1])
+        return turned[0].float().square().sum() - turned[1].float().sum()
+
+    compiled = torch.compile(work, backend="aot_eager", fullgraph=True)
+    results = [torch.autograd.grad(run(*given), given) for run in (work, compiled)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -10,11 +10,12 @@ from narrowcast.runs import EvalRecord, RunFolder
 
 CODE = """
 from pathlib import Path
-from narrowcast.config.workload import Workload
+from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="line", about="fits a line", sections="nc_line.parts:SECTIONS",
-    task="nc_line.parts:build_task", command="nc_line.parts:line",
+    task="nc_line.parts:build_task",
+    commands=(Command("line", "nc_line.parts:line"),),
     recipes=Path(__file__).parent / "recipes",
 )
 """

@@ -27,8 +27,8 @@ from narrowcast.cli.schema import schema
 from narrowcast.cli.train import train
 from narrowcast.cli.verify_resume import verify_resume
 from narrowcast.cli.watch import watch
-from narrowcast.config.workload import Workload
-from narrowcast.errors import NarrowcastError
+from narrowcast.config.registry import Registry
+from narrowcast.errors import NarrowcastError, RecipeError
 
 INTERRUPTED = 130
 """128 + SIGINT, as shells count."""
@@ -56,30 +56,39 @@ class _Commands(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, *(workload.name for workload in _with_command())]
+        return [*self.commands, *_registry().commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if (verb := self.commands.get(cmd_name)) is not None:
             return verb
-        for workload in _with_command():
-            if workload.name == cmd_name:
-                command: click.Command = workload.load("command")
-                return command
-        return None
+        registry = _registry()
+        if clash := registry.clash(cmd_name):
+            raise RecipeError(clash)
+        owner = registry.commands().get(cmd_name)
+        if owner is None:
+            return None
+        command: click.Command = owner.load_command(cmd_name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [(name, verb.get_short_help_str(80)) for name, verb in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
-        if found := [(workload.name, workload.about) for workload in _with_command()]:
+        brought = [
+            (name, command.about or workload.about)
+            for name, workload in _registry().commands().items()
+            for command in workload.commands
+            if command.name == name
+        ]
+        if brought:
             with formatter.section("Commands of workloads"):
-                formatter.write_dl(found)
+                formatter.write_dl(brought)
 
 
-def _with_command() -> list[Workload]:
+def _registry() -> Registry:
     from narrowcast.workloads import REGISTRY
 
-    return [workload for workload in REGISTRY.workloads() if workload.command]
+    return REGISTRY
 
 
 @click.group(

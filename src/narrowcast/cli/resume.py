@@ -41,7 +41,7 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
             return
         ready = take_up(folder, overrides, accept=accept)
     with ready as run:
-        introduce(console, run.recipe, plan=run.plan, folder=folder)
+        introduce(console, run.recipe, plan=run.plan, notes=run.task.info.notes, folder=folder)
         step = run.resumed_from
         say(console, "from", f"step {step}" if step else "the beginning: it has no checkpoint yet")
         for notice in run.notices:

@@ -38,7 +38,7 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
 
         ready = begin(loaded, out=place.path)
     with ready as run:
-        introduce(console, run.recipe, plan=run.plan, folder=str(place))
+        introduce(console, run.recipe, plan=run.plan, notes=run.task.info.notes, folder=str(place))
         if any(module.how == "emulated" for module in run.plan.modules):
             say(console, "note", "emulated formats compute as theirs and take longer than fp32")
         run_loop(run, console=console)

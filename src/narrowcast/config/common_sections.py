@@ -21,6 +21,8 @@ from narrowcast.config.limits import (
 from narrowcast.config.phases import PolicyText, Schedule
 from narrowcast.config.section import Section, refuse_conflicts
 
+Piece = Literal["loss", "rms_norm", "rotary", "swiglu"]
+Fuse = Literal["auto", "none"] | Annotated[tuple[Piece, ...], Field(max_length=MOST_ENTRIES)]
 OptimizerName = Literal["adamw", "adam", "sgd", "rmsprop", "adafactor"]
 
 OBEYED_BY: dict[str, frozenset[str]] = {
@@ -232,6 +234,11 @@ class PrecisionSection(Section):
         default=(),
         max_length=MOST_ENTRIES,
         description="phases of the run, each {policy, overrides, until}; none: one",
+    )
+    fuse: Fuse = Field(
+        default="auto",
+        description="pieces computed as one where the model is known to have them: auto, none, "
+        "or some of loss, rms_norm, rotary, swiglu",
     )
 
 

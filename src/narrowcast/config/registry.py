@@ -74,8 +74,26 @@ class Registry:
         """Return every workload that works."""
         return [found for name in self.names if isinstance(found := self._tried(name), Workload)]
 
+    def commands(self) -> dict[str, Workload]:
+        """Return who brings each command; one of the package itself comes before an installed one.
+
+        Of two installed workloads that bring the same, neither does.
+        """
+        found = {name: owners[0] for name, owners in self._owners().items()}
+        return {name: owner for name, owner in found.items() if not self.clash(name)}
+
+    def clash(self, command: str) -> str:
+        """Say why nobody brings a command that several would; nothing where that is not so."""
+        owners = self._owners().get(command, [])
+        if len(owners) < 2 or owners[0].name in self._built_in:
+            return ""
+        who = " and ".join(f"{owner.name} of {owner.distribution}" for owner in owners)
+        return (
+            f"two workloads bring a command {command!r}, {who}; pip uninstall one of the packages"
+        )
+
     def problems(self) -> list[str]:
-        """Say what is wrong with the others."""
+        """Say what is wrong with the others, and which commands cannot be had."""
         clashes = [
             f"{_origin(entry)} registers a workload {name!r}, which narrowcast itself has; it is "
             "left out: its authors must choose another name"
@@ -83,7 +101,17 @@ class Registry:
             if name in self._built_in
             for entry in entries
         ]
-        return clashes + [text for name in self.names if isinstance(text := self._tried(name), str)]
+        clashes += [text for name in self.names if isinstance(text := self._tried(name), str)]
+        for name, owners in self._owners().items():
+            if text := self.clash(name):
+                clashes.append(text)
+            elif len(owners) > 1:
+                others = ", ".join(owner.distribution for owner in owners[1:])
+                clashes.append(
+                    f"{others}: its command {name!r} is left out, as workload {owners[0].name} of "
+                    "narrowcast has one of that name; its authors must choose another"
+                )
+        return clashes
 
     def recipe_files(self) -> dict[str, Path]:
         """Return the file of every recipe by name, those without a folder first.
@@ -102,6 +130,14 @@ class Registry:
         found: dict[str, list[Entry]] = {}
         for entry in self._installed():
             found.setdefault(entry.name, []).append(entry)
+        return found
+
+    def _owners(self) -> dict[str, list[Workload]]:
+        """Return the workloads that bring each command, those of the package first."""
+        found: dict[str, list[Workload]] = {}
+        for workload in self.workloads():
+            for command in workload.commands:
+                found.setdefault(command.name, []).append(workload)
         return found
 
     def _tried(self, name: str) -> Workload | str:

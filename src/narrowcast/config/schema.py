@@ -49,17 +49,28 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
                 "then": {
                     "properties": {
                         # A section of another workload is no setting of this one.
-                        section: _or_empty(references[added.by_name[section], "validation"])
+                        section: _section(references, added.by_name[section])
                         if section in added.by_name
                         else False
                         for section in own
-                    }
+                    },
+                    "required": [n for n, model in added.by_name.items() if _must_be_set(model)],
                 },
             }
             for name, added in sorted(sections.items())
         ],
         "$defs": definitions,
     }
+
+
+def _section(references: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
+    node: dict[str, Any] = references[model, "validation"]
+    return node if _must_be_set(model) else _or_empty(node)
+
+
+def _must_be_set(model: type[BaseModel]) -> bool:
+    """Say whether a section has a setting without a default."""
+    return any(field.is_required() for field in model.model_fields.values())
 
 
 def _as_written(node: dict[str, Any]) -> dict[str, Any]:

@@ -25,12 +25,24 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 @final
+@dataclass(frozen=True)
+class Command:
+    """A command that a workload brings to the command line."""
+
+    name: str
+    place: str
+    """A click command or group, as `module:attribute`."""
+    about: str = ""
+    """Its line of the help; none: what the workload says of itself."""
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Something that can be trained; its parts are named as `module:attribute`."""
 
     name: str
-    """What recipes call it, and its command."""
+    """What recipes call it."""
     about: str
     """One line for whoever looks for it."""
     sections: str
@@ -39,8 +51,7 @@ class Workload:
     """A function `(recipe, *, device) -> Task`."""
     recipes: Path | None = None
     """The folder of its recipes."""
-    command: str = ""
-    """A click command or group."""
+    commands: tuple[Command, ...] = ()
     report: str = ""
     """A pure function `(folder, records) -> Sequence[ReportSection]`."""
     requires: tuple[str, ...] = ()
@@ -51,27 +62,32 @@ class Workload:
     """What pip calls the package it comes with."""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise RecipeError(
-                f"a workload cannot be called {self.name!r}; write small letters, digits, - and _"
-            )
-        if self.name in VERBS:
-            raise RecipeError(
-                f"a workload cannot be called {self.name}: `narrowcast {self.name}` is a command "
-                "of its own; choose another name"
-            )
-        for field in ("sections", "task", "command", "report"):
-            place = getattr(self, field)
-            if (place or field in ("sections", "task")) and place.count(":") != 1:
+        _require_free("a workload", self.name)
+        for command in self.commands:
+            _require_free(f"a command of workload {self.name}", command.name)
+        names = [command.name for command in self.commands]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise RecipeError(f"workload {self.name} has two commands called {twice[0]}; keep one")
+        places = {field: getattr(self, field) for field in ("sections", "task", "report")}
+        places |= {f"command {command.name}": command.place for command in self.commands}
+        for part, place in places.items():
+            if (place or part != "report") and place.count(":") != 1:
                 raise RecipeError(
-                    f"{field} of workload {self.name} is {place!r}; write it as module:attribute"
+                    f"{part} of workload {self.name} is {place!r}; write it as module:attribute"
                 )
 
     def load(self, part: str) -> Any:
         """Import one of its parts, by the name of its field; refuse where a package is missing."""
+        return self._imported(part, str(getattr(self, part)))
+
+    def load_command(self, name: str) -> Any:
+        """Import one of its commands; refuse where a package is missing."""
+        (place,) = [command.place for command in self.commands if command.name == name]
+        return self._imported(f"command {name}", place)
+
+    def _imported(self, part: str, place: str) -> Any:
         if part != "sections":
             require_modules(self.requires, of=f"workload {self.name}", install=self.install)
-        place = str(getattr(self, part))
         module, _, attribute = place.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
@@ -85,6 +101,17 @@ class Workload:
     def install(self) -> str:
         """What pip is to be given so that all it needs is there."""
         return f"{self.distribution}[{self.extra}]" if self.extra else ""
+
+
+def _require_free(what: str, name: str) -> None:
+    """Refuse a name that cannot be typed, or that the command line has a use for."""
+    if not _NAME.fullmatch(name):
+        raise RecipeError(f"{what} cannot be called {name!r}; write small letters, digits, - and _")
+    if name in VERBS:
+        raise RecipeError(
+            f"{what} cannot be called {name}: `narrowcast {name}` is a command of its own; choose "
+            "another name"
+        )
 
 
 def require_modules(names: Iterable[str], *, of: str, install: str) -> None:

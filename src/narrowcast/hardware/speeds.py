@@ -25,8 +25,10 @@ TOKENS = (1024, 4096, 16384, 65536)
 WIDTHS = (1024, 2048, 4096, 8192)
 """Of inputs and of outputs. A shape between two of the table lies between their gains; one beyond
 its end has the gain of the end."""
-KINDS = ("bf16", "tensor", "delayed", "row", "block")
-"""What is measured: bf16, and fp8 by its scaling."""
+FROZEN = ("frozen-bf16", "frozen-wide", "frozen-row")
+"""A frozen weight, which has no gradient: in bf16, kept in e4m3 and widened, multiplied in fp8."""
+KINDS = ("bf16", "tensor", "delayed", "row", "block", *FROZEN)
+"""What is measured: bf16, and fp8 by its scaling; and the same of a frozen weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +44,15 @@ class Speeds:
     seconds: Mapping[str, tuple[float, ...]]
     """By kind; over tokens, inputs and outputs, the last fastest."""
 
-    def gain(self, scaling: str, *, tokens: int, inputs: int, outputs: int) -> float | None:
-        """Return the time of bf16 over that of fp8 for a shape; None where it was not measured."""
-        if scaling not in self.seconds:
+    def gain(
+        self, kind: str, *, tokens: int, inputs: int, outputs: int, against: str = "bf16"
+    ) -> float | None:
+        """Return the time of bf16 over that of a kind for a shape; None where it is not known."""
+        if kind not in self.seconds or against not in self.seconds:
             return None
         logs = [
             math.log(wide / narrow)
-            for wide, narrow in zip(self.seconds["bf16"], self.seconds[scaling], strict=True)
+            for wide, narrow in zip(self.seconds[against], self.seconds[kind], strict=True)
         ]
         axes = (self.tokens, self.inputs, self.outputs)
         places = [_between(a, v) for a, v in zip(axes, (tokens, inputs, outputs), strict=True)]

@@ -49,7 +49,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
         device = _device_of(model)
-        plan = make_plan(model, policy, hardware=probe(str(device)), only_faster=False)
+        plan = make_plan(model, policy, hardware=probe(str(device)), only_faster=False, fuse="none")
         self._probes, self._every = Probes(model, plan), every
         words = Wording(policy=plan.policy)
         self._findings, self._waits = Findings(lambda: words), device.type == "cuda"

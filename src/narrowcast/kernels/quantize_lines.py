@@ -1,4 +1,4 @@
-"""The Triton kernels of `narrowcast.kernels.fp8_lines`: magnitudes of all lines, then the casts."""
+"""The Triton kernels of `narrowcast.kernels.fp8_lines`: magnitudes of lines, casts, and back."""
 
 import torch
 import triton
@@ -16,6 +16,8 @@ from narrowcast.kernels.quantize import (
 from narrowcast.kernels.quantize_blocks import _loaded
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
+_WIDENED = 2048  # elements that one program widens
+_SQUARE = 128  # bytes of a tile that is transposed, each way
 _STRIP = tl.constexpr(8)  # tiles side by side that one program measures
 
 
@@ -27,10 +29,12 @@ def quantize_lines_into(
     x: Tensor,
     *,
     largest: float,
+    factors: Tensor | None = None,
 ) -> None:
     """Write `x` in fp8 as it is and transposed, with the inverse scale of each row of either.
 
-    An empty result is left out. Allocates one int32 for each line.
+    With `factors`, of its columns times theirs. An empty result is left out. Allocates one int32
+    for each line.
     """
     count, width = x.shape
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
@@ -40,13 +44,16 @@ def quantize_lines_into(
     shared = {
         "ROWS": by_rows,
         "COLUMNS": by_columns,
+        "FACTORS": factors is not None,
         "TILE_COLUMNS": _TILE_COLUMNS,
     }
+    by = x if factors is None else factors  # something to point at
     _largest_of_lines[(triton.cdiv(across, _STRIP.value), down)](
-        x, measured, count, width, padded, TILE_ROWS=_TILE_ROWS, num_warps=8, **shared
+        x, by, measured, count, width, padded, TILE_ROWS=_TILE_ROWS, num_warps=8, **shared
     )
     _quantize_tile[(across, down)](
         x,
+        by,
         rowwise.view(torch.uint8),
         columnwise.view(torch.int32),
         rowwise_scale_inv,
@@ -64,15 +71,33 @@ def quantize_lines_into(
     )
 
 
+def widen_lines_into(result: Tensor, codes: Tensor, scale_inv: Tensor) -> None:
+    """Write e4m3 codes times the inverse scale of their row, in the dtype of `result`."""
+    rows, width = codes.shape
+    _widen_row[(rows, triton.cdiv(width, _WIDENED))](
+        codes.view(torch.uint8), scale_inv, result, width, TILE=_WIDENED, num_warps=4
+    )
+
+
+def transpose_into(result: Tensor, codes: Tensor) -> None:
+    """Write a matrix of bytes transposed; torch's own copy reads or writes them one by one."""
+    rows, width = codes.shape
+    _transpose_tile[(triton.cdiv(width, _SQUARE), triton.cdiv(rows, _SQUARE))](
+        codes.view(torch.uint8), result.view(torch.uint8), rows, width, TILE=_SQUARE, num_warps=8
+    )
+
+
 @triton.jit
 def _largest_of_lines(
     x,
+    factors,
     measured,
     count,
     width,
     padded,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
@@ -84,6 +109,8 @@ def _largest_of_lines(
         here = (row < count)[:, None] & (column < width)[None, :]
         at = row[:, None] * width + column[None, :]
         value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+        if FACTORS:
+            value *= tl.load(factors + column, mask=column < width, other=0.0)[None, :]
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         of_rows = tl.maximum(of_rows, tl.max(bits, 1))
         if COLUMNS:
@@ -95,6 +122,7 @@ def _largest_of_lines(
 @triton.jit
 def _quantize_tile(
     x,
+    factors,
     out_rows,
     out_columns,
     rowwise_scale_inv,
@@ -106,6 +134,7 @@ def _quantize_tile(
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
     BY_BITS: tl.constexpr,
     E5M2: tl.constexpr,
     FOURS: tl.constexpr,
@@ -121,6 +150,12 @@ def _quantize_tile(
     b, _ = _loaded(x, at + width, (row + 1 < count)[:, None] & within)
     c, _ = _loaded(x, at + 2 * width, (row + 2 < count)[:, None] & within)
     d, _ = _loaded(x, at + 3 * width, (row + 3 < count)[:, None] & within)
+    if FACTORS:
+        by = tl.load(factors + column, mask=column < width, other=0.0)[None, :]
+        a *= by
+        b *= by
+        c *= by
+        d *= by
     if ROWS:
         by_a = _row_scale(measured, rowwise_scale_inv, row, padded, LARGEST)
         by_b = _row_scale(measured, rowwise_scale_inv, row + 1, padded, LARGEST)
@@ -161,3 +196,25 @@ def _row_scale(measured, rowwise_scale_inv, row, padded, LARGEST: tl.constexpr):
     if tl.program_id(0) == 0:
         tl.store(rowwise_scale_inv + row, scale_inv, mask=row < padded)
     return (1.0 / scale_inv)[:, None]
+
+
+@triton.jit
+def _widen_row(codes, scale_inv, result, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    within = column < width
+    code = tl.load(codes + row * width + column, mask=within, other=0).to(tl.int16)
+    # Into the digits of fp16, whose exponent is 8 larger: any GPU can, where casts of e4m3 are new.
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * tl.load(scale_inv + row)
+    tl.store(result + row * width + column, value.to(result.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def _transpose_tile(codes, result, rows, width, TILE: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    here = (row < rows)[:, None] & (column < width)[None, :]
+    tile = tl.load(codes + row[:, None] * width + column[None, :], mask=here, other=0)
+    to = column[:, None] * rows + row[None, :]
+    tl.store(result + to, tl.trans(tile), mask=tl.trans(here))

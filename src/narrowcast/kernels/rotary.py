@@ -3,8 +3,10 @@
 One read of what a projection gave, and one write: 4 bytes an element each way. A compiler's own
 kernel reads the table of angles once for every element, 8 bytes from the cache, and as the values
 stay a view of the projection, all of it is kept for the backward pass beside the turned heads. What
-is turned comes back by turning the other way, so nothing else is kept. Inside `torch.compile` this
-is the operator `narrowcast::turn_heads`.
+is turned comes back by turning the other way, so nothing else is kept. A pair is two neighbours, or
+two numbers half a head apart, as models of transformers have it; composed in torch, the latter are
+halved, negated, joined, multiplied twice and added: 18 bytes an element. Inside `torch.compile`
+these are the operators `narrowcast::turn_heads` and `narrowcast::turn_halves`.
 """
 
 from typing import Any
@@ -29,6 +31,16 @@ def turn_heads(heads: Tensor, table: Tensor, *, queries: int) -> tuple[Tensor, T
     return result
 
 
+def turn_halves(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn pairs that are half a head apart, of (batch, length, heads, head width).
+
+    `cosine` and `sine` are (batch or 1, length, head width), for each number its own. Computed in
+    fp32, rounded once.
+    """
+    result: tuple[Tensor, Tensor] = _apply_halves(query, key, cosine, sine)
+    return result
+
+
 class _TurnHeads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -48,39 +60,83 @@ class _TurnHeads(torch.autograd.Function):
         return torch.ops.narrowcast.turn_heads(query, key, value, table, True), None, None, None
 
 
+class _TurnHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cosine, sine)
+        turned: tuple[Tensor, Tensor] = torch.ops.narrowcast.turn_halves(
+            query, key, cosine, sine, False
+        )
+        return turned
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+        return *torch.ops.narrowcast.turn_halves(query, key, *ctx.saved_tensors, True), None, None
+
+
 _apply: Any = _TurnHeads.apply
+_apply_halves: Any = _TurnHalves.apply
 
 
 def _turn_heads(query: Tensor, key: Tensor, value: Tensor, table: Tensor, back: bool) -> Tensor:
     result = _empty(query, key, value, table, back)
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    batch, length, queries, width = query.shape
-    keys = key.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
+    targets = result.split([queries, keys, keys], dim=2)
+    _launch((query, key, value), targets, (table, table), (0, query.shape[3]), back, halves=False)
+    return result
+
+
+def _turn_halves(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, back: bool
+) -> tuple[Tensor, Tensor]:
+    results = _empty_halves(query, key, cosine, sine, back)
+    cosine, sine = cosine.contiguous(), sine.contiguous()
+    steps = (0 if len(cosine) == 1 else cosine.stride(0), cosine.stride(1))
+    _launch((query, key), results, (cosine, sine), steps, back, halves=True)
+    return results
+
+
+def _launch(
+    heads: tuple[Tensor, ...],
+    targets: tuple[Tensor, ...],
+    angles: tuple[Tensor, Tensor],
+    angle_steps: tuple[int, int],
+    back: bool,
+    *,
+    halves: bool,
+) -> None:
+    """Turn queries and keys, and copy values where there are any, in one launch."""
+    heads = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in heads)
+    batch, length, queries, width = heads[0].shape
+    keys, values = heads[1].shape[2], heads[2].shape[2] if len(heads) > 2 else 0
     wide = triton.next_power_of_2(width)
     together = min(triton.next_power_of_2(min(queries, keys)), max(_TILE // wide, 1))
     tokens = max(_TILE // wide // together, 1)
-    chunks = triton.cdiv(queries, together) + 2 * triton.cdiv(keys, together)
+    chunks = sum(triton.cdiv(count, together) for count in (queries, keys, values))
+    source, target = (*heads, heads[1])[:3], (*targets, targets[1])[:3]
     _turn[(triton.cdiv(batch * length, tokens), chunks)](
-        query,
-        key,
-        value,
-        result,
-        table,
+        *source,
+        *target,
+        *angles,
         batch * length,
         length,
         width,
         queries,
         keys,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
+        values,
+        *[step for each in source for step in each.stride()[:3]],
+        *[each.stride(1) for each in target],
+        *angle_steps,
         SIGN=-1.0 if back else 1.0,
+        HALVES=halves,
         TOKENS=tokens,
         HEADS=together,
         WIDTH=wide,
         num_warps=4,
     )
-    return result
 
 
 def _empty(query: Tensor, key: Tensor, value: Tensor, table: Tensor, back: bool) -> Tensor:
@@ -88,18 +144,28 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, table: Tensor, back: bool)
     return query.new_empty((batch, length, queries + 2 * key.shape[2], width))
 
 
+def _empty_halves(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, back: bool
+) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
 @triton.jit
 def _turn(
     query,
     key,
     value,
-    target,
-    table,
+    to_query,
+    to_key,
+    to_value,
+    cosine,
+    sine,
     tokens,
     length,
     width,
     queries,
     keys,
+    values,
     query_batch,
     query_position,
     query_head,
@@ -109,7 +175,13 @@ def _turn(
     value_batch,
     value_position,
     value_head,
+    to_query_token,
+    to_key_token,
+    to_value_token,
+    angle_batch,
+    angle_position,
     SIGN: tl.constexpr,
+    HALVES: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -118,34 +190,85 @@ def _turn(
     batch, position = token // length, token % length
     chunk = tl.program_id(1)
     of_queries, of_keys = tl.cdiv(queries, HEADS), tl.cdiv(keys, HEADS)
-    place = tl.arange(0, WIDTH)
-    here = (token < tokens)[:, None] & (place < width)[None, :]
-    angles = tl.load(table + position[:, None] * width + place[None, :], mask=here, other=0.0)
-    row = token * (queries + 2 * keys)
+    angle = batch * angle_batch + position * angle_position
+    known = token < tokens
     if chunk < of_queries:
         head = chunk * HEADS + tl.arange(0, HEADS)
         start = batch * query_batch + position * query_position
-        x = _heads(query, start, head, queries, query_head, place, here)
-        x = _turned(x, angles, SIGN, TOKENS, HEADS, WIDTH)
-        _store(target, x, row, head, queries, width, place, here)
+        at, to = _at(start, head, query_head), _at(token * to_query_token, head, width)
+        here = known[:, None, None] & (head < queries)[None, :, None]
+        _turn_some(
+            query, to_query, cosine, sine, at, to, angle, known, here, width,
+            SIGN, HALVES, TOKENS, HEADS, WIDTH,
+        )  # fmt: skip
     elif chunk < of_queries + of_keys:
         head = (chunk - of_queries) * HEADS + tl.arange(0, HEADS)
         start = batch * key_batch + position * key_position
-        x = _heads(key, start, head, keys, key_head, place, here)
-        x = _turned(x, angles, SIGN, TOKENS, HEADS, WIDTH)
-        _store(target, x, row + queries, head, keys, width, place, here)
+        at, to = _at(start, head, key_head), _at(token * to_key_token, head, width)
+        here = known[:, None, None] & (head < keys)[None, :, None]
+        _turn_some(
+            key, to_key, cosine, sine, at, to, angle, known, here, width,
+            SIGN, HALVES, TOKENS, HEADS, WIDTH,
+        )  # fmt: skip
     else:
         head = (chunk - of_queries - of_keys) * HEADS + tl.arange(0, HEADS)
         start = batch * value_batch + position * value_position
-        x = _heads(value, start, head, keys, value_head, place, here)
-        _store(target, x, row + queries + keys, head, keys, width, place, here)
+        at, to = _at(start, head, value_head), _at(token * to_value_token, head, width)
+        place = tl.arange(0, WIDTH)[None, None, :]
+        inside = known[:, None, None] & (head < values)[None, :, None] & (place < width)
+        tl.store(to_value + to + place, tl.load(value + at + place, mask=inside), mask=inside)
 
 
 @triton.jit
-def _heads(source, start, head, heads, stride, place, here):
-    """Some heads of some tokens: (token, head, place)"""
-    at = start[:, None, None] + head[None, :, None] * stride + place[None, None, :]
-    return tl.load(source + at, mask=here[:, None, :] & (head < heads)[None, :, None], other=0.0)
+def _at(start, head, stride):
+    """Where some heads of some tokens begin: (token, head, 1)"""
+    return start[:, None, None] + head[None, :, None] * stride
+
+
+@triton.jit
+def _turn_some(
+    source,
+    target,
+    cosine,
+    sine,
+    at,
+    to,
+    angle,
+    known,
+    here,
+    width,
+    SIGN: tl.constexpr,
+    HALVES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    if HALVES:
+        half, place = width // 2, tl.arange(0, WIDTH // 2)[None, None, :]
+        here = here & (place < half)
+        angle = angle[:, None, None] + place
+        seen = known[:, None, None] & (place < half)
+        first = tl.load(source + at + place, mask=here, other=0.0)
+        second = tl.load(source + at + half + place, mask=here, other=0.0)
+        cosines = tl.load(cosine + angle, mask=seen, other=0.0).to(tl.float32)
+        further = tl.load(cosine + angle + half, mask=seen, other=0.0).to(tl.float32)
+        sines = tl.load(sine + angle, mask=seen, other=0.0).to(tl.float32)
+        beyond = tl.load(sine + angle + half, mask=seen, other=0.0).to(tl.float32)
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        if SIGN > 0:
+            a, b = x * cosines - y * sines, y * further + x * beyond
+        else:
+            a, b = x * cosines + y * beyond, y * further - x * sines
+        tl.store(target + to + place, a.to(first.dtype), mask=here)
+        tl.store(target + to + half + place, b.to(first.dtype), mask=here)
+    else:
+        place = tl.arange(0, WIDTH)
+        here = here & (place < width)[None, None, :]
+        seen = known[:, None] & (place < width)[None, :]
+        angles = tl.load(cosine + angle[:, None] + place[None, :], mask=seen, other=0.0)
+        x = tl.load(source + at + place[None, None, :], mask=here, other=0.0)
+        turned = _turned(x, angles, SIGN, TOKENS, HEADS, WIDTH)
+        tl.store(target + to + place[None, None, :], turned, mask=here)
 
 
 @triton.jit
@@ -166,16 +289,17 @@ def _turned(
     return tl.reshape(turned, [TOKENS, HEADS, WIDTH]).to(x.dtype)
 
 
-@triton.jit
-def _store(target, x, row, head, heads, width, place, here):
-    at = (row[:, None, None] + head[None, :, None]) * width + place[None, None, :]
-    tl.store(target + at, x, mask=here[:, None, :] & (head < heads)[None, :, None])
-
-
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
     "turn_heads(Tensor query, Tensor key, Tensor value, Tensor table, bool back) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
+_library.define(
+    "turn_halves(Tensor query, Tensor key, Tensor cosine, Tensor sine, bool back)"
+    " -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 _library.impl("turn_heads", _turn_heads, "CompositeExplicitAutograd")
+_library.impl("turn_halves", _turn_halves, "CompositeExplicitAutograd")
 torch.library.register_fake("narrowcast::turn_heads", _empty)
+torch.library.register_fake("narrowcast::turn_halves", _empty_halves)

@@ -20,7 +20,8 @@ SETTINGS: Shape = {
 }
 """Of resolved.json."""
 
-_MODULE = {ANY: (str, int, bool, NoneType), "name": _TEXT, "bytes": {ANY: int}}
+_PLAIN = (str, int, float, bool, NoneType)
+_MODULE = {ANY: _PLAIN, "name": _TEXT, "bytes": {ANY: int}, "kept": {ANY: _PLAIN}}
 
 PLAN: Shape = {
     "policy": _TEXT,

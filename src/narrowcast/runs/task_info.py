@@ -55,11 +55,14 @@ class TaskInfo:
     """Those of an evaluation; the first is the headline."""
     loss_parts: tuple[str, ...] = ()
     """Names of the parts of the loss; none where it is of one piece."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of the model and the data before the first step, a line each."""
 
     def __post_init__(self) -> None:
-        if not all(isinstance(word, str) for word in (self.unit, self.plural, *self.loss_parts)):
-            raise RecipeError("unit, plural and loss_parts of a task are texts")
-        for field in ("metrics", "loss_parts"):
+        words = (self.unit, self.plural, *self.loss_parts, *self.notes)
+        if not all(isinstance(word, str) for word in words):
+            raise RecipeError("unit, plural, loss_parts and notes of a task are texts")
+        for field in ("metrics", "loss_parts", "notes"):
             if isinstance(getattr(self, field), str | Metric):
                 raise RecipeError(f"{field} of a task is a tuple: write {field}=(…,)")
         if strange := [metric for metric in self.metrics if not isinstance(metric, Metric)]:
@@ -111,7 +114,8 @@ class TaskInfo:
         """Return what `to_json` was given; raise CheckpointError for anything else."""
         try:
             metrics = tuple(Metric(**metric) for metric in data["metrics"])
-            return cls(**{**data, "metrics": metrics, "loss_parts": tuple(data["loss_parts"])})
+            texts = {key: tuple(data.get(key, ())) for key in ("loss_parts", "notes")}
+            return cls(**{**data, "metrics": metrics, **texts})
         except (TypeError, KeyError, RecipeError) as error:
             raise CheckpointError(f"task.json is damaged: {error}") from error
 

@@ -68,6 +68,7 @@ def plan_recipe_model(
         moments=moments_of(recipe.optimizer),
         gemm_rows=gemm_rows,
         only_faster=precision.only_faster,
+        fuse=precision.fuse,
     )
 
 

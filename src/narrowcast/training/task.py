@@ -145,6 +145,9 @@ class Task:
     data_digest: Callable[[], str] | None = None
     """Returns a text that is another one for other data, to train or to judge on, so that a run is
     not continued on other data unawares; none: samples of `train_data` are looked at."""
+    together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    """Is given the micro-batches of a step, on the device, and returns as many: so that each knows
+    how much it counts, where they hold unequally much. None: all count alike."""
     collate: Callable[[Any], Any] | None = None
     """Makes a batch of a list of samples, in a worker process where there are any; none: the data
     stacks its samples itself, or torch's own collate does where they come one at a time."""
@@ -193,6 +196,20 @@ class Task:
         names = [hook.name for hook in self.hooks]
         if len(set(names)) != len(names):
             raise RecipeError(f"two hooks of one name: {', '.join(names)}; each needs its own")
+
+    @torch.no_grad()
+    def as_one_step(self, batches: list[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step as the task wants them together."""
+        if self.together is None:
+            return batches
+        with blamed_on("together of the task"):
+            joined = list(self.together(batches))
+        if len(joined) != len(batches):
+            raise RecipeError(
+                f"together of the task was given {len(batches)} micro-batches and returns "
+                f"{len(joined)}; return as many"
+            )
+        return joined
 
     @torch.no_grad()
     def before_first_step(self, prepared: Prepared) -> None:

@@ -265,6 +265,7 @@ class _Course:
         for batch in islice(data, self._recipe.accumulate):
             batches.append(batch)
             items += data.items
+        batches = self._task.as_one_step(batches)
         step = self._progress.step + 1
         replay_inputs = self._investigator.before(batches)
         faults = self._investigator.faults_at(step)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BUILT_IN: Mapping[str, str] = {
     "lm": "narrowcast.workloads.lm:WORKLOAD",
+    "sft": "narrowcast.workloads.sft:WORKLOAD",
     "tutorial": "narrowcast.workloads.tutorial:WORKLOAD",
 }
 """Each workload by the name recipes use, and where its value is."""

@@ -1,6 +1,7 @@
 """What a run is, said before it begins, and what came of it, said at its end."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +21,9 @@ from narrowcast.training.checkpoints.export import RunEnd
 from narrowcast.training.phase_plans import phases_of
 
 
-def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> None:
+def introduce(
+    console: Console, recipe: Recipe, *, plan: Plan, notes: Sequence[str], folder: str
+) -> None:
     """Say what is about to be trained, how, on what, and where it is kept."""
     parameters = sum(module.parameters for module in plan.modules)
     title = Text(recipe.name or recipe.workload, style="bold")
@@ -29,6 +32,8 @@ def introduce(console: Console, recipe: Recipe, *, plan: Plan, folder: str) -> N
     epochs = f" ({count(recipe.epochs, 'epoch')})" if recipe.epochs else ""
     course = f"{count(recipe.steps, 'step')}{epochs} of {batch}{count(recipe.batch_size, 'sample')}"
     say(console, "model", f"{large(parameters)} parameters, {course}")
+    for number, note in enumerate(notes):
+        say(console, "" if number else "task", note)
     say(console, "formats", formats(recipe, plan))
     say(console, "device", f"{plan.hardware.name} ({plan.hardware.device})")
     say_command(console, "folder", folder)

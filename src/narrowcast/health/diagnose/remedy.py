@@ -13,6 +13,7 @@ import torch
 from narrowcast.errors import UnsupportedError
 from narrowcast.health.diagnose.passes import Passes
 from narrowcast.health.diagnose.verdict import Remedy, Verdict
+from narrowcast.precision.plan.fusing import AUTO, NONE
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.widening import WHOLE, in_fp32, widened
@@ -97,7 +98,11 @@ class Trials:
 
     def _planned(self, policy: Policy) -> Plan:
         model, plan = self._passes.prepared.model, self._plan
-        return make_plan(model, policy, hardware=plan.hardware, emulate=plan.emulate or None)
+        # What is named but cannot be here is no reason to refuse a remedy.
+        fuse = NONE if plan.fuse == NONE else AUTO
+        return make_plan(
+            model, policy, hardware=plan.hardware, emulate=plan.emulate or None, fuse=fuse
+        )
 
 
 def _candidates(policy: Policy, verdict: Verdict) -> Iterator[Policy]:

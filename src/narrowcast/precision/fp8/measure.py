@@ -1,7 +1,8 @@
 """Measure how fast linear layers are in bf16 and in fp8 on a GPU, for plans to look up.
 
 A forward and a backward pass of one layer, with the weight quantised anew as after every step,
-captured as a CUDA graph and replayed: what the device takes, whatever the host does.
+captured as a CUDA graph and replayed: what the device takes, whatever the host does. A frozen layer
+has no gradient of the weight, and nothing to quantise anew.
 """
 
 import datetime
@@ -15,9 +16,11 @@ from torch import nn
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Speeds
 from narrowcast.hardware.replay import captured
-from narrowcast.hardware.speeds import KINDS, TOKENS, WIDTHS
+from narrowcast.hardware.speeds import FROZEN, KINDS, TOKENS, WIDTHS
 from narrowcast.precision.fp8.delayed import AmaxHistories
+from narrowcast.precision.fp8.kept_products import KeptProducts
 from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.kept import keep_layer
 from narrowcast.precision.plan.module_plan import BLOCKS_AT
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
@@ -36,7 +39,7 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
     shapes = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
     seconds: dict[str, tuple[float, ...]] = {}
     for kind in _kinds(torch.cuda.get_device_capability(device)):
-        tell(f"linear layers in {kind if kind == 'bf16' else f'fp8, scaled by {kind}'}")
+        tell(f"linear layers: {_WORDS.get(kind, f'fp8, scaled by {kind}')}")
         seconds[kind] = tuple(_seconds(kind, *shape, device=device) for shape in shapes)
     return Speeds(
         gpu=torch.cuda.get_device_name(device),
@@ -49,6 +52,14 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
     )
 
 
+_WORDS = {
+    "bf16": "bf16",
+    "frozen-bf16": "a frozen weight in bf16",
+    "frozen-wide": "a frozen weight in e4m3, widened",
+    "frozen-row": "a frozen weight in e4m3, multiplied in fp8",
+}
+
+
 def _kinds(capability: tuple[int, int]) -> list[str]:
     """Return what a GPU has products for."""
     return [kind for kind in KINDS if kind != "block" or capability == BLOCKS_AT]
@@ -56,7 +67,10 @@ def _kinds(capability: tuple[int, int]) -> list[str]:
 
 def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device) -> float:
     layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
-    if kind != "bf16":
+    trained = kind not in FROZEN
+    if not trained:
+        _freeze(layer, kind)
+    elif kind != "bf16":
         formats = ProductFormats.of(PRESETS[f"fp8-{kind}"])
         history = AmaxHistories([formats], device).of(0) if kind == "delayed" else None
         swap(layer, Fp8Linear, nc_formats=formats, nc_history=history)
@@ -64,8 +78,9 @@ def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch
     grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
-        torch.autograd.graph.increment_version([layer.weight])  # as an update would
-        torch.autograd.grad(layer(x), (x, layer.weight), grad)
+        if trained:
+            torch.autograd.graph.increment_version([layer.weight])  # as an update would
+        torch.autograd.grad(layer(x), (x, layer.weight) if trained else (x,), grad)
 
     replay = captured(step, device=device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
@@ -76,3 +91,12 @@ def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch
     torch.cuda.synchronize(device)
     milliseconds: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return statistics.median(milliseconds) / 1e3
+
+
+def _freeze(layer: nn.Linear, kind: str) -> None:
+    layer.weight.requires_grad_(False)
+    if kind != "frozen-bf16":
+        keep_layer(layer)
+    if kind == "frozen-row":
+        formats = ProductFormats.of(PRESETS["fp8-row"])
+        swap(layer, KeptProducts, nc_formats=formats, nc_native=True)

@@ -10,7 +10,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
 from narrowcast.precision.fp8.delayed import AmaxHistories
+from narrowcast.precision.fp8.kept_products import KeptProducts
 from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.fused.carry_out import fuse_pieces
 from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
@@ -52,6 +54,7 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
         regions = _give_formats(model, plan)
         _give_histories(model, plan)
         _fuse_mlps(model, plan)
+        fuse_pieces(model, plan)
         _allow_kernels(model, plan)
         _give_entries(model, regions)
     except BaseException:
@@ -70,10 +73,8 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
             case "normalisation":
                 _rewrite_norm(module, module_plan, plan.policy)
             case "linear" if _needs_own_products(module_plan, around):
-                kind = EmulatedLinear if module_plan.how == "emulated" else Fp8Linear
-                formats = ProductFormats.of(module_plan.policy)
                 autocast = device_type if around.is_of_16_bits else None
-                swap(module, kind, nc_formats=formats, nc_history=None, nc_autocast=autocast)
+                _rewrite_linear(module, module_plan, autocast)
             case "embedding":
                 if isinstance(module, nn.EmbeddingBag):
                     swap(module, MatchingInput)  # its weights of samples must be of one dtype
@@ -87,6 +88,19 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
                     region = regions.get(module_plan.name, around)
                     _rewrite_recurrent(module, module_plan, plan, region)
     return regions
+
+
+def _rewrite_linear(module: nn.Module, module_plan: ModulePlan, autocast: str | None) -> None:
+    """Let a linear layer multiply in formats of its own."""
+    given: dict[str, object] = {
+        "nc_formats": ProductFormats.of(module_plan.policy),
+        "nc_autocast": autocast,
+    }
+    if module_plan.kept is not None:
+        swap(module, KeptProducts, nc_native=module_plan.how == "native", **given)
+    else:
+        kind = EmulatedLinear if module_plan.how == "emulated" else Fp8Linear
+        swap(module, kind, nc_history=None, **given)
 
 
 def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
@@ -145,6 +159,8 @@ def _needs_own_products(module_plan: ModulePlan, around: Region) -> bool:
             return False
         case "native":
             return not is_uniform(module_plan.policy)
+        case "emulated" if module_plan.kept:
+            return True  # a region would emulate the forward pass, and know nothing of the other
         case "emulated":
             like_region = around.emulated and module_plan.policy.forward == around.format_name
             return not (like_region and is_uniform(module_plan.policy))

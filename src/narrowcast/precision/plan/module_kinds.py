@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from narrowcast.precision.kept import KeptLayer
+
 _CALLED_A_NORM = re.compile(r"Norm(\dd)?$", re.ASCII)  # LlamaRMSNorm, LayerNorm2d
 
 Kind = Literal[
@@ -20,7 +22,7 @@ def kind_of(module: nn.Module) -> Kind:
     A module of its own making that is called a norm (`LlamaRMSNorm`) is taken at its word.
     """
     match module:
-        case nn.Linear():
+        case nn.Linear() | KeptLayer():
             return "linear"
         case _ConvNd():
             return "convolution"

@@ -14,6 +14,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
+from narrowcast.precision.kept import KeptLayer
+from narrowcast.precision.plan.kept_plan import KeptPlan, asked_of_products, speed_of
 from narrowcast.precision.plan.module_kinds import Kind, may_be_complex, multiplies, needs_one_dtype
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
 from narrowcast.precision.plan.widening import in_one_format
@@ -46,6 +48,8 @@ class ModulePlan:
     parameters: int
     """Weights this module is the first to hold; tied weights count once."""
     bytes: Mapping[str, int]
+    kept: KeptPlan | None = None
+    """How a frozen weight is kept in fewer bits than any that is trained; often not at all."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -55,12 +59,13 @@ class ModulePlan:
             "name": self.name,
             "kind": self.kind,
             **{role: getattr(self.policy, role) if products else lookup for role in PRODUCTS},
-            "params": self.policy.params,
+            "params": self.kept.format if self.kept else self.policy.params,
             "output": self.policy.output_format if products else lookup,
             "how": self.how,
             "reason": self.reason,
             "parameters": self.parameters,
             "bytes": dict(self.bytes),
+            **({"kept": self.kept.to_json()} if self.kept else {}),
         }
 
 
@@ -109,6 +114,8 @@ class ModulePlanner:
             whole = bool(fresh) and not any(p.requires_grad for p in fresh)
             kept = "" if whole else f"kept {policy.params}: "  # a frozen one stays as it came
             how, reason = "unchanged", f"{kept}a lookup multiplies nothing"
+        elif isinstance(module, KeptLayer):
+            how, reason, policy = self._plan_kept(policy, module)
         else:
             kept, policy = _within_shape(policy, module, kind)
             how, why = self._product_support(policy)
@@ -121,8 +128,9 @@ class ModulePlanner:
         if policy.params != "fp32" and may_be_complex(module, kind):
             policy = replace(policy, params="fp32", grads="", master="none", moments="")
             notes.append("params kept fp32: pairs may be complex numbers, of which bf16 has none")
-        frozen, policy = _with_frozen(policy, module, kind)
-        notes += [frozen] if frozen else []
+        if not isinstance(module, KeptLayer):
+            frozen, policy = _with_frozen(policy, module, kind)
+            notes += [frozen] if frozen else []
         notes += ["weight tied to an earlier module"] if tied else []
         if notes:
             reason += f" ({', '.join(notes)})"
@@ -134,6 +142,7 @@ class ModulePlanner:
             reason=reason,
             parameters=sum(p.numel() for p in fresh),
             bytes=_bytes(policy, self._policy, fresh, moments) | _fp8_bytes(policy, module, how),
+            kept=KeptPlan.of(module, policy) if isinstance(module, KeptLayer) else None,
         )
 
     def support(self, format_name: str) -> Support:
@@ -151,6 +160,30 @@ class ModulePlanner:
                 "leave out emulate=false to have them emulated, or write the policy fp32"
             )
         return found
+
+    def _plan_kept(self, policy: Policy, module: KeptLayer) -> tuple[How, str, Policy]:
+        """Return how a weight that is kept in e4m3 is multiplied, why, and in which formats."""
+        policy, narrow = asked_of_products(policy, module.kept), ""
+        if policy.forward in FP8_FORMATS and any(
+            size % FP8_MULTIPLE for size in module.weight_e4m3.shape
+        ):
+            policy = in_one_format(policy, policy.functional)
+            narrow = f"its sides are not multiples of {FP8_MULTIPLE}"
+        how, why = self._product_support(policy)
+        speed = ""
+        if how == "native":
+            rows, speeds = self._gemm_rows, self._hardware.speeds
+            gain, speed = speed_of(module, policy, speeds, rows=rows)
+            gainless = gain is not None and gain <= MIN_SPEEDUP
+            asked = module.kept.products == "fp8"
+            if policy.forward in FP8_FORMATS and gainless and self._only_faster and not asked:
+                narrow = f"fp8 gains nothing: {speed}"
+                policy = in_one_format(policy, policy.functional)
+                how, why = self._product_support(policy)
+                _, speed = speed_of(module, policy, speeds, rows=rows)
+        done = "" if policy.forward in FP8_FORMATS else f", widened to {policy.forward} to multiply"
+        stored = f"kept in e4m3 with row scales{done}"
+        return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
 
     def _where_it_gains(self, policy: Policy, module: nn.Module) -> tuple[str, Policy]:
         """Return the policy that is the faster one for a linear layer, and what was measured."""
@@ -282,7 +315,12 @@ def _bytes(
 
 
 def _fp8_bytes(policy: Policy, module: nn.Module, how: How) -> dict[str, int]:
-    """Return what the weight takes that a layer keeps in fp8 as well, in both layouts."""
+    """Return what the weight takes that a layer keeps in fp8 as well, in both layouts.
+
+    One that is kept in nothing else has its scales beside it.
+    """
+    if isinstance(module, KeptLayer):
+        return {"scales": module.weight_scale.nbytes}
     keeps = how == "native" and _is_fp8_product(policy)
     if not keeps or not isinstance(module, nn.Linear):
         return {}

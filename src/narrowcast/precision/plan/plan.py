@@ -12,6 +12,7 @@ from torch import nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
+from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import ITSELF, Policy, matches, suggestion
@@ -39,6 +40,10 @@ class Plan:
     """What was asked: emulate where needed, everywhere, nowhere."""
     bytes: Mapping[str, int] = field(default_factory=dict)
     """What weights, gradients, master weights and moments will take, by role."""
+    fuse: Fuse = AUTO
+    """What was asked to be computed as one."""
+    fused: tuple[FusedPiece, ...] = ()
+    """What is, and what is left as it is though it could be, each with the reason."""
 
     @property
     def emulated(self) -> bool:
@@ -57,7 +62,8 @@ class Plan:
 
     @property
     def _table(self) -> Table:
-        return table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
+        whole = table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
+        return whole._replace(notes=[*whole.notes, *lines_of(self.fused)])
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
@@ -75,6 +81,7 @@ class Plan:
                 "reason": self.functional.reason,
             },
             "bytes": dict(self.bytes),
+            "fused": [each.to_json() for each in self.fused],
         }
 
 
@@ -88,13 +95,16 @@ def make_plan(
     moments: int = 2,
     gemm_rows: int = ASSUMED_ROWS,
     only_faster: bool = True,
+    fuse: Fuse = AUTO,
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
     `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
     would need it is refused. `moments` is how many the optimizer keeps of each weight. `gemm_rows`
     is how many rows a linear layer multiplies at once; with `only_faster` a layer that gains
-    nothing from fp8 at that number, as measured on this GPU, is kept in the wider format.
+    nothing from fp8 at that number, as measured on this GPU, is kept in the wider format. `fuse`
+    says which pieces are computed as one, where a model is known to have them: `auto` in 16 bits on
+    a GPU, `none`, or names of pieces, which are done or refused.
     """
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
@@ -126,13 +136,24 @@ def make_plan(
     for module_plan in modules:
         for role, size in module_plan.bytes.items():
             totals[role] = totals.get(role, 0) + size
+    functional = planner.support(whole.functional)
+    fused = fused_pieces(
+        model,
+        fuse,
+        policy=whole,
+        hardware=hardware,
+        modules=modules,
+        emulated=functional.how == "emulated" or widens(whole),
+    )
     return Plan(
         policy=whole,
         hardware=hardware,
         modules=tuple(modules),
-        functional=planner.support(whole.functional),
+        functional=functional,
         emulate=emulate,
         bytes=totals,
+        fuse=fuse if isinstance(fuse, str) else tuple(fuse),
+        fused=fused,
     )
 
 

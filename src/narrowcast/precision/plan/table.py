@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.plan.folding import folded, groups_alike
+from narrowcast.precision.plan.kept_plan import loss_of
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.policy import PRODUCTS, Policy
 from narrowcast.precision.plan.presets import short_text
@@ -90,7 +91,7 @@ def _row(module: ModulePlan) -> tuple[str, ...]:
     return (
         module.kind,
         products[0] if len(set(products)) == 1 else " ".join(products),
-        module.policy.params,
+        shown["params"],
         module.how,
         f"{module.parameters:,}",
         reason,
@@ -102,6 +103,7 @@ def _folded_row(alike: Sequence[ModulePlan]) -> tuple[str, ...]:
     times = f" ×{len(alike)}" if len(alike) > 1 else ""
     parameters = f"{sum(module.parameters for module in alike):,}"
     name = folded([module.name for module in alike]) + times
+    reason = "; ".join(filter(None, [reason, loss_of([module.kept for module in alike])]))
     return name, kind, products, weights, how, parameters, reason
 
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import Onlooker, is_swapped
+from narrowcast.precision.weights.frozen_base import refuse_to_train_kept
 from narrowcast.precision.weights.ownership import refuse_taken
 
 
@@ -38,6 +39,7 @@ def refuse_what_cannot_be(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     refuse_taken(model, optimizer)
     if is_swapped(model):
         raise RecipeError("this model is prepared already; call release() on that first")
+    refuse_to_train_kept(model, optimizer)
     for name, weight in model.named_parameters():
         if is_lazy(weight):
             raise RecipeError(

@@ -16,6 +16,8 @@ def described(engine: Engine) -> str:
         "steps": _steps(engine),
         "loss scale": _scale(engine),
     }
+    fused = dict.fromkeys(each.piece for each in plan.fused if each.fused)
+    lines |= {"fused": ", ".join(fused)} if fused else {}
     name = type(engine.model).__name__
     return "\n".join([f"{name}, prepared", *(f"  {key:<12}{text}" for key, text in lines.items())])
 

@@ -1,1 +1,23 @@
 """Fine-tuning of language models, with functional networks found by independent components."""
+
+from pathlib import Path
+
+from narrowcast.config.workload import Command, Workload
+
+WORKLOAD = Workload(
+    name="sft",
+    about="fine-tunes Hugging Face language models, whole or with adapters",
+    sections="narrowcast.workloads.sft.settings:SECTIONS",
+    task="narrowcast.workloads.sft.task:build_task",
+    report="narrowcast.workloads.sft.report:sections",
+    recipes=Path(__file__).parent / "recipes",
+    commands=(
+        Command(
+            "ica",
+            "narrowcast.workloads.sft.command:ica",
+            about="finds, shows and tests functional networks of a language model",
+        ),
+    ),
+    requires=("transformers", "peft"),
+    extra="sft",
+)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from narrowcast.config.workload import Workload
+from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="tutorial",
@@ -10,6 +10,6 @@ WORKLOAD = Workload(
     sections="narrowcast.workloads.tutorial.settings:SECTIONS",
     task="narrowcast.workloads.tutorial.task:build_task",
     recipes=Path(__file__).parent / "recipes",
-    command="narrowcast.workloads.tutorial.command:tutorial",
+    commands=(Command("tutorial", "narrowcast.workloads.tutorial.command:tutorial"),),
     report="narrowcast.workloads.tutorial.report:sections",
 )

@@ -56,3 +56,15 @@ def test_no_chunk_is_changed_by_a_pass(decaying):
     before = decaying.clone()
     principal_subspace(standardised(decaying), 5, generator=torch.Generator().manual_seed(0))
     assert torch.equal(decaying, before)
+
+
+def test_directions_that_run_out_are_no_trouble():
+    chance = torch.Generator().manual_seed(0)
+    low_rank = torch.randn(300, 6, generator=chance) @ torch.randn(6, 200, generator=chance)
+    found = principal_subspace(
+        standardised(low_rank), 4, generator=torch.Generator().manual_seed(0)
+    )
+    exact = (low_rank - low_rank.mean(0)) / low_rank.std(0, correction=0)
+    strength = torch.linalg.svdvals(exact.double())
+    torch.testing.assert_close(found.variances, strength[:4] ** 2 / 300, rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.basis.T @ found.basis, torch.eye(4), atol=1e-5, rtol=0)

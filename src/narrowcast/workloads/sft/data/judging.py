@@ -17,7 +17,7 @@ def fit_of(
 ) -> Iterator[Conversation]:
     """Yield what is fit to learn from; count why the others are not, or refuse the first."""
     for conversation in conversations:
-        _require_characters(conversation)
+        require_characters(conversation)
         if wrong := _unanswered(conversation):
             if data.empty_response == "refuse":
                 raise RecipeError(
@@ -55,7 +55,7 @@ def _too_wordy(conversation: Conversation, data: SftData) -> str:
     return ""
 
 
-def _require_characters(conversation: Conversation) -> None:
+def require_characters(conversation: Conversation) -> None:
     """Refuse halves of characters, which JSON can name and no text can hold."""
     for turn in conversation.turns:
         try:

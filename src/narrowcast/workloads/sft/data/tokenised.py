@@ -89,7 +89,7 @@ class Encoder:
                 "tokenizer with a tokenizer.json"
             )
         signs = re.compile("|".join(map(re.escape, sorted(special_texts(tokenizer)))))
-        return cls(template=template, data=data, first=_first_tokens(tokenizer), signs=signs)
+        return cls(template=template, data=data, first=first_tokens(tokenizer), signs=signs)
 
     def rows(
         self, conversations: Iterable[Conversation], tally: Tally
@@ -169,7 +169,7 @@ def padding_token(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id if own is None else own)
 
 
-def _first_tokens(tokenizer: Any) -> tuple[int, ...]:
+def first_tokens(tokenizer: Any) -> tuple[int, ...]:
     """Return what the tokenizer puts before any text, such as a token for its beginning."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]

@@ -1,65 +1,94 @@
 """Functional networks of language models: found by independent components, masked, frozen.
 
 `functional_networks(model, batches)` finds them; `Masks` silences, keeps or amplifies their
-channels; `Freeze` keeps their weights from moving. Needs torch and numpy, and any model that is
-built like those of transformers.
+channels; `Freeze` keeps their weights from moving; `ablate` says whether they matter. Needs torch
+and numpy, and any model that is built like those of transformers. Names are imported when first
+used: the settings of a recipe and a report need neither.
 """
 
-from narrowcast.workloads.sft.ica.capture import ModelSignals
-from narrowcast.workloads.sft.ica.components import Components
-from narrowcast.workloads.sft.ica.entry import (
-    ICAMask,
-    functional_networks,
-    networks_from,
-    refuse_misfit,
-)
-from narrowcast.workloads.sft.ica.findings import Finding
-from narrowcast.workloads.sft.ica.freeze import Freeze
-from narrowcast.workloads.sft.ica.ica import ICA
-from narrowcast.workloads.sft.ica.layer_spec import layers_of
-from narrowcast.workloads.sft.ica.masks import Masks, lesioned, preserved, random_like, scaled
-from narrowcast.workloads.sft.ica.networks import (
-    Channels,
-    FunctionalNetworks,
-    Layout,
-    Match,
-    Provenance,
-    Score,
-)
-from narrowcast.workloads.sft.ica.networks_file import load_networks, save_networks
-from narrowcast.workloads.sft.ica.selection import Percentile, Selector, TopK, ZScore
-from narrowcast.workloads.sft.ica.signals import ArraySignals, FileSignals, Signals, StoredSignals
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ICA",
-    "ArraySignals",
-    "Channels",
-    "Components",
-    "FileSignals",
-    "Finding",
-    "Freeze",
-    "FunctionalNetworks",
-    "ICAMask",
-    "Layout",
-    "Masks",
-    "Match",
-    "ModelSignals",
-    "Percentile",
-    "Provenance",
-    "Score",
-    "Selector",
-    "Signals",
-    "StoredSignals",
-    "TopK",
-    "ZScore",
-    "functional_networks",
-    "layers_of",
-    "lesioned",
-    "load_networks",
-    "networks_from",
-    "preserved",
-    "random_like",
-    "refuse_misfit",
-    "save_networks",
-    "scaled",
-]
+if TYPE_CHECKING:
+    from narrowcast.workloads.sft.ica.capture import ModelSignals as ModelSignals
+    from narrowcast.workloads.sft.ica.components import Components as Components
+    from narrowcast.workloads.sft.ica.entry import ICAMask as ICAMask
+    from narrowcast.workloads.sft.ica.entry import functional_networks as functional_networks
+    from narrowcast.workloads.sft.ica.entry import networks_from as networks_from
+    from narrowcast.workloads.sft.ica.entry import refuse_misfit as refuse_misfit
+    from narrowcast.workloads.sft.ica.findings import Finding as Finding
+    from narrowcast.workloads.sft.ica.freeze import Freeze as Freeze
+    from narrowcast.workloads.sft.ica.ica import ICA as ICA
+    from narrowcast.workloads.sft.ica.layer_spec import layers_of as layers_of
+    from narrowcast.workloads.sft.ica.masks import Masks as Masks
+    from narrowcast.workloads.sft.ica.masks import lesioned as lesioned
+    from narrowcast.workloads.sft.ica.masks import preserved as preserved
+    from narrowcast.workloads.sft.ica.masks import random_like as random_like
+    from narrowcast.workloads.sft.ica.masks import scaled as scaled
+    from narrowcast.workloads.sft.ica.networks import Channels as Channels
+    from narrowcast.workloads.sft.ica.networks import FunctionalNetworks as FunctionalNetworks
+    from narrowcast.workloads.sft.ica.networks import Layout as Layout
+    from narrowcast.workloads.sft.ica.networks import Match as Match
+    from narrowcast.workloads.sft.ica.networks import Provenance as Provenance
+    from narrowcast.workloads.sft.ica.networks import Score as Score
+    from narrowcast.workloads.sft.ica.networks_file import load_networks as load_networks
+    from narrowcast.workloads.sft.ica.networks_file import save_networks as save_networks
+    from narrowcast.workloads.sft.ica.selection import Percentile as Percentile
+    from narrowcast.workloads.sft.ica.selection import Selector as Selector
+    from narrowcast.workloads.sft.ica.selection import TopK as TopK
+    from narrowcast.workloads.sft.ica.selection import ZScore as ZScore
+    from narrowcast.workloads.sft.ica.signals import ArraySignals as ArraySignals
+    from narrowcast.workloads.sft.ica.signals import FileSignals as FileSignals
+    from narrowcast.workloads.sft.ica.signals import Signals as Signals
+    from narrowcast.workloads.sft.ica.signals import StoredSignals as StoredSignals
+    from narrowcast.workloads.sft.ica.study.ablate import ablate as ablate
+    from narrowcast.workloads.sft.ica.study.ablation import Ablation as Ablation
+
+_HOMES = {
+    "Ablation": "study.ablation",
+    "ArraySignals": "signals",
+    "Channels": "networks",
+    "Components": "components",
+    "FileSignals": "signals",
+    "Finding": "findings",
+    "Freeze": "freeze",
+    "FunctionalNetworks": "networks",
+    "ICA": "ica",
+    "ICAMask": "entry",
+    "Layout": "networks",
+    "Masks": "masks",
+    "Match": "networks",
+    "ModelSignals": "capture",
+    "Percentile": "selection",
+    "Provenance": "networks",
+    "Score": "networks",
+    "Selector": "selection",
+    "Signals": "signals",
+    "StoredSignals": "signals",
+    "TopK": "selection",
+    "ZScore": "selection",
+    "ablate": "study.ablate",
+    "functional_networks": "entry",
+    "layers_of": "layer_spec",
+    "lesioned": "masks",
+    "load_networks": "networks_file",
+    "networks_from": "entry",
+    "preserved": "masks",
+    "random_like": "masks",
+    "refuse_misfit": "entry",
+    "save_networks": "networks_file",
+    "scaled": "masks",
+}
+"""Every public name, and the module it lives in."""
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

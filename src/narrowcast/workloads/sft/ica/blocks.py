@@ -12,6 +12,7 @@ from typing import Any, cast, final
 from torch import nn
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.precision.kept import KeptLayer
 from narrowcast.workloads.sft.ica.networks import Site
 
 
@@ -93,24 +94,24 @@ def as_projection(module: nn.Module) -> Projection | None:
     plain = module
     while isinstance(inner := plain._modules.get("base_layer"), nn.Module):
         plain = inner
-    weight = plain._parameters.get("weight")
-    if weight is None:
-        return None
     if isinstance(plain, nn.Linear):
-        # Quantised weights lie in memory in other shapes.
-        return Projection(
-            module=module,
-            plain=plain,
-            inputs=plain.in_features,
-            outputs=plain.out_features,
-            turned=False,
-        )
-    outputs = cast(Any, plain).__dict__.get("nf")  # what transformers' Conv1D calls it
-    if weight.dim() == 2 and outputs == weight.shape[1]:
-        return Projection(
-            module=module, plain=plain, inputs=weight.shape[0], outputs=outputs, turned=True
-        )
-    return None
+        # Weights in fewer bits lie in memory in other shapes.
+        inputs, outputs = plain.in_features, plain.out_features
+        return Projection(module=module, plain=plain, inputs=inputs, outputs=outputs, turned=False)
+    shape = _shape_turned(plain)
+    # What transformers' Conv1D calls its outputs.
+    if shape is None or cast(Any, plain).__dict__.get("nf") != shape[1]:
+        return None
+    return Projection(module=module, plain=plain, inputs=shape[0], outputs=shape[1], turned=True)
+
+
+def _shape_turned(module: nn.Module) -> tuple[int, int] | None:
+    """Return the inputs and outputs of a layer whose weight is (inputs, outputs)."""
+    if isinstance(module, KeptLayer):
+        outputs, inputs = module.weight_e4m3.shape
+        return inputs, outputs
+    weight = module._parameters.get("weight")
+    return (weight.shape[0], weight.shape[1]) if weight is not None and weight.dim() == 2 else None
 
 
 def adapters_of(projection: Projection) -> Iterator[tuple[str, nn.Module, nn.Module]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from narrowcast.workloads.sft.ica.findings import Finding
 from narrowcast.workloads.sft.ica.solvers.contrast import negentropy
+from narrowcast.workloads.sft.ica.solvers.rotation import sources_of
 
 
 @final
@@ -67,8 +68,8 @@ def whiten(projected: Tensor, basis: Tensor, factor: Tensor) -> White:
     `factor` is what centred channels were multiplied by.
     """
     wide = projected.double()
-    values, vectors = torch.linalg.eigh(wide.T @ wide / len(wide))
-    values, vectors = values.flip(0), vectors.flip(1)
+    values, vectors = torch.linalg.eigh((wide.T @ wide / len(wide)).cpu())
+    values, vectors = (each.to(wide.device) for each in (values.flip(0), vectors.flip(1)))
     back = (basis.double() @ vectors) * values.sqrt()
     forth = (basis.double() @ vectors) / values.sqrt() * factor.to(basis.device)[:, None]
     signals = (wide @ vectors / values.sqrt()).T.contiguous()
@@ -85,7 +86,7 @@ def agreement(one: Tensor, others: Tensor) -> Tensor:
 
 def best_of(rotations: Tensor, white: Tensor) -> int:
     """Return which of some rotations (restarts, …) has the least normal components."""
-    scores = [float(negentropy(rotation @ white).sum()) for rotation in rotations]
+    scores = [float(negentropy(sources_of(each, white)).sum()) for each in rotations]
     return max(range(len(scores)), key=scores.__getitem__)
 
 
@@ -100,4 +101,4 @@ def canonical(
     heaviest = loadings.gather(0, loadings.abs().argmax(0, keepdim=True))[0]
     sign = torch.where(heaviest < 0, -1.0, 1.0).to(loadings)
     scores = negentropy(rotation @ white.signals)[order]
-    return loadings * sign, unmixing * sign[:, None], scores, stability[order]
+    return loadings * sign, unmixing * sign[:, None], scores, stability.to(order.device)[order]

@@ -62,15 +62,28 @@ class Freeze:
         Refuses an adapter that has learnt something for these rows: its A moves them.
         """
         self._frozen = list(_frozen_rows(model, channels, site))
+        self._refuse_nothing()
+        for frozen in self._frozen:
+            if frozen.zeroed:
+                frozen.put(frozen.weight, torch.zeros_like(frozen.of(frozen.weight)))
+        self._kept = [frozen.of(frozen.weight) for frozen in self._frozen]
+
+    @classmethod
+    def resumed(
+        cls, model: nn.Module, channels: Channels, state: dict[str, Any], *, site: Site
+    ) -> "Freeze":
+        """Go on with what a checkpoint kept, in a model whose adapters have learnt since."""
+        freeze = cls.__new__(cls)
+        freeze._frozen = list(_frozen_rows(model, channels, site, begun=True))
+        freeze.load_state_dict(state)
+        return freeze
+
+    def _refuse_nothing(self) -> None:
         if not self._frozen:
             raise RecipeError(
                 "nothing to freeze: no weight of these channels is trained; leave freezing out, or "
                 "train the down projections (LoRA targets such as down_proj or c_proj)"
             )
-        for frozen in self._frozen:
-            if frozen.zeroed:
-                frozen.put(frozen.weight, torch.zeros_like(frozen.of(frozen.weight)))
-        self._kept = [frozen.of(frozen.weight) for frozen in self._frozen]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,8 +110,8 @@ class Freeze:
             name=name,
             before_first_step=self.take,
             after_step=lambda prepared, _applied: self.restore_in(prepared),
-            state_dict=self._state,
-            load_state_dict=self._load,
+            state_dict=self.state_dict,
+            load_state_dict=self.load_state_dict,
         )
 
     @torch.no_grad()
@@ -122,13 +135,15 @@ class Freeze:
             if average is not None:
                 frozen.put(average, kept)
 
-    def _state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return which rows are frozen, and what they are."""
         return {
             frozen.name: {"rows": frozen.rows, "values": kept}
             for frozen, kept in zip(self._frozen, self._kept, strict=True)
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the rows as a checkpoint has them; refuse one that froze others."""
         same = set(state) == set(self.names) and all(
             torch.equal(state[f.name]["rows"].cpu(), f.rows.cpu()) for f in self._frozen
         )
@@ -153,7 +168,10 @@ def _put_in_parts(frozen: FrozenRows, full: Tensor, masters: "MasterWeights", pl
         frozen.put(beside, rest)
 
 
-def _frozen_rows(model: nn.Module, channels: Channels, site: Site) -> Iterator[FrozenRows]:
+def _frozen_rows(
+    model: nn.Module, channels: Channels, site: Site, *, begun: bool = False
+) -> Iterator[FrozenRows]:
+    """Yield the rows; `begun`: adapters may have learnt, with these rows in place."""
     blocks = find_blocks(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     width = blocks.width(site)
@@ -163,7 +181,7 @@ def _frozen_rows(model: nn.Module, channels: Channels, site: Site) -> Iterator[F
                 f"layer {layer} with channels up to {max(chosen, default=0)} is not in this model, "
                 f"which has {blocks.depth} layers of {width}; networks were made for another model"
             )
-        for piece in _pieces(blocks.blocks[layer], sorted(chosen), site) if chosen else ():
+        for piece in _pieces(blocks.blocks[layer], sorted(chosen), site, begun) if chosen else ():
             if piece.weight.requires_grad or piece.zeroed:
                 rows = torch.tensor(piece.rows, device=piece.weight.device)
                 yield FrozenRows(
@@ -183,19 +201,19 @@ class _Piece:
     zeroed: bool = False
 
 
-def _pieces(block: Block, chosen: Sequence[int], site: Site) -> Iterator[_Piece]:
+def _pieces(block: Block, chosen: Sequence[int], site: Site, begun: bool) -> Iterator[_Piece]:
     """Yield what channels are made of: rows of the down projection; or its columns, and the rows of
     all that leads to them."""
     if site == "mlp_output":
-        yield from _outputs(block.down, chosen)
+        yield from _outputs(block.down, chosen, begun)
         return
-    yield from _inputs(block.down, chosen)
+    yield from _inputs(block.down, chosen, begun)
     for up in block.ups:
         copies = range(0, up.outputs, block.down.inputs)  # gate and up may be one
-        yield from _outputs(up, [copy + each for copy in copies for each in chosen])
+        yield from _outputs(up, [copy + each for copy in copies for each in chosen], begun)
 
 
-def _outputs(projection: Projection, rows: Sequence[int]) -> Iterator[_Piece]:
+def _outputs(projection: Projection, rows: Sequence[int], begun: bool) -> Iterator[_Piece]:
     weight, bias = _own(projection.plain)
     found = [_Piece(weight, 1 if projection.turned else 0, rows)] if weight is not None else []
     found += [_Piece(bias, 0, rows)] if bias is not None else []
@@ -204,7 +222,7 @@ def _outputs(projection: Projection, rows: Sequence[int]) -> Iterator[_Piece]:
         inner, (outer, shift) = _own(first)[0], _own(second)
         assert inner is not None
         assert outer is not None
-        if inner.requires_grad and bool(outer[list(rows)].any()):
+        if not begun and inner.requires_grad and bool(outer[list(rows)].any()):
             _refuse_learnt(name)
         found += [_Piece(each, 0, rows) for each in (outer, shift) if each is not None]
         moves_freely.append(inner)
@@ -212,14 +230,14 @@ def _outputs(projection: Projection, rows: Sequence[int]) -> Iterator[_Piece]:
     yield from found
 
 
-def _inputs(projection: Projection, columns: Sequence[int]) -> Iterator[_Piece]:
+def _inputs(projection: Projection, columns: Sequence[int], begun: bool) -> Iterator[_Piece]:
     weight, bias = _own(projection.plain)
     found = [_Piece(weight, 0 if projection.turned else 1, columns)] if weight is not None else []
     moves_freely = [] if bias is None else [bias]
     for name, first, second in adapters_of(projection):
         inner, outers = _own(first)[0], _own(second)
         assert inner is not None
-        if outers[0] is not None and bool(outers[0].any()):
+        if not begun and outers[0] is not None and bool(outers[0].any()):
             _refuse_learnt(name)
         # B begins at zero, so that A does nothing yet, and may as well be zero there.
         found.append(_Piece(inner, 1, columns, zeroed=True))

@@ -125,7 +125,7 @@ class ICA:
         for dtype in (torch.float32, torch.float64):
             rotations = solve(
                 white[:, None].to(dtype),
-                start.to(white.device, dtype),
+                start.to(dtype),
                 CONTRASTS[self.contrast],
                 max_iter=self.max_iter,
                 tol=self.tol,

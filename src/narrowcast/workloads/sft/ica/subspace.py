@@ -30,6 +30,9 @@ thousandth, far below what noise in some ten thousand rows does to it."""
 RANK_TOLERANCE = 1e-6
 """A variance this small beside the largest is rounding."""
 
+DEPENDENT = 1e-13
+"""A square of a length this small beside the largest is rounding, in float64."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +174,10 @@ def _by_lanczos(
 
 
 def _best_in(vectors: Tensor, images: Tensor, components: int, *, passes: int) -> Subspace:
-    small = (vectors.T @ images).double()
+    small = (vectors.T @ images).double().cpu()
     values, weights = torch.linalg.eigh((small + small.T) / 2)
-    variances = values[-components:].flip(0)
-    weights = weights[:, -components:].flip(1).to(vectors.dtype)
+    variances = values[-components:].flip(0).to(vectors.device)
+    weights = weights[:, -components:].flip(1).to(vectors)
     basis = vectors @ weights
     distance = (images @ weights - basis * variances.to(basis)).norm(dim=0).double()
     residual = float((distance / variances.clamp(min=1e-30)).max())
@@ -182,8 +185,19 @@ def _best_in(vectors: Tensor, images: Tensor, components: int, *, passes: int) -
 
 
 def _orthonormal(block: Tensor) -> Tensor:
-    orthonormal: Tensor = torch.linalg.qr(block).Q
-    return orthonormal
+    """Return orthonormal columns with the same span; of columns that depend on others, zeros.
+
+    By the eigenvectors of their products, so that what is as long as there are channels is only
+    multiplied: a GPU takes longer to decompose it than for all passes. In float64, as the products
+    have the square of the range; twice, as the first leaves what rounding did to the shortest.
+    """
+    for _ in range(2):
+        wide = block.double()
+        values, vectors = torch.linalg.eigh((wide.T @ wide).cpu())
+        kept = values > DEPENDENT * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
+        scale = torch.where(kept, values.where(kept, 1.0).rsqrt(), 0.0)
+        block = (wide @ (vectors * scale).to(wide.device)).to(block.dtype)
+    return block
 
 
 def _work(signals: Standardised) -> torch.dtype:

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from narrowcast.workloads.sft.ica.solvers.contrast import Contrast
-from narrowcast.workloads.sft.ica.solvers.rotation import Rotations, nearest_rotation
+from narrowcast.workloads.sft.ica.solvers.rotation import (
+    Rotations,
+    nearest_rotation,
+    sources_of,
+)
 
 
 def fastica_parallel(
@@ -51,8 +55,9 @@ def fastica_deflation(
 
 
 def _newton(rotation: Tensor, white: Tensor, contrast: Contrast) -> Tensor:
-    slope, curvature = contrast.slopes(rotation @ white)
-    return slope @ white.transpose(-1, -2) / white.shape[-1] - curvature[..., None] * rotation
+    slope, curvature = contrast.slopes(sources_of(rotation, white))
+    mean = (slope @ white.transpose(-1, -2) / white.shape[-1]).to(rotation.device)
+    return mean - curvature[..., None].to(rotation.device) * rotation
 
 
 def _apart(row: Tensor, found: Tensor) -> Tensor:

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from narrowcast.workloads.sft.ica.solvers.contrast import Contrast
-from narrowcast.workloads.sft.ica.solvers.rotation import Rotations, nearest_rotation
+from narrowcast.workloads.sft.ica.solvers.rotation import (
+    Rotations,
+    nearest_rotation,
+    sources_of,
+)
 
 MEMORY = 7
 """Steps that curvature is remembered of, as in the paper."""
@@ -22,7 +26,7 @@ def picard(
 ) -> Rotations:
     """Turn all components at once along directions in which the contrast falls."""
     now = start
-    sign, gradient, curvature = _slopes(now @ white, contrast)
+    sign, gradient, curvature = _slopes(now, white, contrast)
     memory = _Memory()
     change = gradient.abs().amax((-1, -2))
     iterations = 0
@@ -35,7 +39,7 @@ def picard(
         direction = torch.where(lost[..., None, None], -gradient / curvature, direction)
         step, moved = _search(now, white, direction, sign, contrast)
         now = torch.where(going[..., None, None], moved, now)
-        new_sign, new_gradient, curvature = _slopes(now @ white, contrast)
+        new_sign, new_gradient, curvature = _slopes(now, white, contrast)
         same = (new_sign == sign).all(-1) & ~lost
         memory.add(step[..., None, None] * direction, new_gradient - gradient, valid=same & going)
         sign, gradient = new_sign, new_gradient
@@ -70,13 +74,14 @@ class _Memory:
         return (q - q.transpose(-1, -2)) / 2
 
 
-def _slopes(sources: Tensor, contrast: Contrast) -> tuple[Tensor, Tensor, Tensor]:
+def _slopes(now: Tensor, white: Tensor, contrast: Contrast) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sign of each source's contrast, the gradient, and the curvature of its pairs."""
+    sources = sources_of(now, white)
     slope, slope_of_slope = contrast.slopes(sources)
-    cross = slope @ sources.transpose(-1, -2) / sources.shape[-1]
-    kappa = slope_of_slope - cross.diagonal(dim1=-2, dim2=-1)
+    cross = (slope @ sources.transpose(-1, -2) / sources.shape[-1]).to(now.device)
+    kappa = slope_of_slope.to(now.device) - cross.diagonal(dim1=-2, dim2=-1)
     # Flat tails and heavy ones: a contrast falls towards one of the two, its negative to the other.
-    sign = torch.where(kappa < 0, -1.0, 1.0).to(sources)
+    sign = torch.where(kappa < 0, -1.0, 1.0).to(cross)
     cross, kappa = cross * sign[..., None], kappa.abs()
     gradient = (cross - cross.transpose(-1, -2)) / 2
     curvature = ((kappa[..., :, None] + kappa[..., None, :]) / 2).clamp(min=SMALLEST_CURVATURE)
@@ -92,7 +97,8 @@ def _search(
     """
 
     def value(rotation: Tensor) -> Tensor:
-        return (sign * contrast.value(rotation @ white)).sum(-1)
+        values = contrast.value(sources_of(rotation, white))
+        return (sign * values.to(now.device)).sum(-1)
 
     before = value(now)
     limit = before + 4 * torch.finfo(before.dtype).eps * before.abs()

@@ -2,7 +2,9 @@
 
 White signals are (…, components, rows), rotations (…, components, components); the dimensions
 before are layers, restarts or whatever else is solved side by side, and need only broadcast. What
-one of them comes to does not depend on the others: who has converged stands still.
+one of them comes to does not depend on the others: who has converged stands still. Rotations stay
+on the CPU, wherever the signals are: a GPU takes longer for one of a few dozen rows than the way
+there and back, and a second more to load what decomposes it.
 """
 
 from dataclasses import dataclass
@@ -39,6 +41,11 @@ def random_rotations(
     """Return rotations to begin with, (*shape, components, components), in float64 on the CPU."""
     drawn = torch.randn((*shape, components, components), generator=generator, dtype=torch.float64)
     return nearest_rotation(drawn)
+
+
+def sources_of(rotation: Tensor, white: Tensor) -> Tensor:
+    """Return the sources (…, components, rows), where the signals are."""
+    return rotation.to(white.device) @ white
 
 
 def nearest_rotation(matrix: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""transformers' Trainer as it comes, and TRL's SFTTrainer with Liger kernels.
+
+Rows come packed and in one order; neither packs or shuffles. TRL keeps documents apart only where
+it lays a batch out as one row (`bfd`) and the attention knows lengths: without flash-attn that is
+FlexAttention. Its other way (`wrapped`) gives rows to torch's fastest attention, across documents.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+from sft_contenders.clock import Clock
+from sft_contenders.settings import CLIP_NORM, LR, Shape, adapted, adapters, built_model
+
+
+@dataclass(frozen=True)
+class Trl:
+    """How TRL's trainer is set up."""
+
+    attention: str = "sdpa"
+    strategy: str = "wrapped"
+    compiled: bool = False
+    pure: bool = False
+    """Whether weights are in bf16 with nothing beside them, which loses small updates."""
+
+
+TRL = {
+    "trl, wrapped": Trl(),
+    "trl, flex": Trl(attention="flex_attention", strategy="bfd"),
+    "trl, wrapped, compiled": Trl(compiled=True),
+    "trl, flex, compiled": Trl(attention="flex_attention", strategy="bfd", compiled=True),
+    "trl, sdpa": Trl(strategy="bfd"),
+    "trl, wrapped, bf16 weights": Trl(pure=True),
+}
+TRAINER = "Trainer"
+
+
+def run_trainer(
+    shape: Shape, tune: str, rows: dict[str, Tensor], clock: Clock, *, device: str, steps: int
+) -> dict[str, Any]:
+    """Train with what transformers gives who asks for bf16 and nothing else."""
+    from transformers import Trainer, TrainingArguments
+
+    model = built_model(shape, tune, device)
+    model = adapted(model) if tune == "lora" else model
+    plain = [
+        {"input_ids": ids, "labels": labels}
+        for ids, labels in zip(rows["input_ids"], rows["labels"], strict=True)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(**_common(folder, shape, steps, device))
+        trainer = _timed(Trainer, clock)(model=model, args=arguments, train_dataset=plain)
+        trainer.train()
+    return {"attention": str(model.config._attn_implementation), "optimizer": _optimizer(trainer)}
+
+
+def run_trl(
+    name: str,
+    shape: Shape,
+    tune: str,
+    rows: dict[str, Tensor],
+    clock: Clock,
+    *,
+    device: str,
+    steps: int,
+) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    how = TRL[name]
+    model = built_model(shape, tune, device)
+    if how.pure:
+        model.to(torch.bfloat16)
+    model.set_attn_implementation(how.attention)
+    columns = {"input_ids": rows["input_ids"].tolist(), "labels": rows["labels"].tolist()}
+    if how.strategy == "bfd":
+        columns["seq_lengths"] = [_lengths(row) for row in rows["position_ids"]]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            **_common(folder, shape, steps, device),
+            packing=True,
+            packing_strategy=how.strategy,
+            max_length=shape.length,
+            dataset_kwargs={"skip_prepare_dataset": True},
+            gradient_checkpointing=False,  # it is on unless told
+            use_liger_kernel=device != "cpu",
+            torch_compile=how.compiled,
+        )
+        trainer = _timed(SFTTrainer, clock)(
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_dict(columns),
+            processing_class=_tokenizer(),
+            peft_config=adapters() if tune == "lora" else None,
+        )
+        trainer.train()
+    return {"attention": how.attention, "optimizer": _optimizer(trainer)}
+
+
+def _common(folder: str, shape: Shape, steps: int, device: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": shape.rows,
+        "max_steps": steps,
+        "bf16": True,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": CLIP_NORM,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "seed": 0,
+        "use_cpu": device == "cpu",
+    }
+
+
+def _timed(trainer: type, clock: Clock) -> type:
+    """Return a trainer that takes rows in their order and tells when a step has been queued."""
+    from transformers import TrainerCallback
+
+    class Told(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.step_ended()
+
+    class Timed(trainer):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, callbacks=[Told()], **kwargs)
+
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(train_dataset or self.train_dataset)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss: Tensor = super().training_step(*args, **kwargs)
+            clock.loss(loss)
+            return loss
+
+    return Timed
+
+
+def _optimizer(trainer: Any) -> str:
+    return str(trainer.args.optim).rpartition(".")[2]
+
+
+def _lengths(positions: Tensor) -> list[int]:
+    starts = (positions == 0).nonzero().flatten()
+    ends = torch.cat([starts[1:], torch.tensor([len(positions)])])
+    lengths: list[int] = (ends - starts).tolist()
+    return lengths
+
+
+def _tokenizer() -> Any:
+    """Rows are tokens already; TRL asks for one all the same."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="</s>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )

@@ -1,0 +1,212 @@
+"""A gate's activation times what it lets through (SwiGLU, GeGLU), in one pass each way.
+
+The forward pass reads gate and value and writes their product, 6 bytes an element of 16 bits;
+composed in torch it is 10, and the activation is kept as well. The backward pass reads both and the
+gradient, and writes two: 10 bytes. Computed in fp32 and rounded once. Gate and value may be halves
+of one tensor, as some models multiply them; then their gradients are halves of one too. Inside
+`torch.compile` these are the operators `narrowcast::gated` and `narrowcast::gated_back`.
+"""
+
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from narrowcast.kernels.gelu_arithmetic import share_and_gauss
+from narrowcast.kernels.launch import interpreted
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_BLOCK = 1024  # elements of a program: 16 bytes a load in each of 128 threads
+
+
+def gated(gate: Tensor, value: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) · value; of one shape and dtype."""
+    result: Tensor = _apply(gate, value, activation)
+    return result
+
+
+def gated_halves(both: Tensor, activation: Activation) -> Tensor:
+    """Return activation(first half) · second half, of the last dimension."""
+    result: Tensor = _apply_halves(both, activation)
+    return result
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(gate, value)
+        ctx.activation = activation
+        result: Tensor = torch.ops.narrowcast.gated(gate, value, activation)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        both = torch.ops.narrowcast.gated_back(grad, *ctx.saved_tensors, ctx.activation, False)
+        return both[0], both[1], None
+
+
+class _GatedHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.activation = activation
+        result: Tensor = torch.ops.narrowcast.gated(*both.chunk(2, -1), activation)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (both,) = ctx.saved_tensors
+        return torch.ops.narrowcast.gated_back(grad, *both.chunk(2, -1), ctx.activation, True), None
+
+
+_apply: Any = _Gated.apply
+_apply_halves: Any = _GatedHalves.apply
+
+
+def _gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
+    result: Tensor = _product_shape(gate, value, activation)
+    gate, value = _rows(gate, value)
+    rows, width = gate.shape
+    _forward[(rows * triton.cdiv(width, _BLOCK),)](
+        gate,
+        value,
+        result,
+        width,
+        gate.stride(0),
+        value.stride(0),
+        ACTIVATION=activation,
+        BY_BITS=interpreted(),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return result
+
+
+def _gated_back(grad: Tensor, gate: Tensor, value: Tensor, activation: str, halves: bool) -> Tensor:
+    result: Tensor = _back_shape(grad, gate, value, activation, halves)
+    gate, value = _rows(gate, value, apart=halves)
+    rows, width = gate.shape
+    first, second = result.chunk(2, -1) if halves else result
+    _backward[(rows * triton.cdiv(width, _BLOCK),)](
+        grad.contiguous(),
+        gate,
+        value,
+        first,
+        second,
+        width,
+        gate.stride(0),
+        value.stride(0),
+        2 * width if halves else width,
+        ACTIVATION=activation,
+        BY_BITS=interpreted(),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    return result
+
+
+def _rows(gate: Tensor, value: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor]:
+    """Return both as rows that are dense in themselves; as one row where nothing is in between."""
+    if gate.is_contiguous() and value.is_contiguous() and not apart:
+        return gate.view(1, -1), value.view(1, -1)
+    width = gate.shape[-1]
+    flat = [x.reshape(-1, width) for x in (gate, value)]  # halves of one tensor stay where they are
+    gate, value = (x if x.stride(1) == 1 else x.contiguous() for x in flat)
+    return gate, value
+
+
+@triton.jit
+def _forward(
+    gate,
+    value,
+    out,
+    width,
+    gate_row,
+    value_row,
+    ACTIVATION: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(width, BLOCK)
+    row, place = program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
+    here = place < width
+    a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
+    share, _ = _share_and_slope(a, ACTIVATION, BY_BITS)
+    product = a * share * b
+    tl.store(out + row * width + place, product.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _backward(
+    grad,
+    gate,
+    value,
+    grad_gate,
+    grad_value,
+    width,
+    gate_row,
+    value_row,
+    grad_row,
+    ACTIVATION: tl.constexpr,
+    BY_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(width, BLOCK)
+    row, place = program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)
+    here = place < width
+    down = tl.load(grad + row * width + place, mask=here, other=0.0).to(tl.float32)
+    a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
+    b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
+    share, slope = _share_and_slope(a, ACTIVATION, BY_BITS)
+    at = row * grad_row + place
+    tl.store(grad_gate + at, (down * b * slope).to(grad_gate.dtype.element_ty), mask=here)
+    tl.store(grad_value + at, (down * a * share).to(grad_value.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _share_and_slope(x, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
+    """What x is multiplied by in its activation, and the derivative of the whole"""
+    if ACTIVATION == "gelu":
+        share, gauss = share_and_gauss(x, BY_BITS)
+        return share, share + x * gauss * 0.3989422804014327
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh z) / 2 is the logistic function of 2z, with z = √(2/π) (x + 0.044715 x³).
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return share, share + x * share * (1.0 - share) * inner
+    else:
+        share = tl.sigmoid(x)
+        return share, share * (1.0 + x * (1.0 - share))
+
+
+_library = torch.library.Library("narrowcast", "FRAGMENT")
+_library.define(
+    "gated(Tensor gate, Tensor value, str activation) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "gated_back(Tensor grad, Tensor gate, Tensor value, str activation, bool halves) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl("gated", _gated, "CompositeExplicitAutograd")
+_library.impl("gated_back", _gated_back, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("narrowcast::gated")
+def _product_shape(gate: Tensor, value: Tensor, activation: str) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("narrowcast::gated_back")
+def _back_shape(grad: Tensor, gate: Tensor, value: Tensor, activation: str, halves: bool) -> Tensor:
+    """The gradients of gate and value: side by side as halves, or one after the other"""
+    if halves:
+        return gate.new_empty((*gate.shape[:-1], 2 * gate.shape[-1]))
+    return gate.new_empty((2, *gate.shape))

@@ -1,0 +1,52 @@
+"""Carry out what a plan says of pieces that are computed as one."""
+
+from collections.abc import Set
+
+import torch
+from torch import nn
+
+from narrowcast.precision.fused.causal_loss import fuse_loss
+from narrowcast.precision.fused.elementwise import (
+    OnePassGate,
+    OnePassNorm,
+    OnePassTurn,
+    forward_turning,
+)
+from narrowcast.precision.plan.causal_loss import causal_models
+from narrowcast.precision.plan.fusing import pieces_asked
+from narrowcast.precision.plan.known_pieces import gated_mlp_of, rms_norm_of
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.swap import swap
+
+CPU_CHUNK_ROWS = 1024
+"""Rows of logits that a CPU holds at once; a GPU knows by itself how many."""
+
+
+def fuse_pieces(model: nn.Module, plan: Plan) -> None:
+    """Let the modules of each fused piece compute it as one."""
+    device = torch.device(plan.hardware.device)
+    for piece in plan.fused:
+        if piece.fused and piece.piece == "loss":
+            _fuse_losses(model, set(piece.modules), device)
+        elif piece.fused:
+            for name in piece.modules:
+                _fuse_module(model.get_submodule(name), piece.piece, plan, device.type)
+
+
+def _fuse_losses(model: nn.Module, names: Set[str], device: torch.device) -> None:
+    chunk_rows = CPU_CHUNK_ROWS if device.type == "cpu" else None
+    for found in list(causal_models(model)):
+        if found.name in names:
+            fuse_loss(model.get_submodule(found.name), found.head, chunk_rows=chunk_rows)
+
+
+def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None:
+    where = {"nc_device": device, "nc_compiled": pieces_asked(plan.fuse) is not None}
+    match piece:
+        case "rms_norm":
+            widened = plan.policy.params != "fp32"  # a norm in fp32 between 16-bit neighbours
+            swap(module, OnePassNorm, nc_norm=rms_norm_of(module), nc_widened=widened, **where)
+        case "swiglu":
+            swap(module, OnePassGate, nc_mlp=gated_mlp_of(module), **where)
+        case _:
+            swap(module, OnePassTurn, nc_turning=forward_turning(module, device), **where)

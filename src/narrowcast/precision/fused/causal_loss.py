@@ -1,0 +1,141 @@
+"""The loss of a causal language model of transformers, taken from its hidden states.
+
+The model's own forward runs as it is, with all its arguments; only its head hands on what it is
+given, and the loss function makes of the hidden states what it would have made of the logits. Which
+models allow that is the plan's to find out.
+"""
+
+import functools
+import inspect
+import threading
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.precision.fused.declared import is_watched
+from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
+from narrowcast.precision.plan.causal_loss import standard_loss
+from narrowcast.precision.swap import Mixin, has_own_forward, plain_class, swap
+
+_here = threading.local()
+"""The name of the model in this thread whose head is to hand on what it is given."""
+
+
+def fuse_loss(module: nn.Module, head: str, *, chunk_rows: int | None) -> None:
+    """Let a causal language model take its loss without logits while it trains."""
+    plain: Any = plain_class(module)
+    names = list(inspect.signature(plain.forward).parameters)
+    swap(
+        module,
+        _mixin_for(head),
+        nc_name=f"{id(module):x}",
+        nc_head=head,
+        nc_labels_at=names.index("labels") - 1,
+        nc_own_loss=plain.loss_function.fget,
+        nc_loss=standard_loss(),
+        nc_chunk_rows=chunk_rows,
+    )
+
+
+class CausalLoss(Mixin):
+    """A causal language model whose loss is taken without logits while it trains.
+
+    What it returns then has no logits. Without labels, or in evaluation, nothing is different.
+    """
+
+    nc_name: str
+    nc_head: str
+    nc_labels_at: int
+    """Where the labels are among positional arguments."""
+    nc_own_loss: Any
+    """What the plain class has for `loss_function`: a compiler cannot trace one of `super()`."""
+    nc_loss: Any
+    """The loss function in whose place one stands that takes hidden states; another is let be."""
+    nc_chunk_rows: int | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; with labels, in training, its logits are never made."""
+        if not self._nc_takes_loss(args, kwargs):
+            return super().forward(*args, **kwargs)
+        around = getattr(_here, "name", None)
+        _here.name = self.nc_name
+        try:
+            result = super().forward(*args, **kwargs)
+        finally:
+            _here.name = around
+        return _without_logits(result)
+
+    @property
+    def loss_function(self) -> Any:
+        """The model's own; while its head hands on hidden states, one that takes these."""
+        if getattr(_here, "name", None) != self.nc_name:
+            return self.nc_own_loss(self)
+        return self._nc_loss
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self._loss_function = value
+
+    def _nc_takes_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        at = self.nc_labels_at
+        labels = args[at] if len(args) > at else kwargs.get("labels")
+        # Not by asking for it: transformers may have a warning to give, which no compiler traces.
+        own = self.__dict__.get("_loss_function", self.nc_loss)
+        if labels is None or not self.training or own is not self.nc_loss:
+            return False
+        head = self._modules[self.nc_head]
+        assert head is not None
+        return plain_class(head) is nn.Linear and not (is_watched(head) or has_own_forward(head))
+
+    def _nc_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return what transformers' own loss is of the logits of these hidden states."""
+        hidden, head = logits, self._modules[self.nc_head]
+        assert isinstance(head, nn.Linear)
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        _here.name = None  # whoever takes the loss may want to call the head
+        loss = linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            head,
+            shift_labels.reshape(-1).to(hidden.device),
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            chunk_rows=self.nc_chunk_rows,
+        )
+        if num_items_in_batch is None:
+            return loss
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss / num_items_in_batch
+
+
+@functools.cache
+def _mixin_for(head: str) -> type[Mixin]:
+    """Return the class for models with a head of this name, which it hides while it is passed."""
+
+    def found(self: CausalLoss) -> Any:
+        passed = getattr(_here, "name", None) == self.nc_name
+        return _as_it_is if passed else self._modules[head]
+
+    return type("CausalLoss", (CausalLoss,), {head: property(found)})
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _without_logits(result: Any) -> Any:
+    """Return a model's result without what its head handed on."""
+    if isinstance(result, tuple):
+        return (result[0], None, *result[2:])  # the loss comes first, then the logits
+    return type(result)(**{name: each for name, each in result.items() if name != "logits"})

@@ -1,0 +1,174 @@
+"""Norms, gated activations and turned heads of transformers' models, each in one pass over memory.
+
+Every one does what the module's own forward does, to the rounding of a format, and leaves the work
+to that where a kernel would not: on another device, in another dtype, for tensors that are several,
+and under a compiler that has kernels of its own for it, unless the piece was asked for by name.
+"""
+
+import functools
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.precision.fused.declared import is_watched
+from narrowcast.precision.plan.known_pieces import ROTARY, GatedMlp, RmsNorm, rotary_of
+from narrowcast.precision.swap import Mixin
+
+_PLAIN = (Tensor, nn.Parameter)  # any other may be several, or stand for one elsewhere
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Elementwise(Mixin):
+    """A module with a piece that is computed as one."""
+
+    nc_device: str
+    """The type of device whose tensors the kernels take."""
+    nc_compiled: bool
+    """Whether a compiler gets the piece as one operator too, to fuse with nothing around it."""
+
+    def _nc_left_alone(self) -> bool:
+        return torch.compiler.is_compiling() and not self.nc_compiled
+
+
+class OnePassNorm(Elementwise):
+    """A norm by the root mean square."""
+
+    nc_norm: RmsNorm
+    nc_widened: bool
+    """Whether what comes in is widened to the weight's format first, and narrowed afterwards."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Normalise the one tensor that comes in."""
+        weight: Tensor | None = self._parameters["weight"]
+        assert weight is not None
+        if (
+            self._nc_left_alone()
+            or len(args) != 1
+            or kwargs
+            or not _fit(self.nc_device, args[0], weight)
+        ):
+            return super().forward(*args, **kwargs)
+        (x,), known = args, self.nc_norm
+        if self.nc_widened and weight.dtype not in (torch.float32, x.dtype):
+            return super().forward(*args, **kwargs)
+        from narrowcast.kernels.rms_norm import rms_norm
+
+        inside = weight.dtype if self.nc_widened else x.dtype
+        promotes = known.promotes and not self.nc_widened
+        return rms_norm(
+            x,
+            weight,
+            eps=known.eps,
+            offset=known.offset,
+            rounds=known.rounds and inside != torch.float32,
+            dtype=torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype,
+        )
+
+
+class OnePassGate(Elementwise):
+    """An MLP whose value is multiplied by the activation of a gate."""
+
+    nc_mlp: GatedMlp
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call its layers, with one pass over memory between them."""
+        known = self.nc_mlp
+        activation: Any = self._modules[known.activation_name]
+        if self._nc_left_alone() or len(args) != 1 or kwargs or is_watched(activation):
+            return super().forward(*args, **kwargs)
+        from narrowcast.kernels.gated import gated, gated_halves
+
+        (x,), layers = args, self._modules
+        act: Any = known.activation
+        gate = _called(layers[known.gate], x)
+        if known.gate == known.value:
+            if _fit(self.nc_device, gate):
+                return _called(layers[known.down], gated_halves(gate, act))
+            gate, value = gate.chunk(2, -1)
+            return _called(layers[known.down], value * activation(gate))
+        value = _called(layers[known.value], x)
+        if _fit(self.nc_device, gate, value) and gate.dtype == value.dtype:
+            return _called(layers[known.down], gated(gate, value, act))
+        return _called(layers[known.down], activation(gate) * value)
+
+
+class OnePassTurn(Elementwise):
+    """An attention layer that turns its queries and keys in one pass."""
+
+    nc_turning: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, with another function for what turns its heads."""
+        if self._nc_left_alone():
+            return super().forward(*args, **kwargs)
+        return self.nc_turning(self, *args, **kwargs)
+
+
+def forward_turning(module: nn.Module, device: str) -> FunctionType:
+    """Return what an attention layer does, with its heads turned in one pass."""
+    forward = rotary_of(module)
+    assert isinstance(forward, FunctionType)
+    return _turning(forward, device)
+
+
+@functools.cache
+def _turning(forward: FunctionType, device: str) -> FunctionType:
+    """Return a forward that calls ours where it would call transformers' function."""
+    theirs = forward.__globals__[ROTARY]
+
+    def turned(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if args or kwargs or not _turns(device, q, k, cos, sin):
+            result: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, *args, **kwargs)
+            return result
+        from narrowcast.kernels.rotary import turn_halves
+
+        query, key = turn_halves(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+    # Without a name these are nobody's: a compiler looks in the module of that name for them.
+    names = {name: each for name, each in forward.__globals__.items() if name != "__name__"}
+    names[ROTARY] = turned
+    made = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _called(layer: nn.Module | None, x: Tensor) -> Tensor:
+    assert layer is not None
+    result: Tensor = layer(x)
+    return result
+
+
+def _fit(device: str, *tensors: Tensor) -> bool:
+    """Say whether the kernels take these tensors."""
+    return all(
+        type(each) in _PLAIN
+        and each.dtype in _DTYPES
+        and each.device.type == device
+        and each.numel() > 0
+        for each in tensors
+    )
+
+
+def _turns(device: str, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> bool:
+    """Say whether the kernel turns these, heads before positions, by angles of each position."""
+    if not _fit(device, query, key, cosine, sine) or query.dim() != 4 or cosine.dim() != 3:
+        return False
+    batch, _, length, width = query.shape
+    angles = (len(cosine), *cosine.shape[1:])
+    wide = torch.promote_types(query.dtype, cosine.dtype)
+    # What torch would widen, attention narrows again at once where autocast is on.
+    narrowed = torch.is_autocast_enabled(device)
+    return (
+        angles in ((1, length, width), (batch, length, width))
+        and sine.shape == cosine.shape
+        and key.shape[2:] == query.shape[2:]
+        and key.dtype == query.dtype
+        and (wide == query.dtype or narrowed)
+    )

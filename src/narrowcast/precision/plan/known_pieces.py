@@ -1,0 +1,242 @@
+"""Modules of transformers that are known by what they compute: norms, gated MLPs, turned heads.
+
+None is taken by its name. Its own forward is called with numbers of a few rows, in float64, and has
+to give what the piece would; a class whose forward is somebody's own is not asked. The numbers of
+each distinct module are computed once, whatever the size of the model.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.precision.plan.module_kinds import kind_of
+from narrowcast.precision.swap import has_own_forward, plain_class
+
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers calls the function that turns queries and keys, in the module of each model."""
+
+_MLPS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+_JOINT_MLP = ("gate_up_proj", "down_proj")
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+_ROWS, _WIDTH = 3, 8
+_NEAR = 1e-9
+"""Between float64 and what is another function, or another constant."""
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """What a norm computes: x / rms(x), times its weight and an offset."""
+
+    eps: float
+    offset: float
+    rounds: bool
+    """Whether the quotient is rounded to what came in before it meets the weight."""
+    promotes: bool
+    """Whether the result is in the wider format of what came in and the weight."""
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """The names of a gated MLP's layers, and its activation; of one layer for gate and value."""
+
+    gate: str
+    value: str
+    """The same as `gate` where one layer gives both, as halves."""
+    down: str
+    activation: str
+    activation_name: str
+
+
+def rms_norm_of(module: nn.Module) -> RmsNorm | str:
+    """Return what a norm of transformers computes, or why it is not known."""
+    why = _not_asked(module)
+    weight = module._parameters.get("weight")
+    own = [
+        each for each in ("variance_epsilon", "eps") if isinstance(vars(module).get(each), float)
+    ]
+    if why or weight is None or weight.dim() != 1 or len(module._parameters) != 1 or len(own) != 1:
+        return why or f"{plain_class(module).__name__} is no norm that is known"
+    eps = float(vars(module)[own[0]])
+    if eps <= 0:
+        return f"{plain_class(module).__name__} has no epsilon"
+    wide, narrow = (_normed(module, dtype) for dtype in (torch.float64, torch.bfloat16))
+    for offset in (0.0, 1.0):
+        for rounds in (True, False):
+            for promotes in (True, False):
+                known = RmsNorm(eps, offset, rounds, promotes)
+                if all(_is_as_known(known, *each) for each in (wide, narrow)):
+                    return known
+    return f"{plain_class(module).__name__} is no norm that is known"
+
+
+def gated_mlp_of(module: nn.Module) -> GatedMlp | str:
+    """Return the parts of a gated MLP of transformers, or why it is not known."""
+    why = _not_asked(module)
+    name = plain_class(module).__name__
+    children = {key for key, each in module._modules.items() if each is not None}
+    for names in (*_MLPS, _JOINT_MLP):
+        extra = children - set(names)
+        if children < set(names) or not set(names) <= children or len(extra) != 1:
+            continue
+        (act,) = extra
+        activation = _activation(module._modules[act])
+        known = GatedMlp(names[0], names[-2], names[-1], activation, act)
+        return why or (
+            known if activation and _is_gated(module, known) else f"{name} computes something else"
+        )
+    return why or f"{name} has other layers"
+
+
+def rotary_of(module: nn.Module) -> FunctionType | str:
+    """Return the forward of an attention layer that turns halves by `ROTARY`, or why not."""
+    why = _not_asked(module)
+    forward = plain_class(module).forward
+    name = plain_class(module).__name__
+    if why or not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+        return why or f"{name} has a forward that something is wrapped around"
+    turn = forward.__globals__.get(ROTARY)
+    if ROTARY not in forward.__code__.co_names or not callable(turn) or not _turns_halves(turn):
+        return f"{name} turns its heads in another way"
+    return forward
+
+
+def looks_like_a_norm(module: nn.Module) -> bool:
+    """Say whether a module is a norm of somebody's own making, by the mean of squares."""
+    own = kind_of(module) == "normalisation" and "RMS" in plain_class(module).__name__
+    return own and not isinstance(module, nn.RMSNorm)
+
+
+def looks_like_a_gated_mlp(module: nn.Module) -> bool:
+    """Say whether a module has the layers of a gated MLP."""
+    return any(all(name in module._modules for name in names) for names in (*_MLPS, _JOINT_MLP))
+
+
+def looks_like_turning(module: nn.Module) -> bool:
+    """Say whether the forward of a module calls what turns queries and keys."""
+    forward = inspect.unwrap(plain_class(module).forward)
+    return isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
+
+
+def _not_asked(module: nn.Module) -> str:
+    """Say why a module's forward is not to be asked what it computes; nothing where it is."""
+    plain = plain_class(module)
+    if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
+        return f"{plain.__name__} has a forward of its own"
+    return ""
+
+
+def _twin(module: nn.Module, **attributes: Any) -> Any:
+    """Return a module like this one, with other weights and layers inside, that nobody else has."""
+    twin = object.__new__(plain_class(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__.update(attributes)
+    return twin
+
+
+def _numbers(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _normed(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return rows, a weight in fp32, and what the norm makes of them."""
+    x = _numbers(_ROWS, _WIDTH, seed=0).to(dtype)
+    weight = _numbers(_WIDTH, seed=1).float()
+    twin = _twin(module, _parameters={"weight": nn.Parameter(weight)})
+    try:
+        with torch.no_grad():
+            return x, weight, type(twin).forward(twin, x)
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+        return x, weight, None
+
+
+def _is_as_known(known: RmsNorm, x: Tensor, weight: Tensor, found: Tensor | None) -> bool:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + known.eps)
+    if known.rounds:
+        normed = normed.to(x.dtype)
+    result = normed * (weight + known.offset)
+    if not known.promotes:
+        result = result.to(x.dtype)
+    if found is None or found.dtype != result.dtype or found.shape != result.shape:
+        return False
+    # The same operations in the same order but for the offset, whose sum may be rounded elsewhere.
+    return bool(((found.double() - result.double()).abs() <= 2.0**-20 * result.abs()).all())
+
+
+def _activation(module: nn.Module | None) -> str:
+    """Return which activation a module is; nothing where it is another."""
+    if module is None or next(module.parameters(), None) is not None:
+        return ""
+    x = 4 * _numbers(64, seed=2)
+    try:
+        with torch.no_grad():
+            found = type(module).forward(module, x)
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+        return ""
+    same = (name for name, known in _ACTIVATIONS.items() if _are_near(found, known(x)))
+    return next(same, "")
+
+
+def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
+    """Say whether a module gives down(activation(gate(x)) · value(x)) of the layers it has."""
+    joint = known.gate == known.value
+    matrices = {
+        known.gate: _numbers(_WIDTH, _WIDTH * (2 if joint else 1), seed=3),
+        known.down: _numbers(_WIDTH, _WIDTH, seed=5),
+    }
+    if not joint:
+        matrices[known.value] = _numbers(_WIDTH, _WIDTH, seed=4)
+    layers: dict[str, Any] = {name: _layer(matrix) for name, matrix in matrices.items()}
+    x = _numbers(_ROWS, _WIDTH, seed=6)
+    act = module._modules[known.activation_name]
+    twin = _twin(module, _modules={**layers, known.activation_name: act})
+    gate, value = layers[known.gate](x), layers[known.value](x)
+    if joint:
+        gate, value = gate.chunk(2, -1)
+    expected = layers[known.down](_ACTIVATIONS[known.activation](gate) * value)
+    try:
+        with torch.no_grad():
+            return _are_near(type(twin).forward(twin, x), expected)
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+        return False
+
+
+def _layer(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda x: x @ matrix
+
+
+def _turns_halves(turn: Callable[..., Any]) -> bool:
+    """Say whether a function turns (batch, head, length, width) as models of transformers do."""
+    query, key = _numbers(2, 3, _ROWS, _WIDTH, seed=7), _numbers(2, 1, _ROWS, _WIDTH, seed=8)
+    angles = _numbers(2, 2, _ROWS, _WIDTH, seed=9)
+    try:
+        found = turn(query, key, angles[0], angles[1])
+        return all(
+            _are_near(a, halves_turned(b, angles[0][:, None], angles[1][:, None]))
+            for a, b in zip(found, (query, key), strict=True)
+        )
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+        return False
+
+
+def halves_turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn pairs of numbers that are half a head apart."""
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine
+
+
+def _are_near(found: Any, expected: Tensor) -> bool:
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    return bool(((found - expected).abs() <= _NEAR * (1 + expected.abs())).all())

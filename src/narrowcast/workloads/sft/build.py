@@ -1,0 +1,136 @@
+"""What a recipe that fine-tunes names, made: tokenizer, data, model, adapters, judge."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.data.packing import Packs
+from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data
+from narrowcast.workloads.sft.data.report import DataReport
+from narrowcast.workloads.sft.data.settings import SftData
+from narrowcast.workloads.sft.data.templates import template_of
+from narrowcast.workloads.sft.data.tokenised import TokenRows
+from narrowcast.workloads.sft.ica.applied import Applied, apply_networks, sampled
+from narrowcast.workloads.sft.ica.networks import Provenance
+from narrowcast.workloads.sft.ica.settings import IcaSection
+from narrowcast.workloads.sft.judge.judging import Judge
+from narrowcast.workloads.sft.judge.settings import JudgeSection
+from narrowcast.workloads.sft.models.base import build_model, is_bounded
+from narrowcast.workloads.sft.models.loading import load_config, load_tokenizer
+from narrowcast.workloads.sft.models.lora import adapted
+from narrowcast.workloads.sft.settings import LoraSection, SftModel
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """A model, what it learns, and what judges it."""
+
+    model: Any
+    tokenizer: Any
+    data: PreparedData
+    judge: Judge | None
+    """None where no data was read."""
+    context: int | None
+    """Tokens the model was made for, where it says."""
+    networks: Applied | None
+    """None where the recipe asks for none."""
+    bounded: bool
+    """Whether its attention is told where the conversations of a row end."""
+    notes: tuple[str, ...]
+
+
+def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
+    """Load the model to `device` and read the data; on the meta device read shapes only."""
+    settings, data = recipe.section(SftModel), recipe.section(SftData)
+    remote = settings.trust_remote_code
+    tokenizer = load_tokenizer(settings.path, trust_remote_code=remote)
+    text_config = load_config(settings.path, trust_remote_code=remote).get_text_config()
+    _refuse_tokens(settings.path, tokenizer, text_config)
+    context = getattr(text_config, "max_position_embeddings", None)
+    rows = _NOTHING if device.type == "meta" else prepare_data(data, tokenizer, seed=recipe.seed)
+    _refuse_long_rows(rows, context)
+    model = build_model(recipe, device=device)
+    networks = _networks(recipe, model, rows)
+    told = (*_trained(model, recipe), *(rows.report.lines() if len(rows.train) else ()))
+    return Parts(
+        model=model,
+        tokenizer=tokenizer,
+        data=rows,
+        judge=None if device.type == "meta" else _judge(recipe, tokenizer, model, rows),
+        context=context,
+        bounded=is_bounded(recipe),
+        networks=networks,
+        notes=(*told, *(networks.lines() if networks is not None else ())),
+    )
+
+
+def _judge(recipe: Recipe, tokenizer: Any, model: nn.Module, rows: PreparedData) -> Judge:
+    data = recipe.section(SftData)
+    template = template_of(
+        data.template_format,
+        tokenizer,
+        instruction_template=data.instruction_template,
+        loss_on=data.loss_on,
+    )
+    return Judge(
+        recipe.section(JudgeSection),
+        template,
+        model=model,
+        steps=recipe.steps,
+        eval_every=recipe.eval.every,
+        shown=None if rows.validation is None else rows.validation.rows,
+    )
+
+
+def _networks(recipe: Recipe, model: nn.Module, rows: PreparedData) -> Applied | None:
+    section, named = recipe.section(IcaSection), recipe.section(SftData).sources
+    listened = sampled(rows.train, section.samples, seed=recipe.seed) if section.wanted else []
+    provenance = Provenance(model=recipe.section(SftModel).path, data=", ".join(named))
+    return apply_networks(model, section, listened, seed=recipe.seed, provenance=provenance)
+
+
+def _trained(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
+    """Say how much of a model is trained, where it is not all of it."""
+    settings, rank = recipe.section(SftModel), recipe.section(LoraSection).lora_r
+    if settings.tune == "full":
+        return ()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return (
+        f"{trained:,} parameters are trained, in adapters of rank {rank} on "
+        f"{', '.join(adapted(model))}; {frozen:,} are frozen",
+    )
+
+
+def _refuse_tokens(name: str, tokenizer: Any, config: Any) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for."""
+    if len(tokenizer) > config.vocab_size:
+        raise RecipeError(
+            f"model.path={name}: its tokenizer has {len(tokenizer):,} tokens and the model knows "
+            f"{config.vocab_size:,}; give the tokenizer that belongs to the model, or resize its "
+            "embeddings (resize_token_embeddings of transformers) and save it"
+        )
+
+
+def _refuse_long_rows(data: PreparedData, context: int | None) -> None:
+    """Refuse conversations that are longer than the model was made for."""
+    parts = [part for part in (data.train, data.validation) if part is not None]
+    longest = max(int(part.rows.lengths.max(initial=0)) for part in parts)
+    if context is not None and longest > context:
+        raise RecipeError(
+            f"a conversation has {longest:,} tokens, and the model was made for {context:,}; write "
+            f"data.max_seq_length={context}, and data.too_long says what becomes of longer ones"
+        )
+
+
+_NOTHING = PreparedData(
+    train=Packs(rows=TokenRows.joined([]), packs=(), padding=0, width=None),
+    validation=None,
+    report=DataReport(formats=(), template="", rows_read=0),
+)
+"""The data of a plan."""

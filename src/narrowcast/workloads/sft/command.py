@@ -1,0 +1,312 @@
+"""`narrowcast ica`: functional networks of a language model found, shown, and put to the test."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import click
+
+from narrowcast.errors import RecipeError
+from narrowcast.plain_files import path_of
+from narrowcast.workloads.sft.ica.study.asked import (
+    device_named,
+    numbers_in,
+    place_named,
+    selector_of,
+    write,
+)
+
+if TYPE_CHECKING:
+    from narrowcast.workloads.sft.ica.study.documents import Documents
+
+LINE_SECONDS = 2.0
+"""Between two lines that say how far a command is, where there is no terminal."""
+CONTEXT = 512
+"""Tokens of a document, unless the model takes fewer."""
+DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+
+
+@click.group()
+def ica() -> None:
+    """Find, show and test functional networks of a language model."""
+
+
+_MODEL = click.argument("model")
+_DATA = click.argument("data", nargs=-1, required=True)
+_SHARED = (
+    click.option(
+        "--samples",
+        type=click.IntRange(1),
+        default=100,
+        show_default=True,
+        help="Documents to draw: windows of a text, or rows.",
+    ),
+    click.option("--tokens", type=click.IntRange(2), help="Tokens at most, of all of them."),
+    click.option(
+        "--max-length",
+        type=click.IntRange(2),
+        help=f"Tokens of a document at most.  [default: {CONTEXT}, or what the model takes]",
+    ),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
+    click.option(
+        "--model-dtype",
+        type=DTYPES,
+        default="float32",
+        show_default=True,
+        help="What the model computes in.",
+    ),
+)
+
+
+def _shared(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say which documents, and where a model runs."""
+    for option in reversed(_SHARED):
+        command = option(command)
+    return command
+
+
+@ica.command()
+@_MODEL
+@_DATA
+@click.option("-o", "--output", default="networks.json", show_default=True, help="File to write.")
+@click.option("--components", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--percentile", type=float, help="Channels at or above it.  [default: 98]")
+@click.option("--zscore", type=float, help="Instead: so many deviations above the mean.")
+@click.option("--two-sided", is_flag=True, help="With --zscore: also as far below it.")
+@click.option("--top-k", type=int, help="Instead: so many channels of each component.")
+@click.option("--layers", help="Such as 0,3,7 or 0:4,9:.  [default: all]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["none", "auto", "float32", "float16", "bfloat16"]),
+    default="none",
+    show_default=True,
+    help="What signals are stored in (ica_dtype).",
+)
+@click.option(
+    "--site",
+    type=click.Choice(["mlp_output", "down_input"]),
+    default="mlp_output",
+    show_default=True,
+)
+@click.option(
+    "--solver",
+    type=click.Choice(["picard", "parallel", "deflation"]),
+    default="picard",
+    show_default=True,
+)
+@click.option("--restarts", type=click.IntRange(1), default=4, show_default=True)
+@click.option(
+    "--standardise/--no-standardise", default=True, show_default=True, help="Channels alike loud."
+)
+@_shared
+def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> None:
+    """Find networks of MODEL on DATA, texts or rows, and write them to a file.
+
+    MODEL is a folder, a .gguf file, a name on the Hugging Face Hub, or tiny. DATA are .txt files,
+    or .json, .jsonl, .csv and .parquet files of conversations, plain or .gz.
+    """
+    target = place_named(output)
+    selector = selector_of(options)  # before anything that takes long
+    from narrowcast.workloads.sft.ica.entry import functional_networks
+    from narrowcast.workloads.sft.ica.ica import ICA
+    from narrowcast.workloads.sft.ica.layer_spec import layers_of
+    from narrowcast.workloads.sft.ica.networks import Provenance
+    from narrowcast.workloads.sft.ica.networks_file import text_of
+    from narrowcast.workloads.sft.ica.page.text import network_lines
+    from narrowcast.workloads.sft.ica.study.documents import inputs_of
+
+    analysis = ICA(
+        components=options["components"],
+        ica_dtype=None if options["dtype"] == "none" else options["dtype"],
+        solver=options["solver"],
+        restarts=options["restarts"],
+        seed=options["seed"],
+        standardise=options["standardise"],
+    )
+    loaded, drawn = _loaded(model, data, options, check=lambda d: layers_of(options["layers"], d))
+    meter = _Meter("listening", len(drawn.documents))
+    networks = functional_networks(
+        loaded,
+        _Told(inputs_of(drawn.documents), meter),
+        ica=analysis,
+        selector=selector,
+        layers=options["layers"],
+        site=options["site"],
+        provenance=Provenance(model=model, data=_named(data, drawn)),
+    )
+    meter.end()
+    write(target, text_of(networks))
+    for line in [*network_lines(networks), "", f"written to {target}"]:
+        click.echo(line)
+
+
+@ica.command()
+@click.argument("file")
+@click.option("--html", help="Write a page with the networks drawn.")
+def show(file: str, html: str | None) -> None:
+    """Show the networks in FILE."""
+    from narrowcast.workloads.sft.ica.networks_file import load_networks
+    from narrowcast.workloads.sft.ica.page.document import page
+    from narrowcast.workloads.sft.ica.page.sections import networks_section
+    from narrowcast.workloads.sft.ica.page.text import network_lines
+
+    target = None if html is None else place_named(html)
+    networks = load_networks(path_of(file))
+    for line in network_lines(networks):
+        click.echo(line)
+    if target is not None:
+        write(target, page(f"Functional networks in {file}", [networks_section(networks)]))
+        click.echo(f"\nwritten to {target}")
+
+
+@ica.command()
+@_MODEL
+@_DATA
+@click.option("--networks", "file", required=True, help="File of `narrowcast ica build`.")
+@click.option("-o", "--output", help="File to write what was measured to, as JSON.")
+@click.option("--components", help="Such as 0,2.  [default: all]")
+@click.option("--random", "masks", type=click.IntRange(1), default=20, show_default=True)
+@click.option("--share", type=float, default=0.15, show_default=True, help="Of larger random ones.")
+@click.option("--each/--no-each", default=True, show_default=True, help="Also one by one.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+@click.option("--html", help="Write a page with bars and intervals.")
+@_shared
+def ablate(
+    model: str, data: tuple[str, ...], file: str, output: str | None, html: str | None, **more: Any
+) -> None:
+    """Say whether networks of MODEL matter more than random channels, with an interval.
+
+    The loss of the next token on DATA, with networks silenced, beside that with random channels,
+    as many in each layer, and with a larger share at random; and with networks kept alone.
+    """
+    places = {name: place_named(each) for name, each in (("json", output), ("html", html)) if each}
+    from narrowcast.runs import strict_json
+    from narrowcast.workloads.sft.ica.entry import refuse_misfit
+    from narrowcast.workloads.sft.ica.networks_file import load_networks
+    from narrowcast.workloads.sft.ica.page.document import page
+    from narrowcast.workloads.sft.ica.page.sections import ablation_section, networks_section
+    from narrowcast.workloads.sft.ica.page.text import ablation_lines
+    from narrowcast.workloads.sft.ica.study.ablate import ablate as measure
+
+    networks = load_networks(path_of(file))
+    chosen = numbers_in(more["components"])
+    networks.channels(chosen)  # refuses components that do not exist
+    loaded, drawn = _loaded(model, data, more)
+    refuse_misfit(networks, loaded)
+    meter = _Meter("measuring", 0)
+    ablation = measure(
+        loaded,
+        drawn.documents,
+        networks,
+        components=chosen,
+        random_masks=more["masks"],
+        share=more["share"],
+        one_by_one=more["each"],
+        seed=more["seed"],
+        data=_named(data, drawn),
+        name=model,
+        progress=meter.at,
+    )
+    meter.end()
+    text = strict_json.dumps(ablation.to_json(), indent=1) + "\n"
+    if "json" in places:
+        write(places["json"], text)
+    if "html" in places:
+        drawings = [ablation_section(ablation), networks_section(networks)]
+        write(places["html"], page(f"Functional networks of {model}", drawings))
+    lines = [text.rstrip()] if more["as_json"] else ablation_lines(ablation)
+    for line in [*lines, *(() if more["as_json"] else _written(places.values()))]:
+        click.echo(line)
+
+
+@final
+class _Meter:
+    """Says on stderr how far something is: on one line of a terminal, now and then elsewhere."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._said = what, total, time.monotonic()
+        self._live = sys.stderr.isatty()
+        self._drawn = False
+
+    def at(self, done: int, total: int | None = None) -> None:
+        """Say that so much is done."""
+        now = time.monotonic()
+        if now - self._said < (0.2 if self._live else LINE_SECONDS):
+            return
+        self._said, self._drawn = now, True
+        text = f"{self._what} {done}/{total or self._total}"
+        click.echo(f"\r{text}" if self._live else text, err=True, nl=not self._live)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self._live and self._drawn:
+            click.echo(f"\r{' ' * 40}\r", err=True, nl=False)
+
+
+@final
+class _Told:
+    """Batches that say how many of them have been taken; they may be gone through again."""
+
+    def __init__(self, batches: Sequence[Any], meter: _Meter) -> None:
+        self._batches, self._meter = batches, meter
+
+    def __iter__(self) -> Iterator[Any]:
+        for done, batch in enumerate(self._batches, start=1):
+            yield batch
+            self._meter.at(done)
+
+
+def _loaded(
+    model: str,
+    data: Sequence[str],
+    options: dict[str, Any],
+    *,
+    check: Callable[[int], object] = lambda depth: None,
+) -> "tuple[Any, Documents]":
+    """Load a model and draw documents; refuse what does not fit before anything takes long."""
+    import torch
+
+    from narrowcast.workloads.sft.ica.blocks import find_blocks
+    from narrowcast.workloads.sft.ica.study.documents import (
+        context_of,
+        documents_of,
+        refuse_strangers,
+    )
+    from narrowcast.workloads.sft.models.loading import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    shape = load_model(model, device="meta")
+    check(find_blocks(shape).depth)
+    context, length = context_of(shape), options["max_length"]
+    if context is not None and length is not None and length > context:
+        raise RecipeError(
+            f"--max-length {length}: {model} was made for {context} tokens; write {context} or less"
+        )
+    drawn = documents_of(
+        data,
+        tokenizer,
+        samples=options["samples"],
+        max_length=length or min(CONTEXT, context or CONTEXT),
+        tokens=options["tokens"],
+        seed=options["seed"],
+    )
+    if not drawn.documents:
+        raise RecipeError(f"--tokens {options['tokens']} leaves nothing of the data; write more")
+    refuse_strangers(drawn.documents, shape)
+    for note in drawn.notes:
+        click.echo(note, err=True)
+    click.echo(
+        f"{len(drawn.documents)} documents of {drawn.found}, {drawn.tokens:,} tokens", err=True
+    )
+    dtype = getattr(torch, options["model_dtype"])
+    return load_model(model, dtype=dtype, device=device_named(options["device"])).eval(), drawn
+
+
+def _named(data: Sequence[str], drawn: "Documents") -> str:
+    return f"{', '.join(data)} ({drawn.tokens:,} tokens of {len(drawn.documents)} documents)"
+
+
+def _written(places: Any) -> list[str]:
+    return [f"written to {path}" for path in places]

@@ -1,0 +1,264 @@
+"""Networks in a run: looked for when it begins, in force while it trains, kept in its checkpoints.
+
+A task is built for a plan, for a run and for its continuation, and does not know for which. So
+what is built here only listens for the run to begin: then the networks are looked for, once, in the
+model as it is. A checkpoint holds them; a run that is resumed has them from there and looks for
+nothing. What can be refused is refused when the task is built.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs.writing import replace_file
+from narrowcast.training.task import Hook
+from narrowcast.workloads.sft.ica.blocks import Blocks, find_blocks
+from narrowcast.workloads.sft.ica.entry import functional_networks
+from narrowcast.workloads.sft.ica.freeze import Freeze
+from narrowcast.workloads.sft.ica.ica import ICA
+from narrowcast.workloads.sft.ica.layer_spec import layers_of
+from narrowcast.workloads.sft.ica.masks import Masks
+from narrowcast.workloads.sft.ica.networks import Channels, FunctionalNetworks, Provenance, Site
+from narrowcast.workloads.sft.ica.networks_file import (
+    load_networks,
+    networks_of,
+    save_networks,
+    text_of,
+)
+from narrowcast.workloads.sft.ica.report_section import MASKED, NETWORKS
+from narrowcast.workloads.sft.ica.selection import Percentile, Selector, TopK, ZScore
+from narrowcast.workloads.sft.ica.settings import IcaSection
+
+_log = logging.getLogger(__name__)
+
+
+def apply_networks(
+    model: nn.Module,
+    section: IcaSection,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    seed: int,
+    provenance: Provenance = Provenance(),  # noqa: B008  # frozen
+) -> "Applied | None":
+    """Make ready what a recipe asks for; nothing where it asks for nothing.
+
+    `batches` is what the search listens to, `section.samples` rows of the training data; it is gone
+    through when a run begins. Call it after adapters are put around the model.
+    """
+    return Applied(model, section, batches, seed, provenance) if section.wanted else None
+
+
+@final
+class Applied:
+    """Networks of a model in a run. The task takes `hook`, and calls `write` at its end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        section: IcaSection,
+        batches: Iterable[Mapping[str, Tensor]],
+        seed: int,
+        provenance: Provenance,
+    ) -> None:
+        self._model, self._section, self._batches = model, section, batches
+        self._seed, self._provenance = seed, provenance
+        self._blocks = find_blocks(model)
+        self._layers = layers_of(section.ica_mask_layers, self._blocks.depth)
+        self._template = _template(section, self._blocks)
+        self.networks: FunctionalNetworks | None = None
+        """None before the run begins."""
+        # Before anything is compiled or captured: their factors are changed in place.
+        on_device = next(model.parameters()).device.type != "meta"
+        masked = section.mode is not None and on_device
+        self.masks = Masks(model, site=self.site) if masked else None
+        self._freeze: Freeze | None = None
+
+    @property
+    def site(self) -> Site:
+        """Where the channels are."""
+        return self._section.site if self._template is None else self._template.layout.site
+
+    @property
+    def hook(self) -> Hook:
+        """What the task carries."""
+        return Hook(
+            name="functional networks",
+            before_first_step=self._begin,
+            after_step=self._after_step,
+            state_dict=self._state,
+            load_state_dict=self._resume,
+        )
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What the search noticed; nothing before the run begins."""
+        return () if self.networks is None else self.networks.provenance.findings
+
+    def lines(self) -> list[str]:
+        """Say what is in force, or will be once the run has begun."""
+        section = self._section
+        named = ", ".join(map(str, section.component_ids))
+        where = "looked for when the run begins"
+        if self._template is not None:
+            where = f"of {section.ica_template_path}"
+        if self.networks is not None:
+            count = sum(map(len, self._channels().values()))
+            total = len(self._layers) * self.networks.layout.width
+            where = f"{count:,} of {total:,} channels"
+        told = [f"networks of components {named}: {where}"]
+        words = {"lesion": "silenced", "preserve": "kept alone", "scale": "multiplied"}
+        if section.mode is not None:
+            note = f" (mask_mode={section.mask_mode} is an old name of {section.mode})"
+            told.append(
+                f"they are {words[section.mode]} in training and evaluation, and not in what is "
+                f"saved{note if section.mask_mode != section.mode else ''}"
+            )
+        if section.freezes:
+            told.append("their rows do not move")
+        return [*told, *self.findings]
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let every channel be as it is inside the block."""
+        if self.masks is None:
+            yield
+            return
+        self.masks.clear()
+        try:
+            yield
+        finally:
+            self._mask()
+
+    def write(
+        self, folder: Path, evaluate: Callable[[], Mapping[str, float]] | None = None
+    ) -> None:
+        """Write the networks, and what is measured with masks and without, to the run folder."""
+        assert self.networks is not None
+        save_networks(self.networks, folder / NETWORKS)
+        if self.masks is None or evaluate is None:
+            return
+        masked = dict(evaluate())
+        with self.lifted():
+            lifted = dict(evaluate())
+        measured = {"mode": self._section.mode, "masked": masked, "lifted": lifted}
+        replace_file(folder / MASKED, (json.dumps(measured, indent=1) + "\n").encode())
+
+    def _begin(self, prepared: Prepared) -> None:
+        self._take(self._template or self._found(prepared))
+        if self._section.freezes:
+            self._freeze = Freeze(self._model, self._channels(), site=self.site)
+            self._freeze.take(prepared)
+        for line in self.lines():
+            _log.info("%s", line)
+
+    def _found(self, prepared: Prepared) -> FunctionalNetworks:
+        section = self._section
+        ica = ICA(components=section.ica_components, ica_dtype=section.ica_dtype, seed=self._seed)
+        with prepared.compute():
+            return functional_networks(
+                self._model,
+                self._batches,
+                ica=ica,
+                selector=selector_of(section),
+                layers=self._layers,
+                site=section.site,
+                provenance=self._provenance,
+            )
+
+    def _take(self, networks: FunctionalNetworks) -> None:
+        self.networks = networks
+        self._mask()
+
+    def _mask(self) -> None:
+        if self.masks is None or self.networks is None:
+            return
+        masks, channels = self.masks.clear(), self._channels()
+        match self._section.mode:
+            case "lesion":
+                masks.lesion(channels)
+            case "preserve":
+                masks.lesion(_only(self.networks.others(channels), self._layers))
+            case "scale":
+                assert self._section.scale is not None
+                masks.scale(channels, self._section.scale)
+
+    def _channels(self) -> Channels:
+        assert self.networks is not None
+        return self.networks.channels(self._section.component_ids, layers=self._layers)
+
+    def _after_step(self, prepared: Prepared, _applied: Tensor) -> None:
+        if self._freeze is not None:
+            self._freeze.restore_in(prepared)
+
+    def _state(self) -> dict[str, Any]:
+        assert self.networks is not None
+        frozen = {} if self._freeze is None else self._freeze.state_dict()
+        return {"networks": text_of(self.networks), "frozen": frozen}
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        networks = networks_of(state["networks"])
+        if self._template is not None and networks != self._template:
+            raise CheckpointError(
+                f"it began with other networks than {self._section.ica_template_path} has now; put "
+                "that file back, or start a new run"
+            )
+        _refuse_others(networks, self._blocks)
+        self._take(networks)
+        if self._section.freezes:
+            self._freeze = Freeze.resumed(
+                self._model, self._channels(), state["frozen"], site=self.site
+            )
+
+
+def selector_of(section: IcaSection) -> Selector:
+    """Return how a recipe selects channels."""
+    if section.ica_zscore is not None:
+        return ZScore(section.ica_zscore, two_sided=section.ica_two_sided)
+    if section.ica_top_k is not None:
+        return TopK(section.ica_top_k)
+    return Percentile(section.ica_percentile)
+
+
+def _template(section: IcaSection, blocks: Blocks) -> FunctionalNetworks | None:
+    """Read the networks that a recipe names, and see that its components will be there."""
+    ids = section.component_ids
+    if section.ica_template_path is None:
+        layers = len(layers_of(section.ica_mask_layers, blocks.depth))
+        count = section.ica_components * (1 if section.site == "mlp_output" else layers)
+        if strange := [number for number in ids if number >= count]:
+            raise RecipeError(
+                f"ica.ica_component_ids has {strange[0]}, and there will be components 0 to "
+                f"{count - 1}; write one of these, or more ica.ica_components"
+            )
+        return None
+    networks = load_networks(Path(section.ica_template_path).expanduser())
+    _refuse_others(networks, blocks)
+    networks.channels(ids)  # refuses components that do not exist
+    return networks
+
+
+def _refuse_others(networks: FunctionalNetworks, blocks: Blocks) -> None:
+    networks.require_fit(depth=blocks.depth, width=blocks.width(networks.layout.site))
+
+
+def _only(channels: Channels, layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    return {layer: channels[layer] for layer in layers if layer in channels}
+
+
+def sampled(data: Any, count: int, *, seed: int) -> list[dict[str, Tensor]]:
+    """Return rows of training data, drawn by the seed, as a search listens to them: one by one.
+
+    `data` is a `Packs` of `narrowcast.workloads.sft.data`; nothing fills these rows up.
+    """
+    rows = data.rows
+    generator = torch.Generator().manual_seed(seed)
+    drawn = sorted(torch.randperm(len(rows), generator=generator)[:count].tolist())
+    return [{"input_ids": torch.tensor(rows.row(number)[0])[None].long()} for number in drawn]

@@ -1,0 +1,147 @@
+"""Networks and ablations as text: columns that line up, and sentences."""
+
+from collections.abc import Sequence
+
+from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
+from narrowcast.workloads.sft.ica.study.ablation import Ablation, Lesion, Versus
+
+_OF_NUMBERS = frozenset("-–0123456789.,%e+")
+MOST_LAYERS = 6
+"""Layers of a network that a row has room for."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Write rows in columns; numbers stand at the right of theirs."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    right = numeric(rows)
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if at_right else cell.ljust(width)
+            for cell, width, at_right in zip(row, widths, right, strict=True)
+        ]
+        return "  ".join(cells).rstrip()
+
+    return [line(head), *map(line, rows)]
+
+
+def numeric(rows: Sequence[Sequence[str]]) -> list[bool]:
+    """Say of each column whether it holds numbers and nothing else."""
+    return [all(set(cell) <= _OF_NUMBERS for cell in column) for column in zip(*rows, strict=True)]
+
+
+def network_rows(networks: FunctionalNetworks) -> tuple[list[str], list[list[str]]]:
+    """Return what is known of each component: head and rows."""
+    head = ["component", "channels", "explained", "negentropy", "stability", "most in layers"]
+    rows = []
+    for component in networks.components:
+        score = networks.scores.get(component)
+        known = ["–"] * 3
+        if score is not None:
+            known = [f"{score.explained:.2%}", f"{score.negentropy:.3g}", f"{score.stability:.2f}"]
+        size = f"{networks.size(component):,}"
+        rows.append([str(component), size, *known, _layers(networks, component)])
+    return head, rows
+
+
+def about(networks: FunctionalNetworks) -> list[str]:
+    """Say where networks come from, and what was noticed on the way."""
+    layout, known = networks.layout, networks.provenance
+    depth = f" of {layout.depth}" if layout.depth not in (None, len(layout.layers)) else ""
+    told = [
+        f"{len(networks.components)} networks in {len(layout.layers)}{depth} layers with "
+        f"{layout.width:,} {layout.site} channels each"
+    ]
+    parts = {"model": known.model, "data": known.data, "selector": known.selector}
+    parts |= {"stored in": known.dtype, "seed": "" if known.seed is None else str(known.seed)}
+    if listed := [f"{name} {value}" for name, value in parts.items() if value]:
+        told.append(", ".join(listed))
+    return [*told, *(f"note: {finding}" for finding in known.findings)]
+
+
+def network_lines(networks: FunctionalNetworks) -> list[str]:
+    """Write networks for a terminal."""
+    return [*about(networks), "", *table(*network_rows(networks))]
+
+
+def ablation_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
+    """Return what each lesion cost, and chance in its place: head and rows."""
+    head = ["silenced", "channels", "loss", "accuracy", "above random [95 %]", "above", "p"]
+    whole = ablation.whole
+    rows = [["nothing", "0", f"{whole.loss:.4f}", f"{whole.accuracy:.1%}", "–", "–", "–"]]
+    for lesion in (ablation.lesion, *ablation.each):
+        rows.append(
+            [named(lesion), f"{lesion.channels:,}", *_levels(lesion), *_beside(lesion.equal)]
+        )
+    chance = {
+        "as many at random": ablation.lesion.equal,
+        f"{ablation.share:.0%} at random": ablation.larger,
+    }
+    for label, versus in chance.items():
+        accuracy = sum(level.accuracy for level in versus.masks) / len(versus.masks)
+        known = [f"{versus.channels:,}", f"{versus.mean_loss:.4f}", f"{accuracy:.1%}"]
+        rows.append([label, *known, *["–"] * 3])
+    return head, rows
+
+
+def kept_rows(ablation: Ablation) -> tuple[list[str], list[list[str]]]:
+    """Return what the first networks keep alive: head and rows."""
+    head = ["kept alone", "channels", "loss", "accuracy", "above whole [95 %]"]
+    return head, [
+        [
+            str(kept.components),
+            f"{kept.channels:,}",
+            f"{kept.level.loss:.4f}",
+            f"{kept.level.accuracy:.1%}",
+            str(kept.cost),
+        ]
+        for kept in ablation.preserve
+    ]
+
+
+def ablation_lines(ablation: Ablation) -> list[str]:
+    """Write an ablation for a terminal, the verdict last."""
+    head = (
+        f"{ablation.documents} documents, {ablation.tokens:,} tokens predicted; losses in nats a "
+        "token, random masks by their mean"
+    )
+    larger = (
+        f"Beside {ablation.share:.0%} of the channels of each layer at random: a difference of "
+        f"{ablation.larger.difference} nats a token; it costs more than "
+        f"{len(ablation.larger.masks) - ablation.larger.at_least} of {len(ablation.larger.masks)}."
+    )
+    return [
+        head,
+        "",
+        *table(*ablation_rows(ablation)),
+        "",
+        *table(*kept_rows(ablation)),
+        "",
+        larger,
+        ablation.verdict(),
+    ]
+
+
+def named(lesion: Lesion) -> str:
+    """Name the components of a lesion."""
+    numbers = lesion.components
+    if len(numbers) == 1:
+        return f"component {numbers[0]}"
+    return f"{len(numbers)} components"
+
+
+def _levels(lesion: Lesion) -> list[str]:
+    return [f"{lesion.level.loss:.4f}", f"{lesion.level.accuracy:.1%}"]
+
+
+def _beside(versus: Versus) -> list[str]:
+    count = len(versus.masks)
+    return [str(versus.difference), f"{count - versus.at_least} of {count}", f"{versus.p:.3f}"]
+
+
+def _layers(networks: FunctionalNetworks, component: int) -> str:
+    sizes = {layer: len(found) for layer, found in networks.networks[component].items()}
+    order = sorted(sizes, key=lambda layer: (-sizes[layer], layer))
+    told = [f"{layer} ({sizes[layer]})" for layer in order[:MOST_LAYERS]]
+    more = f" and {len(order) - MOST_LAYERS} more" if len(order) > MOST_LAYERS else ""
+    return ", ".join(told) + more

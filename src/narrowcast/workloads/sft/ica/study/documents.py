@@ -1,0 +1,136 @@
+"""Documents of files: windows of a text, or conversations of rows; some of them, by the seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.plain_files import path_of, read_plain
+from narrowcast.workloads.sft.data.prepare import prepare_data
+from narrowcast.workloads.sft.data.settings import SftData
+from narrowcast.workloads.sft.ica.study.scores import IGNORED, Document
+
+TEXT = (".txt", ".md")
+"""Endings of files that are text and nothing else."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Documents:
+    """What was drawn, and what there is to tell of it."""
+
+    documents: tuple[Document, ...]
+    found: int
+    """Documents there were to draw from."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of all that were drawn."""
+        return sum(each["input_ids"].numel() for each in self.documents)
+
+
+def documents_of(
+    paths: Sequence[str],
+    tokenizer: Any,
+    *,
+    samples: int,
+    max_length: int,
+    tokens: int | None = None,
+    seed: int = 0,
+) -> Documents:
+    """Draw documents of at most `max_length` tokens, in their order, and `tokens` in all.
+
+    Every token of a text is predicted, and of a conversation those that would be learnt.
+    """
+    plain = [path_of(path).suffix.lower() in TEXT for path in paths]
+    if not paths or (any(plain) and not all(plain)):
+        raise RecipeError("give texts (.txt) or rows (.json, .jsonl, .csv, .parquet), not both")
+    notes: tuple[str, ...] = ()
+    if all(plain):
+        rows = [row for path in paths for row in _windows(path_of(path), tokenizer, max_length)]
+    else:
+        rows, notes = _conversations(tuple(paths), tokenizer, max_length, seed)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = sorted(torch.randperm(len(rows), generator=generator)[:samples].tolist())
+    chosen = _within([rows[number] for number in drawn], tokens)
+    return Documents(documents=tuple(chosen), found=len(rows), notes=notes)
+
+
+def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Document:
+    """Return tokens as a document; all but the first are predicted, or those that are `learnt`."""
+    tokens = torch.tensor(ids)[None]
+    if learnt is None:
+        return {"input_ids": tokens, "labels": tokens}
+    return {"input_ids": tokens, "labels": tokens.where(torch.tensor(learnt)[None], IGNORED)}
+
+
+def inputs_of(documents: Sequence[Document]) -> list[dict[str, Tensor]]:
+    """Return what a model is called with to listen to it."""
+    return [{k: v for k, v in each.items() if k != "labels"} for each in documents]
+
+
+def context_of(model: nn.Module) -> int | None:
+    """Return how many tokens a model of transformers takes, where it says so."""
+    config = getattr(model, "config", None)
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def refuse_strangers(documents: Sequence[Document], model: Any) -> None:
+    """Refuse tokens that the model has no embedding for: the tokenizer is another model's."""
+    table = model.get_input_embeddings().weight.shape[0]
+    highest = max(int(each["input_ids"].max()) for each in documents)
+    if highest >= table:
+        raise RecipeError(
+            f"the tokenizer gives token {highest}, and the model has embeddings of {table}; use "
+            "the tokenizer that belongs to the model"
+        )
+
+
+def _windows(path: Path, tokenizer: Any, length: int) -> list[Document]:
+    try:
+        text = read_plain(path).decode()
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is no text in UTF-8: {error}") from None
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    windows = [ids[start : start + length] for start in range(0, len(ids), length)]
+    found = [document(each) for each in windows if len(each) > 1]
+    if not found:
+        raise RecipeError(f"{path} has {len(ids)} tokens; give a text of two or more")
+    return found
+
+
+def _conversations(
+    paths: tuple[str, ...], tokenizer: Any, length: int, seed: int
+) -> tuple[list[Document], tuple[str, ...]]:
+    settings = SftData(
+        path=paths,
+        max_seq_length=length,
+        too_long="cut",
+        validation_split=0.0,
+        use_existing_splits=False,
+    )
+    data = prepare_data(settings, tokenizer, seed=seed)
+    rows = [data.train.rows.row(number) for number in range(len(data.train.rows))]
+    found = [document(tokens.tolist(), learnt.tolist()) for tokens, learnt in rows]
+    return found, tuple(data.report.lines())
+
+
+def _within(rows: Sequence[Document], tokens: int | None) -> Sequence[Document]:
+    """Return documents up to so many tokens; the last is cut, unless nothing is left to predict."""
+    if tokens is None:
+        return rows
+    found, left = [], tokens
+    for row in rows:
+        cut = {name: each[:, :left] for name, each in row.items()}
+        if left > 1 and bool((cut["labels"][:, 1:] != IGNORED).any()):
+            found.append(cut)
+        left -= row["input_ids"].numel()
+    return found

@@ -1,0 +1,122 @@
+"""Text out of a model, the likeliest at every token, as transformers generates it."""
+
+import contextlib
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from narrowcast.errors import RecipeError
+from narrowcast.hardware.randomness import randomness_kept
+from narrowcast.training.evaluation import in_eval_mode
+
+
+@torch.no_grad()
+def greedy(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    ends: Collection[int],
+    padding: int,
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt, up to the first of `ends` or `max_new_tokens`.
+
+    Prompts of like length are computed together, filled on the left. The model's own settings of
+    generation are neither heeded nor changed, and its modes and random generators stay as they are.
+    Waits for the device.
+    """
+    require_room(model, prompts, max_new_tokens=max_new_tokens)
+    device = next(model.parameters()).device
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(ends),
+        pad_token_id=padding,
+        use_cache=True,
+    )
+    found: dict[int, list[int]] = {}
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    with randomness_kept(device), in_eval_mode(model), _only(config, model), _uncompiled():
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            ids, mask = _filled([prompts[number] for number in chosen], padding, device)
+            out: Tensor = model.generate(input_ids=ids, attention_mask=mask)  # type: ignore[operator]
+            for number, row in zip(chosen, out[:, ids.shape[1] :].tolist(), strict=True):
+                stop = next((at for at, token in enumerate(row) if token in ends), len(row))
+                found[number] = row[:stop]
+    return [found[number] for number in range(len(prompts))]
+
+
+def room_of(model: nn.Module) -> int | None:
+    """Return how many tokens a model can be given; None where it does not say."""
+    room = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return room if isinstance(room, int) and room > 0 else None
+
+
+def require_room(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
+) -> None:
+    """Refuse prompts that are empty, or that leave no room for an answer."""
+    room = room_of(model)
+    if any(not prompt for prompt in prompts):
+        raise RecipeError("an empty prompt gives nothing to go on; give it at least one token")
+    longest = max(map(len, prompts), default=0)
+    if room is not None and longest + max_new_tokens > room:
+        short = room - longest
+        advice = f"write judge.max_new_tokens={short}" if short > 0 else "leave such rows out"
+        raise RecipeError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} are more than the "
+            f"{room} tokens of the model; {advice}"
+        )
+
+
+def model_ends(model: nn.Module) -> frozenset[int]:
+    """Return the tokens that the model's own settings of generation end a text with."""
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    match own:
+        case int():
+            return frozenset({own})
+        case list():
+            return frozenset(own)
+        case _:
+            return frozenset()
+
+
+def _filled(
+    prompts: Sequence[Sequence[int]], padding: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts))
+    empty = [width - len(prompt) for prompt in prompts]
+    ids = [[padding] * n + list(prompt) for n, prompt in zip(empty, prompts, strict=True)]
+    mask = [[0] * n + [1] * (width - n) for n in empty]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+@contextlib.contextmanager
+def _only(config: GenerationConfig, model: nn.Module) -> Iterator[None]:
+    """Let `config` alone decide: what it leaves open, `generate` takes from the model's own."""
+    owners: list[Any] = [m for m in model.modules() if "generation_config" in vars(m)]
+    kept = [owner.generation_config for owner in owners]
+    for owner in owners:
+        owner.generation_config = config
+    try:
+        yield
+    finally:
+        for owner, own in zip(owners, kept, strict=True):
+            owner.generation_config = own
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Leave compiled blocks aside: each new length of the cache would be compiled for."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

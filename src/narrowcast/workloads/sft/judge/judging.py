@@ -1,0 +1,280 @@
+"""A judge of one run: what it measures, when, and what it leaves in the run folder."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from narrowcast.config.problems import shown_path
+from narrowcast.errors import RecipeError
+from narrowcast.plain_files import path_of, status_of
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import Metric, strict_json
+from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.training.task import Hook
+from narrowcast.workloads.sft.data.templates import Template
+from narrowcast.workloads.sft.data.tokenised import TokenRows
+from narrowcast.workloads.sft.judge.answers import way_of
+from narrowcast.workloads.sft.judge.exact_match import ExactMatch, answer, exact_match
+from narrowcast.workloads.sft.judge.generation import room_of
+from narrowcast.workloads.sft.judge.perplexity import (
+    Perplexity,
+    Window,
+    perplexity_of_windows,
+    tokens_of,
+    windows_of,
+)
+from narrowcast.workloads.sft.judge.prompts import Question, questions_from, shown_of
+from narrowcast.workloads.sft.judge.samples import JUDGED, Sample, write_json, write_samples
+from narrowcast.workloads.sft.judge.settings import USUAL_LENGTH, JudgeSection
+from narrowcast.workloads.sft.judge.texts import read_texts
+
+PERPLEXITY = Metric(name="text_perplexity")
+EXACT_MATCH = Metric(name="exact_match", better="higher", text=".1%")
+BYTES_A_TOKEN = 64
+"""Of a text that are read for each token wanted of it; tokenizers take 3 to 5."""
+PROBE = 32
+"""Tokens by which a model is told from itself after more steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What was measured of a model at one time."""
+
+    perplexity: Perplexity | None = None
+    exact_match: ExactMatch | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of an evaluation."""
+        found: dict[str, float] = {}
+        if self.perplexity is not None:
+            found[PERPLEXITY.name] = self.perplexity.perplexity
+        if self.exact_match is not None:
+            found[EXACT_MATCH.name] = self.exact_match.share
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a file keeps it."""
+        told: dict[str, Any] = {}
+        if (text := self.perplexity) is not None:
+            told["perplexity"] = {**text._asdict(), "perplexity": text.perplexity}
+        if self.exact_match is not None:
+            told["exact_match"] = self.exact_match.to_json()
+        return told
+
+
+@final
+class Judge:
+    """Measures a model at some evaluations and at the end; shows what it wrote before and after.
+
+    A task merges `info_metrics` and `metrics` into its own, carries `hooks`, and calls `after` when
+    it writes its results. `template` is that of the training data, and `shown` its validation rows.
+    """
+
+    def __init__(
+        self,
+        section: JudgeSection,
+        template: Template,
+        *,
+        model: nn.Module,
+        steps: int,
+        eval_every: int = 0,
+        shown: TokenRows | None = None,
+    ) -> None:
+        """Read and check all that is named; `model` says how much it can be given."""
+        if section.every and (not eval_every or section.every % eval_every):
+            raise RecipeError(
+                f"judge.every={section.every}: it is measured when the model is evaluated, which "
+                f"eval.every={eval_every} decides; write eval.every={section.every}, or a divisor"
+            )
+        self._section, self._template, self._steps = section, template, steps
+        self._room = room_of(model)
+        self._windows = self._text_windows()
+        self._questions = self._asked()
+        self._shown = self._samples(shown)
+        self._step, self._before = 0, ""
+        self._known: dict[str, Judgement] = {}
+
+    def info_metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics that evaluations may have beside the task's own."""
+        text = (PERPLEXITY,) if self._windows else ()
+        return (*text, EXACT_MATCH) if self._questions else text
+
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """Return what is measured at this evaluation: nothing, unless it is time to."""
+        every = self._section.every
+        due = self._step >= self._steps or (every > 0 and self._step % every == 0)
+        return self._judgement(model).metrics() if due else {}
+
+    def before(self, model: nn.Module) -> None:
+        """Measure a model and let it answer, before the first step."""
+        texts = self._answers(model)
+        measured = self._judgement(model).to_json() if self._section.before else None
+        self._before = strict_json.dumps({"texts": texts, "measured": measured})
+
+    def after(self, model: nn.Module, folder: Path) -> None:
+        """Write what was measured and what is answered now beside what was before.
+
+        What an evaluation has measured of this very model is not measured again.
+        """
+        before = strict_json.loads(self._before) if self._before else {}
+        if self._section.measures:
+            measured = self._judgement(model).to_json()
+            told = {"step": self._step, "before": before.get("measured"), "after": measured}
+            write_json(folder / JUDGED, told)
+        if self._shown:
+            known = before.get("texts") or [""] * len(self._shown)
+            write_samples(folder, self._compared(known, self._answers(model)))
+
+    def hooks(self) -> tuple[Hook, ...]:
+        """Return what a task carries so that the judge knows the step, over a resume too."""
+        if not self._section.measures and not self._shown:
+            return ()
+        return (
+            Hook(
+                name="judge",
+                before_first_step=self._begin,
+                after_step=self._count,
+                state_dict=lambda: {"step": self._step, "before": self._before},
+                load_state_dict=self._load,
+            ),
+        )
+
+    def digest(self) -> str:
+        """Return a text that is another one for other texts or questions to judge on."""
+        arrays = [np.array(window.tokens) for window in self._windows]
+        arrays += [np.array(question.prompt) for question in self._questions]
+        answers = "\0".join(question.reference for question in self._questions)
+        return digest_of(*arrays, np.frombuffer(answers.encode(), np.uint8))
+
+    def _begin(self, prepared: Prepared) -> None:
+        with prepared.compute():
+            self.before(prepared.model)
+
+    def _count(self, _prepared: Prepared, _applied: Tensor) -> None:
+        self._step += 1
+        self._known.clear()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._step, self._before = int(state["step"]), str(state["before"])
+
+    def _judgement(self, model: nn.Module) -> Judgement:
+        """Measure a model, or return what was measured of it: with other weights it says others."""
+        if not self._section.measures:
+            return Judgement()
+        key = self._fingerprint(model)
+        if key not in self._known:
+            self._known[key] = self._measured(model)
+        return self._known[key]
+
+    def _measured(self, model: nn.Module) -> Judgement:
+        section, text, answers = self._section, None, None
+        if self._windows:
+            text = perplexity_of_windows(model, self._windows, batch_size=section.batch_size)
+        if self._questions:
+            answers = exact_match(
+                model,
+                self._template,
+                self._questions,
+                by=section.exact_match_by,
+                max_new_tokens=section.max_new_tokens,
+                batch_size=section.batch_size,
+            )
+        return Judgement(perplexity=text, exact_match=answers)
+
+    @torch.no_grad()
+    def _fingerprint(self, model: nn.Module) -> str:
+        """Return a text that is another one where weights, masks or adapters are others."""
+        first = self._windows[0].tokens if self._windows else self._questions[0].prompt
+        ids = torch.tensor([first[:PROBE]], device=next(model.parameters()).device)
+        with in_eval_mode(model):
+            logits: Tensor = model(input_ids=ids).logits
+        return hashlib.blake2b(logits.float().cpu().numpy().tobytes()).hexdigest()
+
+    def _answers(self, model: nn.Module) -> list[str]:
+        return answer(
+            model,
+            self._template,
+            [question.prompt for question in self._shown],
+            max_new_tokens=self._sample_tokens,
+            batch_size=self._section.batch_size,
+        )
+
+    def _compared(self, before: Sequence[str], after: Sequence[str]) -> list[Sample]:
+        decode = self._template.tokenizer.decode
+        return [
+            Sample(prompt=str(decode(q.prompt)), before=one, after=other, reference=q.reference)
+            for q, one, other in zip(self._shown, before, after, strict=True)
+        ]
+
+    def _text_windows(self) -> list[Window]:
+        section, room = self._section, self._room or USUAL_LENGTH
+        length = section.perplexity_length or min(USUAL_LENGTH, room)
+        if self._room is not None and section.texts and length > room:
+            raise RecipeError(
+                f"judge.perplexity_length={length} is more than the {room} tokens of the model; "
+                f"write judge.perplexity_length={room}"
+            )
+        most = section.perplexity_tokens
+        found: list[Window] = []
+        for text in read_texts(section.texts, most_bytes=most * BYTES_A_TOKEN):
+            tokens = tokens_of(self._template.tokenizer, text.text)[:most]
+            if len(tokens) < 2:
+                raise RecipeError(
+                    f"judge.perplexity: {text.path} has fewer than two tokens; give a longer text"
+                )
+            found += windows_of(tokens, length=length)
+        return found
+
+    def _asked(self) -> list[Question]:
+        section = self._section
+        if section.exact_match is None:
+            return []
+        path = path_of(section.exact_match)
+        _require_there(path)
+        found = questions_from(path, self._template, most=section.exact_match_rows)
+        way_of(section.exact_match_by, [(each.reference, each.place) for each in found])
+        for each in found:
+            self._require_room(each)
+        return found
+
+    def _require_room(self, question: Question) -> None:
+        longest, most = len(question.prompt), self._section.max_new_tokens
+        if self._room is not None and longest + most > self._room:
+            raise RecipeError(
+                f"judge.exact_match: {question.place} has a prompt of {longest} tokens, and with "
+                f"judge.max_new_tokens={most} that is more than the {self._room} of the model; "
+                "write fewer, or leave the row out"
+            )
+
+    def _samples(self, rows: TokenRows | None) -> list[Question]:
+        if rows is None or not self._section.samples:
+            return []
+        room = None if self._room is None else self._room - self._sample_tokens
+        count, tokenizer = self._section.samples, self._template.tokenizer
+        return shown_of(rows, tokenizer, count=count, room=room)
+
+    @property
+    def _sample_tokens(self) -> int:
+        """Tokens of a sample: half of what a small model can be given is the prompt's."""
+        most = self._section.max_new_tokens
+        return most if self._room is None else min(most, max(self._room // 2, 1))
+
+
+def _require_there(path: Path) -> None:
+    try:
+        if status_of(path) is not None:
+            return
+        why = "no such file"
+    except OSError as error:
+        why = f"it cannot be read: {error.strerror}"
+    raise RecipeError(
+        f"judge.exact_match={shown_path(path)}: {why}; write the path of a .json, .jsonl, .csv or "
+        ".parquet file of questions with answers"
+    )

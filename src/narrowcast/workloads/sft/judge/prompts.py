@@ -1,0 +1,162 @@
+"""What a model is asked: the prompt as training writes it, and how an answer ends."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from narrowcast.config.problems import shortened
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.data.chat import Piece, chat_pieces, special_texts
+from narrowcast.workloads.sft.data.conversation import Conversation, Turn
+from narrowcast.workloads.sft.data.formats import Conversations, detected
+from narrowcast.workloads.sft.data.judging import require_characters
+from narrowcast.workloads.sft.data.rows import Row, rows_of
+from narrowcast.workloads.sft.data.settings import Columns
+from narrowcast.workloads.sft.data.templates import Template, Written
+from narrowcast.workloads.sft.data.tokenised import TokenRows, first_tokens, learnt_tokens
+
+ANSWER = "the-answer-stands-here"
+"""Written in place of a response, to find where one begins and what follows it."""
+
+
+class Question(NamedTuple):
+    """A prompt, and what was to be answered."""
+
+    prompt: tuple[int, ...]
+    reference: str
+    place: str
+
+
+class Ending(NamedTuple):
+    """How a template ends a response."""
+
+    token: int | None
+    """The special token that does; None where words come first."""
+    text: str
+    """Those words."""
+
+
+def questions_from(path: Path, template: Template, *, most: int) -> list[Question]:
+    """Return the first questions of a file, in the formats that data to train on has."""
+    read = iter(Conversations(_known(rows_of(path)), "auto", Columns()))
+    return [question_of(each, template) for each in islice(read, most)]
+
+
+def question_of(conversation: Conversation, template: Template) -> Question:
+    """Return the prompt of the last response, as the template writes it, and that response."""
+    require_characters(conversation)
+    *before, last = conversation.turns
+    if last.role != "assistant" or not last.text.strip():
+        raise RecipeError(
+            f"{conversation.place}: it does not end with an answer to compare with; give rows of "
+            "questions with answers"
+        )
+    asked = Conversation((*before, Turn("assistant", ANSWER)), conversation.place)
+    return Question(_tokens_before(asked, template), last.text, conversation.place)
+
+
+def ending_of(template: Template) -> Ending:
+    """Return what follows a response, up to the end of what is learnt."""
+    asked = (Turn("user", "a"), Turn("assistant", ANSWER))
+    pieces, at = _placed(Conversation(asked, "a response"), template)
+    ending = pieces[at].text.rpartition(ANSWER)[2]
+    ending += "".join(piece.text for piece in takewhile(lambda p: p.learnt, pieces[at + 1 :]))
+    signs = special_texts(template.tokenizer)
+    first = min((sign for sign in signs if sign in ending), key=ending.index, default="")
+    words = (ending.partition(first)[0] if first else ending).strip()
+    token = template.tokenizer.convert_tokens_to_ids(first) if first and not words else None
+    return Ending(token, words)
+
+
+def shown_of(rows: TokenRows, tokenizer: Any, *, count: int, room: int | None) -> list[Question]:
+    """Return the prompts and responses of a few rows, from all over them, that fit into `room`.
+
+    A row's last response is asked for. Where all of it is learnt, it is continued from its middle.
+    """
+    fit = [
+        split
+        for number in range(len(rows))
+        if (split := _split(rows, number)) and (room is None or split[1] <= room)
+    ]
+    count = min(count, len(fit))
+    chosen = [fit[i * len(fit) // count] for i in range(count)]
+    return [_shown(rows, tokenizer, number, at) for number, at in chosen]
+
+
+def _known(rows: Iterable[Row]) -> Iterator[Row]:
+    for row in rows:
+        if detected(row.values) is None:
+            columns = shortened(", ".join(map(str, row.values)) or "none", 200)
+            raise RecipeError(
+                f"{row.place} has the columns {columns}, which are no known format; call them "
+                "question and answer"
+            )
+        yield row
+
+
+def _shown(rows: TokenRows, tokenizer: Any, number: int, at: int) -> Question:
+    tokens = rows.row(number)[0].tolist()
+    reference = tokenizer.decode(tokens[at:], skip_special_tokens=True)
+    return Question(tuple(tokens[:at]), str(reference).strip(), f"row {number + 1}")
+
+
+def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
+    """Return a row and where its answer begins: the last stretch that is learnt and has words."""
+    _, learnt = rows.row(number)
+    if learnt[1:].all():
+        return (number, len(learnt) // 2) if len(learnt) > 1 else None
+    edges = np.flatnonzero(np.diff(learnt.astype(np.int8), prepend=0, append=0))
+    starts, ends = edges[::2], edges[1::2]
+    # A token that ends a text may be learnt by itself, after the line that ends the turn.
+    long = [int(s) for s, e in zip(starts, ends, strict=True) if e - s > 1]
+    start = long[-1] if long else int(starts[-1])
+    return (number, start) if start else None
+
+
+def _tokens_before(conversation: Conversation, template: Template) -> tuple[int, ...]:
+    """Return the tokens that training reads before it learns the last response.
+
+    A blank that ends a prompt may be the beginning of a response's first token, as in "? Yes"; it
+    is then for the model to write, as it was in training. So the text is tokenised with a response
+    after it, and always the same: a prompt must not depend on its answer.
+    """
+    pieces, at = _placed(conversation, template)
+    marked = tuple(Piece(piece.text, n == at) for n, piece in enumerate(pieces[: at + 1]))
+    written = Written(marked, template.name != "chat")
+    found = template.tokenizer(
+        written.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    learnt = learnt_tokens(written, np.array(found["offset_mapping"], np.int64).reshape(-1, 2))
+    first = first_tokens(template.tokenizer) if written.bare else ()
+    return (*first, *found["input_ids"][: int(np.argmax(learnt))])
+
+
+def _placed(conversation: Conversation, template: Template) -> tuple[list[Piece], int]:
+    """Return a conversation as it is written, and which piece of it begins the last response."""
+    pieces = list(_pieces(conversation, template))
+    places = [n for n, piece in enumerate(pieces) if piece.learnt and ANSWER in piece.text]
+    if not places:
+        raise RecipeError(
+            "the tokenizer's chat template does not write a response as it is; write "
+            "data.template_format=chatml"
+        )
+    return pieces, places[-1]
+
+
+def _pieces(conversation: Conversation, template: Template) -> Iterator[Piece]:
+    if template.name == "chat":
+        # Whatever is learnt, a prompt ends where a response begins.
+        specials = special_texts(template.tokenizer)
+        return chat_pieces(conversation, template.tokenizer, specials)
+    return template.write(conversation)
+
+
+def texts_of(answers: Sequence[Sequence[int]], tokenizer: Any, ending: Ending) -> list[str]:
+    """Return answers as text, each up to what ends a response."""
+    written = [str(tokenizer.decode(each, skip_special_tokens=True)) for each in answers]
+    if ending.text:
+        written = [text.partition(ending.text)[0] for text in written]
+    return [text.strip() for text in written]

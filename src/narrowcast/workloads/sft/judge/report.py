@@ -1,0 +1,115 @@
+"""What the report of a run says of measures and samples, before training and after."""
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowcast.runs import Record, ReportSection
+from narrowcast.runs.peek import peek_json
+from narrowcast.runs.strict_json import NONFINITE
+from narrowcast.workloads.sft.judge.samples import (
+    JUDGED,
+    MOST_BYTES,
+    SAMPLES,
+    Sample,
+    read_samples,
+)
+
+LONGEST_SHOWN = 4000
+"""Characters of a text; the file has all of it."""
+
+_CARD = (
+    "border:1px solid var(--line);border-radius:0.5rem;padding:0.75rem 1rem;"
+    "background:var(--raised);min-width:0"
+)
+_TEXT = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;margin:0.25rem 0 0;max-height:24rem;overflow:auto"
+)
+_SHADE = {"prompt": "var(--quiet)", "reference": "var(--good)"}
+
+
+def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
+    """Return what was measured before training and after, and samples side by side."""
+    return [*_measures(folder), *_samples(folder)]
+
+
+def _measures(folder: Path) -> Iterable[ReportSection]:
+    if not (folder / JUDGED).exists():
+        return
+    found = peek_json(folder / JUDGED, most_bytes=MOST_BYTES)
+    try:
+        rows = [
+            (name, _written(name, found["before"]), _written(name, found["after"]))
+            for name in ("perplexity", "exact_match")
+            if name in found["after"]
+        ]
+    except (TypeError, KeyError, AttributeError, ValueError):
+        yield ReportSection(title="Before and after", html=_damaged(JUDGED))
+        return
+    if not rows:
+        return
+    head = "<tr><th>measure</th><th>before</th><th>after</th></tr>"
+    body = "".join(
+        f"<tr><th scope='row'>{name.replace('_', ' ')}</th><td>{one}</td><td>{other}</td></tr>"
+        for name, one, other in rows
+    )
+    yield ReportSection(
+        title="Before and after",
+        html=f"<div class='scroll'><table><thead>{head}</thead><tbody>{body}</tbody></table></div>",
+    )
+
+
+def _written(name: str, judgement: Mapping[str, Any] | None) -> str:
+    if judgement is None:
+        return "<span class='quiet'>not measured</span>"
+    of = judgement[name]
+    if name == "perplexity":
+        value, nats = _number(of["perplexity"]), _number(of["nats"])
+        return (
+            f"{value:.4g} <span class='quiet'>{nats:.4f} nats, {int(of['tokens']):,} tokens</span>"
+        )
+    share, low, high = (_number(of[key]) for key in ("share", "low", "high"))
+    counts = f"{int(of['right']):,} of {int(of['rows']):,}"
+    return f"{share:.1%} <span class='quiet'>{counts}; {low:.1%} to {high:.1%}</span>"
+
+
+def _number(value: Any) -> float:
+    return NONFINITE[value] if isinstance(value, str) else float(value)
+
+
+def _samples(folder: Path) -> Iterable[ReportSection]:
+    if not (folder / SAMPLES).exists():
+        return
+    samples = read_samples(folder)
+    if samples is None:
+        yield ReportSection(title="Samples", html=_damaged(SAMPLES))
+    elif samples:
+        note = "<p class='note'>Each answer is the likeliest token after token.</p>"
+        yield ReportSection(title="Samples", html=note + "".join(map(_sample, samples)))
+
+
+def _sample(sample: Sample) -> str:
+    prompt = f"<div style='{_CARD}'>{_text('prompt', sample.prompt)}</div>"
+    answers = "".join(
+        f"<div style='{_CARD}'>{_text(name, getattr(sample, name))}</div>"
+        for name in ("before", "after", "reference")
+    )
+    columns = "repeat(auto-fit,minmax(min(100%,16rem),1fr))"
+    grid = f"display:grid;grid-template-columns:{columns};gap:0.75rem;margin-top:0.75rem"
+    return f"<div style='margin-top:1.5rem'>{prompt}<div style='{grid}'>{answers}</div></div>"
+
+
+def _text(name: str, text: str) -> str:
+    shade = _SHADE.get(name, "var(--series)")
+    cut = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + " …"
+    shown = html.escape(cut) if cut.strip() else "<span class='quiet'>nothing</span>"
+    label = f"<strong style='color:{shade};font-size:0.8125rem'>{name}</strong>"
+    return f"{label}<pre style='{_TEXT}'>{shown}</pre>"
+
+
+def _damaged(name: str) -> str:
+    return (
+        f"<p>{name} is damaged, so that nothing of it can be shown; remove it and resume the run, "
+        "which writes it again.</p>"
+    )

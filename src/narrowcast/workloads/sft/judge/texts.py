@@ -1,0 +1,75 @@
+"""The beginnings of text files that a recipe names."""
+
+import io
+from pathlib import Path
+from typing import NamedTuple
+
+from narrowcast.config.globs import matching
+from narrowcast.config.problems import Problems, shown_path
+from narrowcast.errors import RecipeError
+from narrowcast.plain_files import open_plain, path_of, status_of
+
+
+class Text(NamedTuple):
+    """A document, and where it was found."""
+
+    path: Path
+    text: str
+
+
+def read_texts(names: tuple[str, ...], *, most_bytes: int) -> list[Text]:
+    """Return at least the first `most_bytes` bytes of each file that paths or globs name.
+
+    What is wrong with any of them is said at once.
+    """
+    problems, found = Problems(), list[Text]()
+    for path in dict.fromkeys(path for name in names for path in _matches(name, problems)):
+        try:
+            found.append(Text(path, _beginning(path, most_bytes)))
+        except RecipeError as error:
+            problems.add(str(error))
+    if problems:
+        lines = [f"judge.perplexity: {line}" for line in problems.lines()]
+        advice = "write judge.perplexity=FILE, a path or glob of UTF-8 text"
+        raise RecipeError("\n".join([*lines, advice]))
+    return found
+
+
+def _matches(name: str, problems: Problems) -> list[Path]:
+    path, shown = path_of(name), shown_path(name)
+    try:
+        # A path that exists is meant as it stands, whatever * or [ it contains.
+        found = [path] if status_of(path) is not None else matching(path)
+    except OSError as error:
+        problems.add(f"{shown} cannot be read: {error.strerror}")
+        return []
+    except ValueError as error:  # of ** beside other characters
+        problems.add(f"{shown}: {error}")
+        return []
+    if not found:
+        problems.add(f"{shown}: no such file")
+    return found
+
+
+def _beginning(path: Path, most_bytes: int) -> str:
+    shown = shown_path(path)
+    try:
+        with io.BufferedReader(open_plain(path, follow=True)) as file:
+            data = file.read(most_bytes)
+            # A character that was cut is read to its end.
+            while data and (more := file.peek(1)[:1]) and more[0] & 0xC0 == 0x80:
+                data += file.read(1)
+    except OSError as error:
+        raise RecipeError(f"{shown} cannot be read: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{shown} is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}; convert "
+            "it (iconv -f latin1 -t utf-8), or unpack it if it is compressed"
+        ) from error
+    if "\0" in text:
+        raise RecipeError(f"{shown} is a binary file: a zero byte at {data.index(0)}")
+    if not text.strip():
+        raise RecipeError(f"{shown} holds nothing but blanks" if data else f"{shown} is empty")
+    return text

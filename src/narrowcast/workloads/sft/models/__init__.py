@@ -1,0 +1,1 @@
+"""Models of transformers: found, made, given adapters, and saved as others load them."""

@@ -1,0 +1,97 @@
+"""The model of a recipe before any training: its weights in the format they begin in, adapters on.
+
+The base is frozen in fewer bits before it goes to its device, which then never holds the wide one.
+"""
+
+from typing import Any
+
+import torch
+
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import probe
+from narrowcast.numerics import plain_format
+from narrowcast.workloads.sft.attention import keep_conversations_apart
+from narrowcast.workloads.sft.data.settings import SftData
+from narrowcast.workloads.sft.models.loading import load_model
+from narrowcast.workloads.sft.models.lora import add_adapters
+from narrowcast.workloads.sft.models.quantised import (
+    BITSANDBYTES,
+    as_kept,
+    keep_base,
+    loading_options,
+)
+from narrowcast.workloads.sft.settings import LoraSection, SftModel
+
+
+def build_model(recipe: Recipe, *, device: torch.device) -> Any:
+    """Return what is trained, on a device; on the meta device only its shapes."""
+    settings, lora = recipe.section(SftModel), recipe.section(LoraSection)
+    _refuse_merge(settings, lora)
+    model = _loaded(recipe, device=device, on=_first_device(settings, device))
+    if is_bounded(recipe):
+        keep_conversations_apart(model)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if settings.tune == "full":
+        return model
+    model = add_adapters(model, lora, seed=recipe.seed)
+    if settings.base == "e4m3":
+        keep_base(model, settings.base, products=settings.base_products)
+        model = model.to(device)
+    return model
+
+
+def base_to_merge(recipe: Recipe) -> Any:
+    """Return the base as adapters were trained beside it, in fp32 on the CPU."""
+    cpu = torch.device("cpu")
+    model = _loaded(recipe, device=cpu, on=cpu).float()
+    return as_kept(model, recipe.section(SftModel).base)
+
+
+def is_bounded(recipe: Recipe) -> bool:
+    """Say whether the attention of a model is told where the conversations of a row end."""
+    asked = recipe.section(SftModel).attn_implementation
+    return recipe.section(SftData).packing and asked == "auto"
+
+
+def _refuse_merge(settings: SftModel, lora: LoraSection) -> None:
+    """Refuse at once what could not be done at the end."""
+    if settings.base in BITSANDBYTES and lora.merge_adapter_with_base:
+        raise RecipeError(
+            f"lora.merge_adapter_with_base=true: model.base={settings.base} is kept by "
+            "bitsandbytes, and the sum would be rounded to its few bits again; leave the merge "
+            "out, or write model.base=e4m3 or bf16"
+        )
+
+
+def _first_device(settings: SftModel, device: torch.device) -> torch.device:
+    narrowed = settings.base == "e4m3" and device.type != "meta"
+    return torch.device("cpu") if narrowed else device
+
+
+def _loaded(recipe: Recipe, *, device: torch.device, on: torch.device) -> Any:
+    settings = recipe.section(SftModel)
+    attention = settings.attn_implementation
+    dtype = _dtype(recipe, device=device)
+    compute = dtype or torch.bfloat16
+    return load_model(
+        settings.path,
+        dtype=dtype,
+        device=on,
+        trust_remote_code=settings.trust_remote_code,
+        seed=recipe.seed,
+        **({} if attention == "auto" else {"attn_implementation": attention}),
+        **loading_options(settings.base, device=device, compute=compute),
+    )
+
+
+def _dtype(recipe: Recipe, *, device: torch.device) -> torch.dtype | None:
+    """Return what weights begin in: fp32 if trained; frozen, as asked or as the files have them."""
+    settings = recipe.section(SftModel)
+    if settings.tune == "full":
+        return torch.float32
+    if settings.base in ("fp32", "bf16", "fp16"):
+        return plain_format(settings.base).dtype
+    where = recipe.device if device.type == "meta" else str(device)
+    return torch.float32 if probe(where).support("bf16").how == "emulated" else None

@@ -1,0 +1,267 @@
+"""A causal language model and its tokenizer, from a folder, a .gguf file or the Hub.
+
+Nothing is unpickled, and nothing is made up: a weight that the files lack is an error, where
+transformers would give it random numbers.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, final
+
+import torch
+from safetensors import SafetensorError
+
+from narrowcast.config.problems import shortened
+from narrowcast.config.workload import require_modules
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.workloads.sft import WORKLOAD
+from narrowcast.workloads.sft.models.tiny import tiny_config, tiny_tokenizer
+from narrowcast.workloads.sft.settings import TINY
+
+_Loaded = TypeVar("_Loaded")
+
+GGUF = ".gguf"
+ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
+"""What transformers raises for folders that are not as it expects."""
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a model is."""
+
+    name: str
+    """As the recipe has it."""
+    folder: str
+    """What transformers is given: a folder, or a name on the Hub."""
+    gguf: str | None = None
+    """The file in that folder, if it is one."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What transformers is told beside."""
+        return {} if self.gguf is None else {"gguf_file": self.gguf}
+
+
+def place_of(name: str) -> Place:
+    """Return where a model is; refuse a folder that holds none."""
+    path = Path(name).expanduser()
+    found = _kind(path)
+    if found == "folder":
+        return _in_folder(name, path)
+    if path.suffix == GGUF:
+        if found != "file":
+            raise RecipeError(f"model.path={name}: there is no such file")
+        return Place(name=name, folder=str(path.parent), gguf=path.name)
+    if found == "file":
+        raise RecipeError(
+            f"model.path={name} is a file; give the folder that holds config.json, or a .gguf file"
+        )
+    if name.startswith(".") or not ON_THE_HUB.fullmatch(name):
+        raise RecipeError(
+            f"model.path={name}: there is no such folder; give a folder with a model, a .gguf "
+            f"file, a name on the Hugging Face Hub as owner/name, or {TINY}"
+        )
+    return Place(name=name, folder=name)
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of a model."""
+    if name == TINY:
+        return tiny_tokenizer()
+    from transformers import AutoTokenizer
+
+    place = place_of(name)
+    return _loaded(
+        lambda: AutoTokenizer.from_pretrained(
+            place.folder, trust_remote_code=trust_remote_code, **place.options
+        ),
+        f"the tokenizer of model.path={name}",
+    )
+
+
+def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Return the shape of a model."""
+    if name == TINY:
+        return tiny_config()
+    from transformers import AutoConfig
+
+    place = place_of(name)
+    return _loaded(
+        lambda: AutoConfig.from_pretrained(
+            place.folder, trust_remote_code=trust_remote_code, **place.options
+        ),
+        f"model.path={name}",
+    )
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Return a causal language model in `dtype`, or in what its files have, ready to train.
+
+    On the meta device only its shape is read. `options` go to transformers; `seed` is for the
+    model that is made on the spot.
+    """
+    import transformers
+
+    causal: Any = transformers.AutoModelForCausalLM
+    device = torch.device(device)
+    config = load_config(name, trust_remote_code=trust_remote_code)
+    kept = dtype or config.dtype or torch.float32
+    if name == TINY or device.type == "meta":
+        known = {key: options[key] for key in ("attn_implementation",) if key in options}
+        with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
+            torch.manual_seed(seed)
+            model = _loaded(
+                lambda: causal.from_config(
+                    config, dtype=kept, trust_remote_code=trust_remote_code, **known
+                ),
+                f"model.path={name}",
+            )
+        return model.to(device).train()
+    place = place_of(name)
+    loaded: tuple[Any, Any] = _loaded(
+        lambda: causal.from_pretrained(
+            place.folder,
+            dtype=kept,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if place.gguf else True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be told which; none is taken
+            **place.options,
+            **options,
+        ),
+        f"model.path={name}",
+    )
+    model, info = loaded
+    _refuse_made_up(name, info)
+    if place.gguf is not None:
+        _forget_gguf(model)
+    return (model if getattr(model, "is_quantized", False) else model.to(device)).train()
+
+
+def _kind(path: Path) -> Literal["folder", "file", "nothing"]:
+    try:
+        return "folder" if path.is_dir() else "file" if path.exists() else "nothing"
+    except (OSError, ValueError):  # a name that no file can have
+        return "nothing"
+
+
+def _in_folder(name: str, path: Path) -> Place:
+    found = sorted(file.name for file in path.glob(f"*{GGUF}"))
+    if (path / "config.json").is_file():
+        if any(path.glob("*.safetensors")):
+            return Place(name=name, folder=str(path))
+        if any((path / each).exists() for each in PICKLED):
+            raise RecipeError(
+                f"model.path={name} has its weights in pytorch_model.bin, a pickle, which can run "
+                "any code; save it as safetensors (save_pretrained of transformers does)"
+            )
+        if not found:
+            raise RecipeError(
+                f"model.path={name} has a config.json and no weights; put its .safetensors files "
+                "beside it"
+            )
+    match found:
+        case [only]:
+            return Place(name=name, folder=str(path), gguf=only)
+        case []:
+            raise RecipeError(
+                f"model.path={name} holds no model: it has neither a config.json nor a .gguf "
+                "file; give the folder that save_pretrained of transformers writes"
+            )
+        case _:
+            raise RecipeError(
+                f"model.path={name} holds {len(found)} models, {', '.join(found)}; name one: "
+                f"model.path={path / found[0]}"
+            )
+
+
+def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
+    """Load something, and say in one line why it cannot be."""
+    try:
+        with quiet():
+            return load()
+    except ImportError as error:
+        missing = error.name or "gguf"
+        if "gguf" in str(error).lower():
+            require_modules(["gguf", "accelerate"], of=what, install="gguf accelerate")
+        raise UnsupportedError(
+            f"{what} needs {missing}: {_line(error)}; write pip install '{WORKLOAD.install}'"
+        ) from error
+    except (*_UNREADABLE, SafetensorError) as error:
+        if _is_offline(error):
+            raise UnsupportedError(
+                f"{what} is no folder here, and the Hugging Face Hub cannot be reached or has no "
+                "such model; download the model where there is a network, and write "
+                "model.path=FOLDER"
+            ) from error
+        raise RecipeError(
+            f"{what} cannot be loaded: {_line(error)}; give a folder that "
+            "AutoModelForCausalLM.from_pretrained of transformers loads"
+        ) from error
+
+
+def _is_offline(error: BaseException) -> bool:
+    words = (
+        "connect to",
+        "couldn't connect",
+        "offline",
+        "not a valid model identifier",
+        "max retr",
+    )
+    return any(word in str(error).lower() for word in words)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return shortened(text, 300)
+
+
+def _refuse_made_up(name: str, info: Any) -> None:
+    lacking = [*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])]
+    if lacking:
+        more = f" and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
+        raise RecipeError(
+            f"model.path={name}: its files lack {sorted(lacking)[0]}{more}, or have it in another "
+            "shape, and it would begin as noise; give the folder of a whole model"
+        )
+
+
+def _forget_gguf(model: Any) -> None:
+    """Let a model be saved that was read from .gguf: its weights are plain by now.
+
+    transformers 5.22 refuses to save one that says it is quantised.
+    """
+    if "quantization_config" in model.config.__dict__:
+        del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from drawing bars and warning beside our own lines."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,111 @@
+"""A frozen base in 8 or 4 bits: in e4m3 by the engine, or in int8, nf4 and fp4 by bitsandbytes.
+
+All of them are for adapters: weights that are trained have no place in so few bits.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from narrowcast.config.problems import shortened
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.kept import Products
+from narrowcast.precision.weights.frozen_base import keep_frozen, widen_frozen
+
+QuantisedBase = Literal["e4m3", "int8", "nf4", "fp4"]
+"""What a frozen base is kept in beside the formats that torch computes in."""
+BITSANDBYTES = ("int8", "nf4", "fp4")
+"""Those that bitsandbytes keeps."""
+
+
+def loading_options(base: str, *, device: torch.device, compute: torch.dtype) -> dict[str, Any]:
+    """Return what `from_pretrained` is told of the base; nothing but for bitsandbytes.
+
+    `compute` is what 4-bit weights are widened to for their products: the policy's format, and fp32
+    where that is emulated.
+    """
+    if base not in BITSANDBYTES:
+        return {}
+    _refuse_without_bitsandbytes(base, device)
+    from transformers import BitsAndBytesConfig
+
+    make: Any = BitsAndBytesConfig  # has no types in transformers
+    if base == "int8":
+        made = make(load_in_8bit=True)
+    else:
+        made = make(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=base,
+            bnb_4bit_use_double_quant=True,  # of the scales too: 0.4 bits a weight less
+            bnb_4bit_compute_dtype=compute,
+        )
+    # bitsandbytes quantises as it loads, on the device it will compute on.
+    return {"quantization_config": made, "device_map": {"": str(device)}}
+
+
+def keep_base(
+    model: Any, base: str, *, products: Products = "auto", skip: Sequence[str] = ()
+) -> dict[str, float]:
+    """Keep the frozen weights of a model with adapters in e4m3, if that is asked for.
+
+    Returned is what each layer keeps, in dB, by its name.
+    """
+    return keep_frozen(model, base, skip=skip, products=products) if base == "e4m3" else {}
+
+
+def as_kept(model: Any, base: str, *, skip: Sequence[str] = ()) -> Any:
+    """Return a plain base with the weights that adapters were trained beside, to merge them into.
+
+    What e4m3 keeps is given back in the dtype the model is in; fp32 and bf16 hold all of it.
+    """
+    if base == "e4m3":
+        model.requires_grad_(False)
+        keep_frozen(model, base, skip=skip)
+        widen_frozen(model)
+    return model
+
+
+def refuse_full(base: str) -> None:
+    """Refuse to train all weights of a model whose weights are kept in 8 or 4 bits."""
+    if base in ("e4m3", *BITSANDBYTES):
+        raise RecipeError(
+            f"model.base={base} keeps weights that are frozen, and model.tune=full trains all of "
+            "them; write model.tune=lora, or leave model.base out"
+        )
+
+
+def refuse_merge(model: Any) -> None:
+    """Refuse to merge adapters into weights of bitsandbytes, which would round the sum to them."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    found = sorted(kinds & {"Linear8bitLt", "Linear4bit"})
+    if found:
+        raise UnsupportedError(
+            f"adapters cannot be merged into a base that bitsandbytes keeps ({', '.join(found)}): "
+            "the sum would be rounded to its few bits again; keep the adapter "
+            "(lora.merge_adapter_with_base=false), or load the base in 16 bits (model.base=bf16) "
+            "and merge the adapter into that"
+        )
+
+
+def _refuse_without_bitsandbytes(base: str, device: torch.device) -> None:
+    instead = "write model.base=e4m3, which runs anywhere in 8 bits, or model.base=bf16"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UnsupportedError(
+            f"model.base={base} needs bitsandbytes, which is not installed; "
+            f"write pip install bitsandbytes, or {instead}"
+        )
+    try:
+        found: Any = importlib.import_module("bitsandbytes")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"model.base={base} needs bitsandbytes, which cannot be imported here: "
+            f"{shortened(str(error), 200)}; install one for this machine, or {instead}"
+        ) from error
+    if device.type not in {"meta", *getattr(found, "supported_torch_devices", ("cuda",))}:
+        raise UnsupportedError(
+            f"model.base={base} was asked for, and bitsandbytes has nothing for {device.type}; "
+            f"{instead}"
+        )

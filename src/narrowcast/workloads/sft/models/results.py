@@ -1,0 +1,49 @@
+"""What a run of a recipe leaves: which folders, and from what."""
+
+from pathlib import Path
+from typing import Any
+
+from narrowcast.config.sections import Recipe
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.workloads.sft.models.base import base_to_merge
+from narrowcast.workloads.sft.models.loading import load_config
+from narrowcast.workloads.sft.models.saving import (
+    save_adapter,
+    save_merged,
+    save_model,
+    saved_dtype,
+)
+from narrowcast.workloads.sft.settings import LoraSection, SftModel
+
+MODEL = "final_model"
+ADAPTER = "adapter"
+MERGED = "merged_model"
+
+
+def place_of_weights(recipe: Recipe) -> str:
+    """Return the folder in which a run leaves what it trained."""
+    return MODEL if recipe.section(SftModel).tune == "full" else ADAPTER
+
+
+def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer: Any) -> None:
+    """Write folders that transformers and peft load."""
+    settings, model = recipe.section(SftModel), prepared.model
+    config = load_config(settings.path, trust_remote_code=settings.trust_remote_code)
+    dtype = saved_dtype(settings.save_dtype, config)
+    if settings.tune == "full":
+        save_model(
+            config,
+            prepared.full_weights(),
+            folder / MODEL,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            generation=model.generation_config,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        return
+    adapter = folder / ADAPTER
+    save_adapter(model, prepared.full_weights(), adapter, tokenizer=tokenizer)
+    if recipe.section(LoraSection).merge_adapter_with_base:
+        save_merged(
+            base_to_merge(recipe), adapter, folder / MERGED, tokenizer=tokenizer, dtype=dtype
+        )

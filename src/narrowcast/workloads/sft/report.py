@@ -1,0 +1,23 @@
+"""What the report of a fine-tuning run adds: its data, what was measured, and samples."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from narrowcast.runs import Record, ReportSection, RunFolder
+from narrowcast.workloads.sft.ica import report_section as networks
+from narrowcast.workloads.sft.judge import report as judged
+
+
+def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
+    """Return the sections, of what the folder has."""
+    own = (networks, judged)
+    return [*_told(folder), *(each for part in own for each in part.sections(folder, records))]
+
+
+def _told(folder: Path) -> list[ReportSection]:
+    lines = RunFolder(folder).task_info().notes
+    if not lines:
+        return []
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return [ReportSection(title="What is trained, and on what", html=f"<ul>{items}</ul>")]

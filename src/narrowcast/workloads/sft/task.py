@@ -1,0 +1,145 @@
+"""The task of fine-tuning: a language model, conversations, and the loss on what it should say."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.config.sections import Recipe
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import Metric, TaskInfo
+from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.training.task import Task
+from narrowcast.workloads.sft.attention import conversation_bounds
+from narrowcast.workloads.sft.build import Parts, build_parts
+from narrowcast.workloads.sft.data.packing import IGNORED
+from narrowcast.workloads.sft.data.settings import SftData
+from narrowcast.workloads.sft.models.results import place_of_weights, write_models
+
+Batch: TypeAlias = dict[str, Tensor]
+
+LOSS, PERPLEXITY = Metric(name="loss"), Metric(name="perplexity")
+ROWS_JUDGED = 64
+"""Rows of training data that are judged where there is nothing to validate on."""
+WEIGHT = "weight"
+"""Of a batch: how much it counts among those of its step."""
+
+
+def build_task(recipe: Recipe, *, device: torch.device) -> Task:
+    """Return the task of fine-tuning a language model."""
+    return FineTuning(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FineTuning:
+    """A language model, the conversations it learns, and what is left of it at the end."""
+
+    recipe: Recipe
+    parts: Parts
+    device: torch.device
+
+    def task(self) -> Task:
+        """Return what the engine trains."""
+        judge, networks = self.parts.judge, self.parts.networks
+        judged = () if judge is None else judge.info_metrics()
+        hooks = [*(() if judge is None else judge.hooks())]
+        if networks is not None:
+            hooks.insert(0, networks.hook)  # before the judge, which looks at what they do
+        return Task(
+            model=self.parts.model,
+            train_data=self.parts.data.train,
+            loss=self.loss,
+            evaluate=self.evaluate,
+            items=self.items,
+            info=TaskInfo(
+                unit="token", metrics=(LOSS, PERPLEXITY, *judged), notes=self.parts.notes
+            ),
+            gemm_rows=self.recipe.batch_size * self.recipe.section(SftData).max_seq_length,
+            data_digest=self.digest,
+            together=self.weigh,
+            hooks=tuple(hooks),
+            write_results=self.write_results,
+            weights_in=place_of_weights(self.recipe),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of the tokens to learn, in nats, by what it counts."""
+        loss: Tensor = model(**self._arguments(batch)).loss
+        return loss * batch[WEIGHT] if WEIGHT in batch else loss
+
+    def weigh(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Let every token to learn count alike, in whichever micro-batch of a step it is.
+
+        The mean of means would let those of a batch with few of them count for more.
+        """
+        if len(batches) == 1:
+            return list(batches)
+        learnt = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).float()
+        shares = learnt / learnt.mean()
+        return [{**batch, WEIGHT: shares[i]} for i, batch in enumerate(batches)]
+
+    def items(self, batch: Batch) -> int:
+        """Count the tokens of the conversations of a batch, without what fills its rows up."""
+        tokens, learnt = batch["input_ids"], batch["labels"] != IGNORED
+        said = (tokens != self.parts.data.train.padding) | learnt
+        places = torch.arange(1, tokens.shape[1] + 1)
+        return int((said * places).amax(1).sum())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return nats a token of held-out responses, their perplexity, and what a judge measures.
+
+        Waits for the device.
+        """
+        measured, judge = self._measured(model), self.parts.judge
+        return measured if judge is None else measured | judge.metrics(model)
+
+    def _measured(self, model: nn.Module) -> dict[str, float]:
+        nats, tokens = torch.zeros((), dtype=torch.float64), 0
+        for batch in self._held_out():
+            learnt = int((batch["labels"] != IGNORED).sum())
+            on_device = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            nats += self.loss(model, on_device).cpu().double() * learnt
+            tokens += learnt
+        loss = nats / tokens
+        return {"loss": loss.item(), "perplexity": loss.exp().item()}
+
+    def digest(self) -> str:
+        """Identify the tokens to train and to judge on."""
+        judge, own = self.parts.judge, self.parts.data.digest()
+        return own if judge is None else f"{own} {judge.digest()}"
+
+    def write_results(self, folder: Path, prepared: Prepared) -> None:
+        """Write folders that transformers and peft load, networks, and what a judge has to say."""
+        write_models(folder, prepared, self.recipe, tokenizer=self.parts.tokenizer)
+        model, judge, networks = prepared.model, self.parts.judge, self.parts.networks
+        with torch.no_grad(), in_eval_mode(model), prepared.compute():
+            if networks is not None:
+                networks.write(folder, lambda: self._measured(model))
+            if judge is not None:
+                judge.after(model, folder)
+
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return what the model is called with.
+
+        A row of one conversation needs nothing but its order: what fills it up comes after it, and
+        nothing looks ahead. That is the fastest attention, unless the row is longer than the model.
+        """
+        given: dict[str, Any] = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+        given["use_cache"] = False
+        width, context = batch["input_ids"].shape[1], self.parts.context
+        if self.recipe.section(SftData).packing or (context is not None and width > context):
+            given["position_ids"] = batch["position_ids"]
+            if self.parts.bounded:
+                given["attention_mask"] = conversation_bounds(batch["position_ids"])
+        return given
+
+    def _held_out(self) -> Iterator[Batch]:
+        held, size = self.parts.data.validation, self.recipe.batch_size
+        judged = self.parts.data.train if held is None else held
+        count = min(len(judged), ROWS_JUDGED) if held is None else len(judged)
+        for first in range(0, count, size):
+            yield judged.__getitems__(list(range(first, min(first + size, count))))

@@ -1,0 +1,263 @@
+"""Norms, gates and turned heads of transformers' models in one pass, against transformers' own.
+
+On a CPU the kernels run in Triton's interpreter, in fp32; it cuts where a GPU rounds to nearest, so
+sums and their gradients are off by twice the roundings.
+"""
+
+import pytest
+import torch
+from torch.optim import SGD
+
+import narrowcast as nc
+from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.launch import interpreted
+from narrowcast.precision.fused.elementwise import OnePassGate, OnePassNorm, OnePassTurn
+from narrowcast.precision.plan.known_pieces import RmsNorm, rms_norm_of
+from narrowcast.precision.swap import is_swapped, restore, swap
+
+transformers = pytest.importorskip("transformers")
+
+PIECES = ["rms_norm", "rotary", "swiglu"]
+KINDS = {"rms_norm": OnePassNorm, "rotary": OnePassTurn, "swiglu": OnePassGate}
+HAVE = {
+    "Llama": PIECES, "Mistral": PIECES, "Qwen2": PIECES, "Qwen3": PIECES, "Gemma": PIECES,
+    "Gemma2": PIECES, "Gemma3Text": PIECES, "Phi": ["rotary"], "Phi3": PIECES, "SmolLM3": PIECES,
+    "Olmo": ["rotary", "swiglu"], "Olmo2": PIECES, "Granite": PIECES,
+}  # fmt: skip
+TERMS = 128
+"""More than are summed anywhere in these models, in a layer; there are six layers to go through."""
+ROUNDINGS = 6 * TERMS * 2.0**-23
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def fused(model, fuse, **settings):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return nc.prepare(model, SGD(trained, 0.1), fuse=fuse, **{"policy": "fp32"} | settings)
+
+
+def gradients(model, loss):
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, [p for _, p in named])
+    return {name: grad for (name, _), grad in zip(named, found, strict=True)}
+
+
+def assert_same(found, expected):
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() <= ROUNDINGS * grad.abs().max(), name
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("family", HAVE)
+def test_each_family_computes_what_transformers_does(language_model, sentences, family):
+    plain, model = (language_model(family).to(DEVICE) for _ in range(2))
+    tokens, labels = (each.to(DEVICE) for each in sentences)
+    run = fused(model, HAVE[family])
+    for piece in HAVE[family]:
+        assert any(isinstance(module, KINDS[piece]) for module in model.modules())
+    found, expected = (each(tokens, labels=labels) for each in (model, plain))
+    scale = expected.logits.abs().max()
+    assert (found.logits - expected.logits).abs().max() <= ROUNDINGS * scale
+    assert_same(gradients(model, found.loss), gradients(plain, expected.loss))
+    run.release()
+    assert not is_swapped(model)
+    assert [type(each) for each in model.modules()] == [type(each) for each in plain.modules()]
+
+
+@pytest.mark.interpreted
+def test_adapters_inside_a_gated_mlp_learn_what_they_would(language_model, sentences):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["gate_proj", "down_proj"], init_lora_weights=False
+    )
+    models = []
+    for _ in range(2):
+        base = language_model("Llama")
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(base, config).to(DEVICE).train())
+    plain, model = models
+    tokens, labels = (each.to(DEVICE) for each in sentences)
+    fused(model, [*PIECES, "loss"])
+    found, expected = (each(tokens, labels=labels).loss for each in (model, plain))
+    assert_same(gradients(model, found), gradients(plain, expected))
+
+
+@pytest.mark.interpreted
+def test_checkpointed_activations_give_the_same_gradients(language_model, sentences):
+    plain, model = (language_model("Llama").to(DEVICE) for _ in range(2))
+    tokens, labels = (each.to(DEVICE) for each in sentences)
+    model.gradient_checkpointing_enable()
+    fused(model, PIECES)
+    for each in (model, plain):
+        each(tokens, labels=labels, use_cache=False).loss.backward()
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    grads = [(name, p.grad, q.grad) for (name, p), q in pairs]
+    assert_same({n: g for n, g, _ in grads}, {n: g for n, _, g in grads})
+
+
+NORMS = {
+    "Llama": RmsNorm(1e-6, 0.0, rounds=True, promotes=True),
+    "Gemma": RmsNorm(1e-6, 1.0, rounds=False, promotes=False),
+    "Olmo2": RmsNorm(1e-5, 0.0, rounds=False, promotes=False),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", NORMS)
+def test_a_norm_has_the_order_and_the_formats_of_its_own(
+    language_model, family, dtype, weight_dtype, widened
+):
+    norm = language_model(family).model.norm.to(DEVICE, weight_dtype)
+    known = rms_norm_of(norm)
+    assert known == NORMS[family]
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    expected = norm(x.to(weight_dtype) if widened else x)
+    expected = expected.to(dtype) if widened else expected
+    kind = {"nc_device": DEVICE, "nc_compiled": False}
+    swap(norm, OnePassNorm, nc_norm=known, nc_widened=widened, **kind)
+    if widened and weight_dtype not in (torch.float32, dtype):
+        pytest.skip("left to the module below, which casts what comes in")
+    found = norm(x)
+    assert found.dtype == expected.dtype
+    # One step of the format where the interpreter cuts: the quotient, and then the product.
+    step = 2.0**-6 if torch.bfloat16 in (dtype, weight_dtype, found.dtype) else 2.0**-20
+    assert ((found - expected).abs() <= step * expected.abs()).all()
+    if DEVICE == "cuda" and torch.bfloat16 in (dtype, found.dtype):
+        assert (found == expected).float().mean() > 0.95  # sums in another order move few
+    restore(norm)
+
+
+class OwnNorm(torch.nn.Module):
+    """What is called a norm, and is none that is known."""
+
+    def __init__(self, like):
+        super().__init__()
+        self.weight, self.variance_epsilon = like.weight, like.variance_epsilon
+
+
+class OtherRMSNorm(OwnNorm):
+    def forward(self, x):
+        return self.weight * x
+
+
+def test_a_norm_of_somebodys_own_is_left_alone_and_told(language_model):
+    model = language_model("Llama")
+    model.model.norm = OtherRMSNorm(model.model.norm)
+    plan = nc.plan(model, "bf16", hardware=nc.probe("cpu"))
+    left = {each.reason: each.modules for each in plan.fused if each.piece == "rms_norm"}
+    assert left["OtherRMSNorm has a forward of its own"] == ("model.norm",)
+
+
+def test_an_activation_that_has_no_kernel_is_left_alone(language_model):
+    model = language_model("Llama", hidden_act="relu")
+    plan = nc.plan(model, "fp32", hardware=nc.probe("cpu"))
+    (told,) = [each for each in plan.fused if each.piece == "swiglu"]
+    assert told.reason == "LlamaMLP computes something else"
+
+
+def test_heads_of_neighbours_are_left_alone():
+    config = transformers.CohereConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.CohereForCausalLM(config)
+    plan = nc.plan(model, "fp32", hardware=nc.probe("cpu"))
+    (told,) = [each for each in plan.fused if each.piece == "rotary"]
+    assert told.reason == "CohereAttention turns its heads in another way"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="needs a machine without kernels")
+@pytest.mark.parametrize("piece", PIECES)
+def test_without_kernels_a_named_piece_is_refused(language_model, piece):
+    with pytest.raises(UnsupportedError, match="Triton has no kernels for cpu; leave"):
+        nc.plan(language_model("Llama"), "fp32", hardware=nc.probe("cpu"), fuse=[piece])
+
+
+@pytest.mark.interpreted
+def test_an_activation_that_is_watched_is_called(language_model, sentences):
+    model = language_model("Llama").to(DEVICE)
+    fused(model, ["swiglu"])
+    seen = []
+    act = model.model.layers[0].mlp.act_fn
+    handle = act.register_forward_hook(lambda *given: seen.append(given[2].shape))
+    model(sentences[0].to(DEVICE))
+    assert seen == [(2, 9, 48)]
+    handle.remove()
+    model(sentences[0].to(DEVICE))
+    assert len(seen) == 1
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("fuse", [PIECES, "auto"])
+def test_a_compiler_breaks_nowhere(language_model, sentences, fuse):
+    model = language_model("Llama", num_hidden_layers=1).to(DEVICE)
+    tokens, labels = (each.to(DEVICE) for each in sentences)
+    policy = "fp32" if DEVICE == "cpu" else "bf16"
+    run = fused(model, fuse, policy=policy)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with run.compute():
+        found, expected = (
+            each(tokens, labels=labels, use_cache=False).loss for each in (compiled, model)
+        )
+    assert abs(found - expected) <= (ROUNDINGS if policy == "fp32" else 2.0**-7) * expected
+
+
+def test_a_cpu_is_told_to_have_no_kernels_by_the_plan(language_model):
+    if interpreted() or DEVICE == "cuda":
+        pytest.skip("needs a machine without kernels")
+    plan = nc.plan(language_model("Llama"), "fp32", hardware=nc.probe("cpu"))
+    assert "unfused  loss, rms_norm, rotary, swiglu: Triton has no kernels for cpu" in str(plan)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_holds_a_layer(language_model):
+    model = language_model("Llama").cuda()
+    run = fused(model, "auto", policy="bf16")
+    layer, generator = model.model.layers[0], torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 9, 32, device="cuda", generator=generator).requires_grad_()
+    angles = torch.randn(2, 1, 9, 8, device="cuda", generator=generator)
+
+    def work():
+        with run.compute():
+            result = layer(hidden, position_embeddings=(angles[0], angles[1]))
+        return torch.autograd.grad(result.float().square().sum(), [hidden, *layer.parameters()])
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            expected = work()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work()
+    graph.replay()
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() <= 2.0**-7 * b.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split", "fp8-delayed"])
+@pytest.mark.parametrize("family", HAVE)
+def test_on_a_gpu_gradients_are_those_of_the_same_policy(language_model, sentences, family, policy):
+    tokens, labels = (each.cuda() for each in sentences)
+    wide = language_model(family).cuda().double()
+    exact = wide(tokens, labels=labels).loss
+    exact_grads = gradients(wide, exact)
+    errors = []
+    for fuse in ("none", "auto"):
+        model = language_model(family).cuda()
+        run = fused(model, fuse, policy=policy)
+        with run.compute():
+            loss = model(tokens, labels=labels).loss
+        run.backward(loss)
+        assert any(each.fused for each in run.plan.fused) == (fuse == "auto")
+        off = [(p.grad.double() - exact_grads[n]).norm() for n, p in model.named_parameters()]
+        errors.append((abs(loss.double() - exact).item(), torch.stack(off).norm().item()))
+    size = torch.stack([g.norm() for g in exact_grads.values()]).norm().item()
+    (plain_loss, plain_grad), (loss_error, grad_error) = errors
+    # Fused or not, a format's error is of one size; what is left of it by chance may differ.
+    assert loss_error <= 2 * plain_loss + 2.0**-8 * exact.item()
+    assert grad_error <= 1.5 * plain_grad + 2.0**-8 * size

@@ -1,0 +1,192 @@
+"""Lesions beside chance, and the arithmetic of their intervals."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, ablate, lesioned
+from narrowcast.workloads.sft.ica.study.ablation import Interval, load_ablation, save_ablation
+from narrowcast.workloads.sft.ica.study.bootstrap import difference
+from narrowcast.workloads.sft.ica.study.documents import document
+from narrowcast.workloads.sft.ica.study.scores import score
+
+NETWORKS = FunctionalNetworks(
+    networks={0: {0: (1, 2), 2: (5,)}, 1: {1: (0,)}},
+    layout=Layout(layers=(0, 1, 2), width=16, depth=3),
+)
+
+
+@pytest.fixture
+def documents():
+    chance = torch.Generator().manual_seed(2)
+    lengths = (5, 9, 7, 12)
+    return [document(torch.randint(0, 64, (n,), generator=chance).tolist()) for n in lengths]
+
+
+def mean_loss(model, documents):
+    """The loss as torch has it."""
+    with torch.no_grad():
+        parts = [
+            F.cross_entropy(model(each["input_ids"]).logits[0, :-1], each["input_ids"][0, 1:])
+            * (each["input_ids"].shape[1] - 1)
+            for each in documents
+        ]
+    return float(sum(parts) / sum(each["input_ids"].shape[1] - 1 for each in documents))
+
+
+def test_losses_and_hits_are_those_of_torch(model, documents):
+    found = score(model, documents).level
+    assert found.loss == pytest.approx(mean_loss(model.eval(), documents), rel=1e-5)
+    hits = [
+        model(each["input_ids"]).logits[0, :-1].argmax(-1) == each["input_ids"][0, 1:]
+        for each in documents
+    ]
+    assert found.accuracy == pytest.approx(torch.cat(hits).double().mean().item())
+
+
+def test_only_what_is_learnt_is_counted(make_model):
+    model = make_model("llama").eval()
+    ids, learnt = [3, 9, 4, 1], [False, False, True, False]
+    loss = F.cross_entropy(model(torch.tensor([ids])).logits[0, 1:2], torch.tensor([4]))
+    assert score(model, [document(ids, learnt)]).level.loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_lesion_is_measured_on_the_model_with_these_channels_silent(model, documents):
+    before = model.eval()(documents[0]["input_ids"]).logits
+    found = ablate(model, documents, NETWORKS, random_masks=3)
+    assert found.whole.loss == pytest.approx(mean_loss(model, documents), rel=1e-5)
+    with lesioned(model, NETWORKS.channels()):
+        expected = mean_loss(model, documents)
+    assert found.lesion.level.loss == pytest.approx(expected, rel=1e-5)
+    assert found.lesion.cost.value == pytest.approx(expected - found.whole.loss, abs=1e-6)
+    assert [each.components for each in found.each] == [(0,), (1,)]
+    assert [each.channels for each in (found.lesion, *found.each)] == [4, 3, 1]
+    assert found.larger.channels == 3 * 2  # 15 % of 16 channels
+    assert torch.equal(model(documents[0]["input_ids"]).logits, before)
+
+
+def test_the_same_seed_gives_the_same_numbers(make_model, documents):
+    first, again, other = (
+        ablate(make_model("gpt2"), documents, NETWORKS, random_masks=3, seed=seed)
+        for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first.lesion.level == other.lesion.level
+    assert first.lesion.equal.masks != other.lesion.equal.masks
+
+
+def test_progress_ends_at_the_number_of_passes_that_was_told(make_model, documents):
+    told = []
+    ablate(
+        make_model("gpt2"),
+        documents,
+        NETWORKS,
+        random_masks=2,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(n, len(told)) for n in range(1, len(told) + 1)]
+
+
+def test_keeping_all_channels_costs_nothing(make_model, documents):
+    whole = FunctionalNetworks(
+        networks={0: {layer: tuple(range(16)) for layer in range(3)}},
+        layout=NETWORKS.layout,
+    )
+    (kept,) = ablate(make_model("llama"), documents, whole, random_masks=1).preserve
+    assert kept.cost == Interval(value=0.0, low=0.0, high=0.0)
+
+
+def test_a_rank_becomes_the_p_value_of_a_permutation_test(make_model, documents):
+    found = ablate(make_model("llama"), documents, NETWORKS, random_masks=19).lesion
+    losses = [mask.loss for mask in found.equal.masks]
+    above = sum(loss >= found.level.loss for loss in losses)
+    assert found.equal.at_least == above
+    assert found.equal.p == pytest.approx((above + 1) / 20)
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says():
+    """Against the normal distribution: 95 of 100 such intervals hold the mean they are about."""
+    chance, held = np.random.default_rng(0), 0
+    for trial in range(200):
+        documents = chance.normal(0.3, 1.0, size=60)
+        found = difference(documents, np.zeros((1, 60)), np.ones(60), seed=trial)
+        held += found.low <= 0.3 <= found.high
+    # Of 200 with a chance of 0.95 (bootstrap of 60: a little less), all but the last thousandth.
+    assert held >= stats.binom.ppf(0.001, 200, 0.93)
+
+
+def test_what_is_hard_on_both_sides_does_not_widen_the_interval():
+    chance = np.random.default_rng(1)
+    hard = chance.normal(0, 100, size=50)
+    tokens = np.full(50, 1.0)
+    found = difference(hard + 2 + chance.normal(0, 0.1, 50), hard[None], tokens, seed=0)
+    assert 1.9 < found.low < found.value < found.high < 2.1
+
+
+def test_the_masks_that_were_drawn_count_as_chance_too():
+    masks = np.random.default_rng(2).normal(0, 1, size=(20, 1)) * np.ones((20, 30))
+    found = difference(np.full(30, 5.0), masks, np.ones(30), seed=0)
+    spread = masks[:, 0].std() / 20**0.5
+    assert found.high - found.low == pytest.approx(2 * 1.96 * spread, rel=0.1)
+
+
+def test_a_file_gives_the_ablation_back(make_model, documents, tmp_path):
+    found = ablate(make_model("llama"), documents, NETWORKS, random_masks=2)
+    save_ablation(found, tmp_path / "ablation.json")
+    assert load_ablation(tmp_path / "ablation.json") == found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no ablation"),
+        ('{"format": "narrowcast.ablation.1"}', "no whole ablation"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_ablation_is_refused(tmp_path, text, said):
+    path = tmp_path / "ablation.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        load_ablation(path)
+
+
+def test_a_damaged_number_is_refused(make_model, documents, tmp_path):
+    path = tmp_path / "ablation.json"
+    save_ablation(ablate(make_model("gpt2"), documents, NETWORKS, random_masks=1), path)
+    value = json.loads(path.read_text())
+    value["lesion"]["level"]["loss"] = None
+    path.write_text(json.dumps(value))
+    with pytest.raises(RecipeError, match="None is no float"):
+        load_ablation(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"components": [2]}, "no component 2; there are 0, 1"),
+        ({"random_masks": 0}, "write 1 or more"),
+        ({"share": 0.0}, "write one above 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(make_model, documents, change, said):
+    with pytest.raises(RecipeError, match=said):
+        ablate(make_model("llama"), documents, NETWORKS, **change)
+
+
+def test_one_document_says_nothing_of_chance(make_model, documents):
+    with pytest.raises(RecipeError, match="1 documents say nothing of how much chance"):
+        ablate(make_model("llama"), documents[:1], NETWORKS)
+
+
+def test_networks_of_another_model_are_refused(make_model, documents):
+    other = FunctionalNetworks(networks={0: {0: (1,)}}, layout=Layout(layers=(0,), width=32))
+    with pytest.raises(RecipeError, match="have 32 channels a layer, and this model has 16"):
+        ablate(make_model("llama"), documents, other)
