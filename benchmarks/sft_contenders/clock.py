@@ -39,6 +39,7 @@ class Clock:
         told["losses"] = [round(float(loss), 5) for loss in self._losses]
         told["loss"] = told["losses"][-1]
         if self._on_gpu:
+            # Of the whole run: a captured step allocates when it is captured, and never again.
             told["peak_bytes"] = torch.cuda.max_memory_allocated()
             told["reserved_bytes"] = torch.cuda.max_memory_reserved()
         return told
@@ -52,8 +53,6 @@ class Clock:
                 torch.cuda.empty_cache()
             print("ready", flush=True)
             sys.stdin.readline()
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
 
     def _mark(self) -> Any:
         if not self._on_gpu:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.precision.plan.fusing import lines_of
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import Stepper
@@ -26,6 +27,7 @@ class Ours:
     captured: bool = True
     kept: str | None = None
     """How a frozen base in e4m3 is multiplied; none: the base is as it came."""
+    fuse: str = "auto"
 
 
 OURS = {
@@ -36,6 +38,7 @@ OURS = {
     "narrowcast, eager": Ours(compiled=False, captured=False),
     "narrowcast, captured": Ours(compiled=False),
     "narrowcast, compiled": Ours(captured=False),
+    "narrowcast, not fused": Ours(fuse="none"),
 }
 
 
@@ -81,7 +84,11 @@ def run_ours(
         info=TaskInfo(unit="token", metrics=(Metric(name="loss"),)),
     )
     plan = nc.plan(
-        model, recipe.precision.policy, hardware=nc.probe(device), gemm_rows=shape.tokens
+        model,
+        recipe.precision.policy,
+        hardware=nc.probe(device),
+        gemm_rows=shape.tokens,
+        fuse=how.fuse,
     )
     prepared = prepare_recipe(recipe, task, plan=plan)
     step = Stepper(prepared, task, recipe)
@@ -98,6 +105,7 @@ def run_ours(
         "update": prepared.update_path,
         "captured": step.captured,
         "skipped": counts.skipped,
+        "fused": list(lines_of(plan.fused)),
     }
 
 

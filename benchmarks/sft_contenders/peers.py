@@ -86,6 +86,8 @@ def run_trl(
             packing_strategy=how.strategy,
             max_length=shape.length,
             dataset_kwargs={"skip_prepare_dataset": True},
+            # It makes tensors of lists, which takes as long as a step of a small model.
+            dataloader_num_workers=0 if device == "cpu" else 2,
             gradient_checkpointing=False,  # it is on unless told
             use_liger_kernel=device != "cpu",
             torch_compile=how.compiled,

@@ -20,7 +20,8 @@ def resolve(schema, section):
 def test_the_schema_is_json_and_has_every_common_setting(schema):
     assert json.loads(json.dumps(schema)) == schema
     assert set(schema["properties"]) == {*CommonSettings.model_fields, "data", "model"}
-    assert set(schema["required"]) == {"workload", "steps", "batch_size"}
+    assert set(schema["required"]) == {"workload", "batch_size"}
+    assert schema["anyOf"] == [{"required": ["steps"]}, {"required": ["epochs"]}]
     assert schema["additionalProperties"] is False
 
 
@@ -49,6 +50,6 @@ def test_every_reference_in_the_schema_leads_somewhere(schema):
 def test_bounds_choices_and_descriptions_are_in_the_schema(schema):
     steps = schema["properties"]["steps"]
     assert (steps["type"], steps["minimum"]) == ("integer", 1)
-    assert steps["description"] == "optimizer steps to run"
+    assert steps["description"] == "optimizer steps to run, unless epochs says it"
     optimizer = resolve(schema, schema["properties"]["optimizer"])
     assert "adamw" in optimizer["properties"]["name"]["enum"]

@@ -71,3 +71,11 @@ def test_the_factor_rises_to_one_and_never_rises_again(name, warmup, final, step
     assert course[top:] == sorted(course[top:], reverse=True)
     assert course[0] > 0.0
     assert all(0.0 <= value <= 1.0 for value in course)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 3), (101, 4), (1, 1), (1000, 30)])
+def test_a_warm_up_that_is_a_share_of_the_run_is_that_many_steps_rounded_up(steps, warmup):
+    # As transformers counts its warmup_ratio.
+    share = lr_factor(LrScheduleSection(name="cosine", warmup_ratio=0.03), steps)
+    counted = lr_factor(LrScheduleSection(name="cosine", warmup=warmup), steps)
+    assert [share(k) for k in range(steps + 1)] == [counted(k) for k in range(steps + 1)]

@@ -82,6 +82,7 @@ def _trained(recipe: Recipe, tell: Callable[[str], None]) -> dict[str, Any]:
     hardware = probe(recipe.device)
     task = build_task(recipe, device=torch.device(hardware.device))
     plan = plan_recipe_model(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
+    recipe = recipe.for_samples(len(task.train_data))
     prepared = prepare_recipe(recipe, task, plan=plan)
     steps: list[StepRecord] = []
     metrics: dict[str, float] = {}

@@ -20,7 +20,8 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
     loaded = load_recipe(recipe, overrides)
 
-    from narrowcast.cli.view.screen import screen, working
+    from narrowcast.cli.view.screen import say, screen, working
+    from narrowcast.report.phrases import count
 
     console = screen()
     with working(screen(quiet=as_json, to_stderr=True), "planning"):
@@ -37,6 +38,9 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
 
         click.echo(strict_json.dumps(phases_json(loaded.recipe, plans), indent=2))
         return
+    if not loaded.recipe.is_settled:
+        many = count(loaded.recipe.epochs or 0, "epoch")
+        say(console, "steps", f"as many as {many} have; no data is read for a plan")
     print_phases(console, loaded.recipe, plans)
     for number, (title, plan) in enumerate(zip(titles(loaded.recipe), plans, strict=True)):
         if number:

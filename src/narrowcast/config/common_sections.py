@@ -94,6 +94,12 @@ class LrScheduleSection(Section):
     warmup: int = Field(
         default=0, ge=0, le=MOST_STEPS, description="steps over which lr rises to its highest"
     )
+    warmup_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="the same as a share of all steps, rounded up, instead of warmup",
+    )
     final: float = Field(
         default=0.0,
         ge=0,
@@ -107,7 +113,14 @@ class LrScheduleSection(Section):
         if self.name == "constant" and self.final not in (0.0, 1.0):
             text = "a constant schedule does not fall; leave final out, or choose cosine or linear"
             refuse_conflicts([(("final", "name"), text)])
+        if self.warmup and self.warmup_ratio:
+            text = "warmup says it in steps already; leave warmup_ratio out, or warmup"
+            refuse_conflicts([(("warmup_ratio", "warmup"), text)])
         return self
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return how many of a run's steps the learning rate rises over."""
+        return self.warmup or math.ceil(steps * self.warmup_ratio)
 
 
 class EmaSection(Section):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, final
 
@@ -18,6 +19,8 @@ from narrowcast.config.yaml_text import Document, KeyPath, YamlError, is_unicode
 from narrowcast.errors import RecipeError
 
 COMMAND_LINE = "command line"
+LENGTHS: tuple[KeyPath, ...] = (("steps",), ("epochs",))
+"""Either says how long a run is."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Given:
         match document.value:
             case dict():
                 source = _File(origin, shown_as, document.lines)
-                self._add(self.tree, (), 0, document.value, source)
+                with self._one_length():
+                    self._add(self.tree, (), 0, document.value, source)
             case None:
                 raise RecipeError(f"{shown_as} is empty; begin it with e.g. workload: lm")
             case other:
@@ -60,8 +64,30 @@ class Given:
             source = _File(str(entry["origin"]), shown_as, {})
             self._add(self.tree, tuple(key.split(".")), 0, entry["value"], source)
 
-    def add_word(self, word: str) -> None:
-        """Add one KEY=VALUE of a command line."""
+    def add_words(self, words: Iterable[str]) -> None:
+        """Add the KEY=VALUE words of a command line."""
+        with self._one_length():
+            for word in words:
+                self._add_word(word)
+
+    @contextmanager
+    def _one_length(self) -> Iterator[None]:
+        """Let the last source that says how long a run is be right; it may say so in one way."""
+        before = dict(self.settings)
+        yield
+        now = {path: self.settings[path] for path in LENGTHS if path in self.settings}
+        fresh = {path for path in now if now[path] is not before.get(path)}
+        said = [path for path in now if path in fresh and now[path].value is not None]
+        if len(said) == len(LENGTHS):
+            self.problems.add(
+                f"{now[said[1]].where}: steps is set too, and one of the two says how long the run "
+                "is; leave one of them out"
+            )
+        elif said:
+            for path in now.keys() - fresh:
+                del self.settings[path]
+
+    def _add_word(self, word: str) -> None:
         key, equals, text = word.partition("=")
         path = tuple(key.strip().split("."))
         begin = shortened(word)

@@ -6,6 +6,10 @@ settings.
 
 MOST_STEPS = 10**9
 """At a millisecond a step, eleven days; at a second, thirty years."""
+UNSETTLED = MOST_STEPS
+"""Steps of a recipe that has epochs instead, until its data is known."""
+MOST_EPOCHS = 10**6
+"""Times through the data; language models are trained with fewer than a hundred."""
 MOST_SAMPLES = 2**24
 """Of a micro-batch: 16 million, hundreds of times what any published run takes at once."""
 MOST_MICRO_BATCHES = 2**16

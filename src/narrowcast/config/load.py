@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from narrowcast.config.given import Given, Setting
-from narrowcast.config.limits import MOST_WORDS
+from narrowcast.config.limits import MOST_WORDS, UNSETTLED
 from narrowcast.config.problems import Problems
 from narrowcast.config.sections import Recipe, Sections
 from narrowcast.config.sources import read_source
@@ -21,6 +21,8 @@ from narrowcast.config.yaml_text import YamlError, parse
 from narrowcast.errors import CheckpointError, RecipeError
 
 DEFAULT = "default"
+EPOCHS = "epochs"
+"""The origin of steps that follow from epochs and data."""
 
 SectionsOf = Callable[[str], Sections]
 """From a workload's name to its sections; raises RecipeError where there is none."""
@@ -35,6 +37,10 @@ class LoadedRecipe:
     """Dotted key to `default`, the name of a file, or `command line`."""
     text: str
     """The recipe file as it was given."""
+
+    def for_samples(self, samples: int) -> LoadedRecipe:
+        """Return it with the steps that its epochs have over so many samples."""
+        return replace(self, recipe=self.recipe.for_samples(samples))
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Return every setting with its value and origin, as `resolved.json` keeps them."""
@@ -65,8 +71,7 @@ def load_recipe(
     def fill(given: Given) -> None:
         given.settings["name",] = Setting(found.name, found.origin, f"{found.shown}: name")
         given.add_file(document, origin=found.origin, shown_as=found.shown)
-        for word in words:
-            given.add_word(word)
+        given.add_words(words)
 
     return _load(fill, sections, shown_as=found.shown, text=found.text)
 
@@ -89,8 +94,7 @@ def from_resolved(
 
     def fill(given: Given) -> None:
         given.add_resolved(resolved, shown_as="resolved.json")
-        for word in words:
-            given.add_word(word)
+        given.add_words(words)
 
     return _load(fill, sections, shown_as="resolved.json", text=text)
 
@@ -109,6 +113,7 @@ def _load(
     known, problem = _sections(first.settings.get(("workload",)), sections)
     given = Given(recipe_tree(known))
     fill(given)
+    _leave_steps_open(given)
     for each in problem:
         given.problems.add(each)
     recipe = validate(given, known, shown_as=shown_as)
@@ -118,6 +123,13 @@ def _load(
     return LoadedRecipe(
         recipe, {key: origins.get(key, DEFAULT) for key in settings_of(recipe)}, text
     )
+
+
+def _leave_steps_open(given: Given) -> None:
+    """Let the steps of a recipe with epochs be those that its data has, whatever number that is."""
+    epochs = given.settings.get(("epochs",))
+    if epochs is not None and epochs.value is not None and ("steps",) not in given.settings:
+        given.settings["steps",] = Setting(UNSETTLED, EPOCHS, "epochs")
 
 
 def _sections(workload: Setting | None, sections: SectionsOf) -> tuple[Sections | None, list[str]]:

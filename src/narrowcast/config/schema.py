@@ -34,9 +34,13 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
     own: dict[str, Any] = {name: {} for added in sections.values() for name in added.by_name}
     properties = {**common["properties"], **own}
     properties["workload"] = {**properties["workload"], "enum": sorted(sections)}
+    # How long a run is must be said, in one way or the other.
+    required = [name for name in common["required"] if name != "steps"]
     return {
         "$schema": DIALECT,
         **common,
+        "required": required,
+        "anyOf": [{"required": ["steps"]}, {"required": ["epochs"]}],
         "title": "narrowcast recipe",
         "properties": properties,
         "allOf": [

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, Self, TypeVar, final
 
-from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from narrowcast.config.common_sections import (
     CheckpointSection,
@@ -30,10 +30,12 @@ from narrowcast.config.limits import (
     LONGEST_NAME,
     MOST_AHEAD,
     MOST_ENTRIES,
+    MOST_EPOCHS,
     MOST_MICRO_BATCHES,
     MOST_SAMPLES,
     MOST_STEPS,
     MOST_WORKERS,
+    UNSETTLED,
 )
 from narrowcast.config.phases import misplaced
 from narrowcast.config.section import Section as Section
@@ -105,7 +107,15 @@ class CommonSettings(Section):
     seed: int = Field(
         default=0, ge=0, le=LARGEST_INDEX, description="fixes weights, data order, noise"
     )
-    steps: int = Field(ge=1, le=MOST_STEPS, description="optimizer steps to run")
+    steps: int = Field(
+        ge=1, le=MOST_STEPS, description="optimizer steps to run, unless epochs says it"
+    )
+    epochs: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_EPOCHS,
+        description="times through the data, instead of steps; none: as steps says",
+    )
     batch_size: int = Field(ge=1, le=MOST_SAMPLES, description="samples per micro-batch")
     accumulate: int = Field(
         default=1, ge=1, le=MOST_MICRO_BATCHES, description="micro-batches per step"
@@ -162,7 +172,7 @@ class CommonSettings(Section):
                         f"step {fault.step} is after the last; write steps={fault.step}",
                     )
                     for fault in self.faults
-                    if fault.step > self.steps
+                    if fault.step > self.steps and self.is_settled
                 ),
                 *(
                     (
@@ -188,9 +198,15 @@ class CommonSettings(Section):
     @model_validator(mode="after")
     def _phases_fit(self) -> Self:
         """Refuse a schedule in which a phase has no step of this run."""
-        problems = misplaced(self.precision.schedule, steps=self.steps)
-        refuse_conflicts([(("precision.schedule", "steps"), text) for text in problems])
+        if self.is_settled:
+            problems = misplaced(self.precision.schedule, steps=self.steps)
+            refuse_conflicts([(("precision.schedule", "steps"), text) for text in problems])
         return self
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known how many steps there are; of epochs it is once data was read."""
+        return self.epochs is None or self.steps != UNSETTLED
 
 
 class Recipe(CommonSettings):
@@ -201,6 +217,26 @@ class Recipe(CommonSettings):
     further: dict[str, SerializeAsAny[Section]] = Field(
         default_factory=dict, description="the other sections of the workload, by name"
     )
+
+    def for_samples(self, samples: int) -> Recipe:
+        """Return the recipe with as many steps as its epochs have over so many samples.
+
+        One that is settled already is returned as it is.
+        """
+        if self.is_settled or self.epochs is None:
+            return self
+        steps = -(-samples // (self.batch_size * self.accumulate)) * self.epochs
+        if not 0 < steps < MOST_STEPS:
+            raise RecipeError(
+                f"epochs={self.epochs}: over {samples} samples that are {steps} steps; a run has "
+                f"1 to {MOST_STEPS - 1}"
+            )
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        try:
+            return type(self).model_validate({**values, "steps": steps})
+        except ValidationError as error:  # what phases and faults have against it
+            found = "; ".join(each["msg"] for each in error.errors(include_url=False))
+            raise RecipeError(f"epochs={self.epochs} are {steps} steps here: {found}") from error
 
     def section(self, kind: type[_Kind]) -> _Kind:
         """Return the section of a class: `recipe.section(LmModel)`."""

@@ -21,6 +21,8 @@ from narrowcast.workloads import build_task
 class Assembled:
     """Everything a run needs but its folder."""
 
+    recipe: Recipe
+    """What was asked for, with the number of steps that its epochs have over the data."""
     task: Task
     prepared: Prepared
     plans: tuple[Plan, ...]
@@ -36,8 +38,9 @@ def assemble(recipe: Recipe) -> Assembled:
     phases = tuple(with_losses(plan, task.model) for plan in phases)
     # The trainer would find a batch that is too large only once the run has begun.
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
+    recipe = recipe.for_samples(len(task.train_data))
     prepared = prepare_recipe(recipe, task, plan=phases[0])
-    return Assembled(task=task, prepared=prepared, plans=phases)
+    return Assembled(recipe=recipe, task=task, prepared=prepared, plans=phases)
 
 
 def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:

@@ -85,7 +85,12 @@ def notices(
     `dropped` is what its folder said and the checkpoint did not.
     """
     found = []
-    if before.steps != after.steps and after.lr_schedule.name != "constant":
+    falls = after.lr_schedule.name != "constant"
+    if before.steps != after.steps and after.lr_schedule.warmup_ratio:
+        found.append(
+            f"the warm-up is a share of {after.steps} steps now, and was one of {before.steps}"
+        )
+    if before.steps != after.steps and falls:
         found.append(
             f"the {after.lr_schedule.name} learning rate now ends at step {after.steps} instead "
             f"of {before.steps}, so it is not where it stopped"

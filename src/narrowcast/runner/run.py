@@ -196,6 +196,7 @@ def train(
     if out is None and loaded.recipe.trackers:
         raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
     assembled = assemble(loaded.recipe)
+    loaded = loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
     home = None if path is None else KeptFolder(path)
     records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=home)
@@ -235,6 +236,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         require_records(run, state, accept=accepted)
         with _where_it_began(run):
             assembled = assemble(loaded.recipe)
+        loaded = loaded.for_samples(len(assembled.task.train_data))
         home = KeptFolder(run.path)
         records = train_records(
             assembled.prepared,

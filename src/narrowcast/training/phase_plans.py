@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from narrowcast.config.common_sections import PrecisionSection
+from narrowcast.config.limits import UNSETTLED
 from narrowcast.config.phases import ConditionSection, PhaseSection, Until, last_step
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
@@ -128,6 +129,8 @@ def end_text(until: Until | None, *, steps: int) -> str:
             return f"step {until}"
         case _:
             share = until if isinstance(until, str) else f"{until:.6g} of the run"
+            if steps == UNSETTLED:
+                return f"{share.removesuffix(' of the run')} of the run"
             return f"step {last_step(until, steps=steps)} ({share})"
 
 

@@ -9,16 +9,18 @@ from narrowcast.config.common_sections import LrScheduleSection
 def lr_factor(settings: LrScheduleSection, steps: int) -> Callable[[int], float]:
     """Return the factor on the learning rate by the number of updates made so far.
 
-    A linear warm-up of `settings.warmup` steps, the last of them at the full rate; then the shape
-    of `settings.name`, which comes down to `settings.final` once `steps` updates are made. It fits
-    `torch.optim.lr_scheduler.LambdaLR`.
+    A linear warm-up of `settings.warmup_steps(steps)` steps, the last of them at the full rate;
+    then the shape of `settings.name`, which comes down to `settings.final` once `steps` updates are
+    made. It fits `torch.optim.lr_scheduler.LambdaLR`.
     """
 
+    warmup = settings.warmup_steps(steps)
+
     def factor(updates: int) -> float:
-        if updates < settings.warmup:
-            return (updates + 1) / settings.warmup
-        length = max(steps - settings.warmup, 1)
-        progress = min((updates - settings.warmup) / length, 1.0)
+        if updates < warmup:
+            return (updates + 1) / warmup
+        length = max(steps - warmup, 1)
+        progress = min((updates - warmup) / length, 1.0)
         match settings.name:
             case "constant":
                 return 1.0

@@ -29,7 +29,8 @@ def introduce(
     title = Text(recipe.name or recipe.workload, style="bold")
     console.print(title.append(f"  {recipe.description}", style="not bold"))
     batch = f"{recipe.accumulate} × " if recipe.accumulate > 1 else ""
-    course = f"{count(recipe.steps, 'step')} of {batch}{count(recipe.batch_size, 'sample')}"
+    epochs = f" ({count(recipe.epochs, 'epoch')})" if recipe.epochs else ""
+    course = f"{count(recipe.steps, 'step')}{epochs} of {batch}{count(recipe.batch_size, 'sample')}"
     say(console, "model", f"{large(parameters)} parameters, {course}")
     for number, note in enumerate(notes):
         say(console, "" if number else "task", note)

@@ -40,7 +40,7 @@ def tilings(width: int, itemsize: int) -> tuple[Tiling, Tiling, Tiling]:
         return small, small, small
     # Of those that spill few or no registers when compiled for Hopper.
     if width > 64:
-        return Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(32, 64, 4, 3)
+        return Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2), Tiling(32, 128, 8, 3)
     return Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 3), Tiling(64, 128, 8, 3)
 
 

@@ -2,7 +2,8 @@
 
 A program has a tile of rows of scores (or of columns, for the gradients of keys and values), and
 goes through the tiles of the other side that any of its own can see: from where the sequence of
-its first token begins to where that of its last ends. Only tiles that a border crosses are masked.
+its first token begins to where that of its last ends. In the rows' programs only tiles that a
+border crosses are masked.
 """
 
 import triton
@@ -186,7 +187,8 @@ def backward_keys(
     value += batch * value_batch + head * value_head
     k = _tile(key, first, length, key_token, COLUMNS, WIDTH, WIDE, True)
     v = _tile(value, first, length, value_token, COLUMNS, WIDTH, WIDE, True)
-    begin, clear, crossed, end = _rows_of(starts, first, length, window, ROWS, COLUMNS)
+    last = tl.minimum(first + COLUMNS, length) - 1
+    end = tl.minimum(tl.load(starts + length + last), last + window)
     of_key = tl.zeros([COLUMNS, WIDE], tl.float32)
     of_value = tl.zeros([COLUMNS, WIDE], tl.float32)
     for member in range(group):
@@ -195,16 +197,9 @@ def backward_keys(
         g = grad_output + batch * grad_batch + at * grad_head
         line = (batch * heads + at) * length
         of_key, of_value = _key_grads(
-            of_key, of_value, k, v, q, g, log_sums + line, sums + line, starts, begin, clear,
-            column, window, length, scale, query_token, grad_token, WIDTH, WIDE, ROWS, True,
-        )  # fmt: skip
-        of_key, of_value = _key_grads(
-            of_key, of_value, k, v, q, g, log_sums + line, sums + line, starts, clear, crossed,
-            column, window, length, scale, query_token, grad_token, WIDTH, WIDE, ROWS, False,
-        )  # fmt: skip
-        of_key, of_value = _key_grads(
-            of_key, of_value, k, v, q, g, log_sums + line, sums + line, starts, crossed, end,
-            column, window, length, scale, query_token, grad_token, WIDTH, WIDE, ROWS, True,
+            of_key, of_value, k, v, q, g, log_sums + line, sums + line, starts,
+            first // ROWS * ROWS, end, column, window, length, scale, query_token, grad_token,
+            WIDTH, WIDE, ROWS,
         )  # fmt: skip
     of_key = of_key * (scale * 0.6931471805599453)
     at = ((batch * length + column) * key_heads + head)[:, None] * WIDTH + place[None, :]
@@ -217,23 +212,23 @@ def backward_keys(
 def _key_grads(
     of_key, of_value, k, v, query, grad_output, log_sums, sums, starts, begin, end,
     column, window, length, scale, query_token, grad_token,
-    WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     for at in range(begin, end, ROWS):
         row = at + tl.arange(0, ROWS)
         here = row < length
-        q = _tile(query, at, length, query_token, ROWS, WIDTH, WIDE, MASKED)
-        g = _tile(grad_output, at, length, grad_token, ROWS, WIDTH, WIDE, MASKED)
+        q = _tile(query, at, length, query_token, ROWS, WIDTH, WIDE, True)
+        g = _tile(grad_output, at, length, grad_token, ROWS, WIDTH, WIDE, True)
         log_sum = tl.load(log_sums + row, mask=here, other=0.0)
         sum_ = tl.load(sums + row, mask=here, other=0.0)
         # Turned over: (columns, rows), so that both products below take it as it is.
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
         shares = tl.exp2(scores - log_sum[None, :])
-        if MASKED:
-            start = tl.load(starts + row, mask=here, other=0)
-            # A row behind the last is of no sequence.
-            seen = _sees(row, start, column, window) & here[:, None]
-            shares = tl.where(tl.trans(seen), shares, 0.0)
+        # Tiles that no border crosses are masked, too: apart, they would take registers to spill.
+        start = tl.load(starts + row, mask=here, other=0)
+        # A row behind the last is of no sequence.
+        seen = _sees(row, start, column, window) & here[:, None]
+        shares = tl.where(tl.trans(seen), shares, 0.0)
         of_value = tl.dot(shares.to(g.dtype), g, of_value, input_precision="ieee")
         of_shares = tl.dot(v, tl.trans(g), input_precision="ieee")
         of_scores = shares * (of_shares - sum_[None, :])
@@ -255,20 +250,6 @@ def _columns_of(starts, first, length, window, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _rows_of(starts, first, length, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where the rows begin that see a tile of columns, see all of it, some of it, and end."""
-    ends = starts + length
-    last = tl.minimum(first + COLUMNS, length) - 1
-    end = tl.minimum(tl.load(ends + last), last + window)
-    end = tl.minimum(end, length)
-    begin = first // ROWS * ROWS
-    whole = tl.minimum(tl.load(ends + first), first + window) // ROWS * ROWS
-    clear = tl.cdiv(first + COLUMNS, ROWS) * ROWS
-    clear = tl.minimum(clear, tl.cdiv(end, ROWS) * ROWS)
-    return begin, clear, tl.maximum(whole, clear), end
-
-
-@triton.jit
 def _sees(row, start, column, window):
     near = (column[None, :] <= row[:, None]) & (row[:, None] - column[None, :] < window)
     return near & (column[None, :] >= start[:, None])
@@ -280,10 +261,9 @@ def _tile(
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one head; with `MASKED`, those behind the last are 0."""
-    token, place = tl.arange(0, TOKENS), tl.arange(0, WIDE)
-    # A long row is more than 32 bits of elements; a tile is not, and takes half the registers.
-    at = source + tl.cast(first, tl.int64) * stride + (token[:, None] * stride + place[None, :])
+    token, place = first + tl.arange(0, TOKENS), tl.arange(0, WIDE)
+    at = source + token[:, None].to(tl.int64) * stride + place[None, :]
     if MASKED or WIDTH != WIDE:
-        here = (first + token < length)[:, None] & (place < WIDTH)[None, :]
+        here = (token < length)[:, None] & (place < WIDTH)[None, :]
         return tl.load(at, mask=here, other=0.0)
     return tl.load(at)

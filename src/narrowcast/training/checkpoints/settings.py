@@ -12,6 +12,7 @@ from narrowcast.config.sections import DataSection
 
 MAY_CHANGE = (
     "steps",
+    "epochs",
     "device",
     "checkpoint.every",
     "checkpoint.keep",

@@ -194,7 +194,7 @@ class Judge:
         first = self._windows[0].tokens if self._windows else self._questions[0].prompt
         ids = torch.tensor([first[:PROBE]], device=next(model.parameters()).device)
         with in_eval_mode(model):
-            logits: Tensor = model(input_ids=ids).logits
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return hashlib.blake2b(logits.float().cpu().numpy().tobytes()).hexdigest()
 
     def _answers(self, model: nn.Module) -> list[str]:

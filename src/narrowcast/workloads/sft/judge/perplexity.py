@@ -93,7 +93,7 @@ def perplexity_of_windows(
         for batch in _batches(windows, batch_size):
             ids = torch.tensor([window.tokens for window in batch], device=device)
             known = torch.tensor([window.known for window in batch], device=device)
-            total += _surprise(model(input_ids=ids).logits, ids, known)
+            total += _surprise(model(input_ids=ids, use_cache=False).logits, ids, known)
             count += sum(len(window.tokens) - window.known for window in batch)
     if not count:
         raise RecipeError("a text of fewer than two tokens has nothing to predict; give a longer")

@@ -1,0 +1,67 @@
+"""`epochs` from the plan to the resume."""
+
+import json
+import math
+
+import pytest
+
+from narrowcast.runs import RunFolder, StepRecord
+from narrowcast.workloads import build_task, load_recipe
+
+
+@pytest.fixture
+def per_epoch(tiny):
+    import torch
+
+    recipe = load_recipe(tiny, ["batch_size=64"]).recipe
+    samples = len(build_task(recipe, device=torch.device("cpu")).train_data)
+    return math.ceil(samples / (64 * 16))
+
+
+WORDS = ("batch_size=64", "accumulate=16")
+
+
+def resolved(out):
+    return json.loads((out / "resolved.json").read_text())
+
+
+def steps_of(out):
+    with RunFolder.open(out) as run:
+        return [r.step for r in run.records() if isinstance(r, StepRecord)]
+
+
+def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, tmp_path, per_epoch):
+    out = tmp_path / "run"
+    words = (*WORDS, "epochs=2", "lr_schedule.warmup_ratio=1", "lr_schedule.name=linear")
+    said = narrowcast("train", tiny, *words, "--out", out)
+    assert (said.code, said.err) == (0, "")
+    steps = 2 * per_epoch
+    assert f"{steps} steps (2 epochs) of" in said.out
+    assert steps_of(out)[-1] == steps
+    assert resolved(out)["steps"] == {"value": steps, "origin": "epochs"}
+    assert f"has finished its {steps} steps" in narrowcast("resume", out).out
+    # A third one: as many more steps, of which the warm-up is a share again.
+    more = narrowcast("resume", out, "epochs=3")
+    assert (more.code, more.err) == (0, "")
+    assert "the warm-up is a share of" in more.out
+    assert steps_of(out) == list(range(1, 3 * per_epoch + 1))
+    assert resolved(out)["steps"] == {"value": 3 * per_epoch, "origin": "epochs"}
+    # And steps in place of them.
+    assert narrowcast("resume", out, f"steps={3 * per_epoch + 1}").code == 0
+    assert resolved(out)["epochs"]["value"] is None
+    assert steps_of(out)[-1] == 3 * per_epoch + 1
+
+
+def test_a_run_of_epochs_that_is_killed_and_resumed_is_the_same_run(narrowcast, tiny, tmp_path):
+    words = ("epochs=1", "batch_size=64", "accumulate=4")
+    verified = narrowcast("verify-resume", tiny, *words, "--out", tmp_path / "both")
+    assert (verified.code, verified.err) == (0, "")
+    assert resolved(tmp_path / "both/resumed")["steps"]["origin"] == "epochs"
+
+
+def test_a_plan_says_that_it_does_not_know_the_steps(narrowcast, tiny):
+    schedule = "precision.schedule=[{policy: bf16, until: 30%}, {policy: fp32}]"
+    said = narrowcast("plan", tiny, "epochs=2", schedule)
+    assert said.code == 0
+    assert "as many as 2 epochs have; no data is read for a plan" in said.out
+    assert "until 30% of the run" in said.out
