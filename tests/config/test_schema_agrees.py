@@ -13,7 +13,12 @@ from narrowcast.errors import RecipeError
 from narrowcast.workloads import sections_of
 
 WORKLOADS = ("lm", "sft", "tutorial")
-NEEDED = {"lm": {}, "sft": {"data": {"path": "sums"}, "model": {"path": "tiny"}}, "tutorial": {}}
+SFT = {
+    "data": {"path": "sums"}, "model": {"path": "tiny"}, "ica": {"mask_mode": "lesion"},
+    "judge": {"perplexity": "text.txt", "exact_match": "rows.csv"},
+}  # fmt: skip
+NEEDED = {"lm": {}, "sft": SFT, "tutorial": {}}
+"""What must be there, or else other settings would be refused as having nothing to do."""
 SCHEMA = recipe_schema({name: sections_of(name) for name in WORKLOADS})
 VALUES = (
     None, "none", "NULL", "", "x", "30%", "cuda:1", True, 0, 1, 2, -1, 0.5, 1.5, 3.0, 128, 10**12,
@@ -28,7 +33,7 @@ TOGETHER = {
     "precision.loss_scale.min", "precision.adapt.enabled", "data.tokenizer",
     "data.columns.instruction", "data.columns.response", "data.columns.context",
     "data.columns.system", "data.instruction_template", "data.pretokenize_cache_dir",
-    "eval.patience", "eval.min_delta", "model.base", "epochs", "lr_schedule.warmup_ratio",
+    "eval.patience", "eval.min_delta", "ica.scale", "ica.ica_two_sided", "model.base", "epochs", "lr_schedule.warmup_ratio",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 
