@@ -13,7 +13,8 @@ from narrowcast.errors import RecipeError
 from narrowcast.workloads import sections_of
 
 WORKLOADS = ("lm", "sft", "tutorial")
-NEEDED = {"lm": {}, "sft": {"data": {"path": "sums"}, "model": {"path": "tiny"}}, "tutorial": {}}
+SFT = {"data": {"path": "sums"}, "model": {"path": "tiny"}, "ica": {"freeze": True}}
+NEEDED = {"lm": {}, "sft": SFT, "tutorial": {}}
 SCHEMA = recipe_schema({name: sections_of(name) for name in WORKLOADS})
 VALUES = (
     None, "none", "NULL", "", "x", "30%", "cuda:1", True, 0, 1, 2, -1, 0.5, 1.5, 3.0, 128, 10**12,
@@ -29,6 +30,7 @@ TOGETHER = {
     "data.columns.instruction", "data.columns.response", "data.columns.context",
     "data.columns.system", "data.instruction_template", "data.pretokenize_cache_dir",
     "eval.patience", "eval.min_delta", "model.base", "epochs", "lr_schedule.warmup_ratio",
+    "ica.scale", "ica.ica_two_sided",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 
