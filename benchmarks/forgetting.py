@@ -373,6 +373,7 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     options = arguments().parse_args()
     environment = describe_environment()
+    environment.pop("folder", None)  # of this machine, and of no use elsewhere
     with tempfile.TemporaryDirectory() as name:
         setup = (options.data, Path(name), options.steps, options.asked)
         _prepare(*setup)

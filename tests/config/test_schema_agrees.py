@@ -13,8 +13,12 @@ from narrowcast.errors import RecipeError
 from narrowcast.workloads import sections_of
 
 WORKLOADS = ("lm", "sft", "tutorial")
-SFT = {"data": {"path": "sums"}, "model": {"path": "tiny"}, "ica": {"freeze": True}}
+SFT = {
+    "data": {"path": "sums"}, "model": {"path": "tiny"}, "ica": {"mask_mode": "lesion"},
+    "judge": {"perplexity": "text.txt", "exact_match": "rows.csv"},
+}  # fmt: skip
 NEEDED = {"lm": {}, "sft": SFT, "tutorial": {}}
+"""What must be there, or else other settings would be refused as having nothing to do."""
 SCHEMA = recipe_schema({name: sections_of(name) for name in WORKLOADS})
 VALUES = (
     None, "none", "NULL", "", "x", "30%", "cuda:1", True, 0, 1, 2, -1, 0.5, 1.5, 3.0, 128, 10**12,

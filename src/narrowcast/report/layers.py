@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowcast.precision.plan.folding import folded, groups_alike
+from narrowcast.precision.plan.kept_plan import decibels
 from narrowcast.report.in_force import Change, InForce
 
 _NONE = "–"
@@ -117,11 +118,18 @@ def _layer(alike: Sequence[Mapping[str, Any]], changes: Sequence[Change | None])
         params=_text(first, "params"),
         output=_text(first, "output"),
         how=_text(first, "how"),
-        reason=bare_reason(first),
+        reason="; ".join(filter(None, [bare_reason(first), _loss(alike)])),
         parameters=sum(_whole(module, "parameters") for module in alike),
         ended=next((change.format for change in changes if change is not None), ""),
         since=" – ".join(f"{step:,}" for step in dict.fromkeys([*steps[:1], *steps[-1:]])),
     )
+
+
+def _loss(alike: Sequence[Mapping[str, Any]]) -> str:
+    """Say what weights that are kept in fewer bits have lost, where that is known."""
+    kept = [module.get("kept") for module in alike]
+    found = [each.get("snr_db") for each in kept if isinstance(each, Mapping)]
+    return decibels([value for value in found if isinstance(value, float)])
 
 
 def _treatment(module: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import torch
 from narrowcast.config import Recipe
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, probe
-from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.training.data import Order
@@ -35,6 +35,7 @@ def assemble(recipe: Recipe) -> Assembled:
     phases = planned(recipe, hardware)
     _require_memory(max(phases, key=lambda plan: sum(plan.bytes.values())))
     task = build_task(recipe, device=torch.device(hardware.device))
+    phases = tuple(with_losses(plan, task.model) for plan in phases)
     # The trainer would find a batch that is too large only once the run has begun.
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
     recipe = recipe.for_samples(len(task.train_data))

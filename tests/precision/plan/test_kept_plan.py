@@ -9,6 +9,8 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.hardware import Speeds
+from narrowcast.precision.plan.plan import with_losses
+from narrowcast.report.layers import layers
 
 # By tokens, inputs and outputs of 1024 and 4096: fp8 takes longer than bf16 where all are small and
 # half its time where all are large; widening costs a tenth everywhere.
@@ -129,3 +131,17 @@ def test_sides_that_tensor_cores_refuse_are_widened(h200):
 
 def test_a_speed_that_nobody_measured_is_said_to_be_so(h200):
     assert "its speed is not measured here" in planned(kept(), "bf16", h200).reason
+
+
+def test_a_plan_from_shapes_is_told_what_the_model_has_lost(h200):
+    with torch.device("meta"):
+        shapes = kept()
+    plan = nc.plan(shapes, "bf16", hardware=h200)
+    assert plan.module("base.layer0").kept.snr_db is None
+    model = kept()
+    found = with_losses(plan, model)
+    assert found.module("base.layer0").kept.snr_db == model.base.layer0.kept.snr_db
+    rows = [row for row in layers(found.to_json()["modules"]) if row.params == "e4m3"]
+    assert [row.reason.endswith(" dB") for row in rows] == [True]
+    plain = nc.plan(nn.Linear(4, 4), "bf16", hardware=h200)
+    assert with_losses(plain, nn.Linear(4, 4)) is plain

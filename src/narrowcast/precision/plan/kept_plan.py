@@ -72,7 +72,12 @@ def speed_of(
 
 def loss_of(alike: Sequence[KeptPlan | None]) -> str:
     """Say what the weights of some modules have lost."""
-    found = [each.snr_db for each in alike if each is not None and each.snr_db is not None]
+    found = [each.snr_db for each in alike if each is not None]
+    return decibels([value for value in found if value is not None])
+
+
+def decibels(found: Sequence[float]) -> str:
+    """Write a range of signal to noise; nothing where there is none."""
     if not found:
         return ""
     low, high = f"{min(found):.1f}", f"{max(found):.1f}"

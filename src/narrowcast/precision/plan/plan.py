@@ -5,13 +5,14 @@ and the report shows it: they read one value and cannot disagree.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
+from narrowcast.precision.kept import KeptLayer
 from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
@@ -155,6 +156,19 @@ def make_plan(
         fuse=fuse if isinstance(fuse, str) else tuple(fuse),
         fused=fused,
     )
+
+
+def with_losses(plan: Plan, model: nn.Module) -> Plan:
+    """Return a plan that was made from shapes alone with what a model's kept weights have lost."""
+    if not any(each.kept for each in plan.modules):
+        return plan
+    measured = []
+    for each in plan.modules:
+        module = model.get_submodule(each.name)
+        if each.kept is not None and isinstance(module, KeptLayer):
+            each = replace(each, kept=replace(each.kept, snr_db=module.kept.snr_db))
+        measured.append(each)
+    return replace(plan, modules=tuple(measured))
 
 
 def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
