@@ -47,3 +47,10 @@ def test_a_recipe_is_planned_trained_and_reported_from_python(tmp_path):
     assert re.search(r"^step 20: loss \d", output, re.M)
     assert re.search(r"^step 20: evaluated \{'loss': \d", output, re.M)
     assert (folder / "report.html").exists()
+
+
+def test_adapters_beside_a_base_in_e4m3_learn():
+    output = run_example("adapters.py")
+    assert re.search(r"^14 layers kept in e4m3, the worst with 3[01]\.\d dB", output, re.M)
+    first, *_, last = map(float, re.findall(r"loss (\S+)", output))
+    assert last < 0.85 * first
