@@ -69,6 +69,7 @@ SMALL = (
     "steps=6", "batch_size=2", "model.layers=1", "model.width=16", "model.heads=2",
     "data.length=16", "health.every=0", "data.eval_windows=4",
 )  # fmt: skip
+SMALL_SFT = ("steps=6", "batch_size=2", "data.validation_split=0.01", "judge.samples=0")
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
@@ -81,7 +82,8 @@ def test_commands_typed_in_order_find_the_runs_they_name(docs, name, tmp_path, m
             continue
         verb, rest = words[1], [word.replace("=400", "=8") for word in words[2:]]
         if verb == "train":
-            assert exit_code_of([verb, *rest, *SMALL, "--quiet"]) == 0, words
+            small = SMALL_SFT if rest[0].startswith("sft/") else SMALL
+            assert exit_code_of([verb, *rest, *small, "--quiet"]) == 0, words
         elif verb in ("resume", "report", "compare"):
             assert exit_code_of([verb, *rest]) == 0, words
         elif verb == "watch":
