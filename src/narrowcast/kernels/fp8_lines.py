@@ -34,14 +34,18 @@ def quantize_lines(
     return Quantized(*call(x, target, rowwise, columnwise, factors))
 
 
-def widen_lines(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def widen_lines(
+    codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, *, again: bool = False
+) -> Tensor:
     """Return e4m3 codes times the inverse scale of their row, rounded once to `dtype`.
 
-    Codes of NaN are not known here, and inverse scales are at most 2¹¹⁹.
+    Codes of NaN are not known here, and inverse scales are at most 2¹¹⁹. `again` says that this is
+    for a backward pass: a compiler that sees two equal calls makes one, and keeps its result from
+    the forward pass on, which takes the memory that keeping codes saves.
     """
     compiling = torch.compiler.is_compiling()
     call = torch.ops.narrowcast.widen_fp8_lines if compiling else _widen
-    result: Tensor = call(codes, scale_inv, dtype)
+    result: Tensor = call(codes, scale_inv, dtype, again)
     return result
 
 
@@ -109,7 +113,7 @@ def _plainly(
         columnwise.copy_(castable(value, columnwise_scale_inv, largest).t())
 
 
-def _widen(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def _widen(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
     if unsupported_reason(codes.device) or codes.is_meta:
         return _widen_plainly(codes, scale_inv, dtype)
     from narrowcast.kernels.quantize_lines import widen_lines_into
@@ -128,7 +132,7 @@ def _widen_plainly(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tens
     return wide.mul_((256.0 * scale_inv)[:, None]).to(dtype)
 
 
-def _empty_wide(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_wide(codes: Tensor, scale_inv: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
@@ -141,7 +145,7 @@ _library.define(
 _library.impl("quantize_fp8_lines", _quantize, "CompositeExplicitAutograd")
 torch.library.register_fake("narrowcast::quantize_fp8_lines", _empty)
 _library.define(
-    "widen_fp8_lines(Tensor codes, Tensor scale_inv, ScalarType dtype) -> Tensor",
+    "widen_fp8_lines(Tensor codes, Tensor scale_inv, ScalarType dtype, bool again) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("widen_fp8_lines", _widen, "CompositeExplicitAutograd")

@@ -142,10 +142,10 @@ def keep_layer(layer: nn.Module, products: Products = "auto") -> float | None:
     return snr_db
 
 
-def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return e4m3 codes times the scale of their row."""
+def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype, *, again: bool = False) -> Tensor:
+    """Return e4m3 codes times the scale of their row; `again` in a backward pass."""
     with torch._C.DisableTorchFunction():  # regions have nothing to say of this
-        return widen_lines(codes.detach(), scale, dtype)
+        return widen_lines(codes.detach(), scale, dtype, again=again)
 
 
 def _in_e4m3(matrix: Tensor) -> tuple[Tensor, Tensor, float | None]:
@@ -186,7 +186,7 @@ class _WidenedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scale)
         ctx.across, ctx.has_bias = across, bias is not None
-        wide = widened(codes, scale, x.dtype)
+        wide = widened(codes, scale, x.dtype, again=across)
         return F.linear(x, wide.t() if across else wide, bias)
 
     @staticmethod

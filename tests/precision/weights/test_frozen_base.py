@@ -380,3 +380,22 @@ def saved_and_loaded(model):
 
 def _multiplies_bf16():
     return nc.probe("cpu").support("bf16").how == "native"
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
+def test_only_bytes_of_a_kept_weight_wait_for_the_backward_pass(backend):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 48, bias=False), nn.ReLU())
+    model[1].requires_grad_(False)
+    nc.keep_frozen(model)
+    run = nc.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1), policy="fp32")
+    called, saved = model if backend is None else torch.compile(model, backend=backend), []
+
+    def note(tensor):
+        saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = called(torch.randn(4, 32)).sum()
+    run.step(loss)
+    assert ((48, 32), torch.float8_e4m3fn) in saved
+    assert not {((48, 32), torch.float32), ((32, 48), torch.float32)} & set(saved)
