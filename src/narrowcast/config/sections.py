@@ -225,7 +225,8 @@ class Recipe(CommonSettings):
         """
         if self.is_settled or self.epochs is None:
             return self
-        steps = -(-samples // (self.batch_size * self.accumulate)) * self.epochs
+        # Over all of them at once: a step is never short, so rounded up for each it would be more.
+        steps = -(-samples * self.epochs // (self.batch_size * self.accumulate))
         if not 0 < steps < MOST_STEPS:
             raise RecipeError(
                 f"epochs={self.epochs}: over {samples} samples that are {steps} steps; a run has "

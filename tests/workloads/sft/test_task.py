@@ -6,13 +6,23 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.sft.ica import load_networks
+from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
 
 SMALL = ("device=cpu", "steps=4", "batch_size=4", "eval.every=0", "health.every=0")
 SHOWN = ("judge.samples=2", "judge.max_new_tokens=4")
@@ -277,3 +287,65 @@ def test_a_run_goes_on_bit_for_bit(word, llama, rows, tmp_path):
                 for run in ("whole", "parts"))  # fmt: skip
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("base", ["bf16", "e4m3", "int8", "nf4", "fp4"])
+def test_weights_that_are_trained_are_not_kept_in_fewer_bits(base, llama, rows):
+    with pytest.raises(RecipeError, match=f"begin in fp32, not {base}; leave base out"):
+        load_recipe("sft/tiny", words(llama, rows, f"model.base={base}"))
+
+
+def test_a_tied_head_is_not_merged_into_the_embedding(rows):
+    asked = ("model.tune=lora", "lora.lora_target_modules=[lm_head,q_proj]")
+    with pytest.raises(RecipeError, match="lm_head shares its weight with model"):
+        task_of("tiny", rows, *asked, "lora.merge_adapter_with_base=true")
+
+
+def test_a_tied_head_is_saved_once(rows, tmp_path):
+    trained("tiny", rows, tmp_path / "r", "model.save_dtype=bf16")
+    saved = load_file(tmp_path / "r" / "final_model" / "model.safetensors")
+    assert "lm_head.weight" not in saved
+    assert "model.embed_tokens.weight" in saved
+
+
+def lively(model):
+    """Give a model weights with which its tokens look at one another; as it begins they hardly do."""
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    return model
+
+
+def test_a_model_that_looks_ahead_is_refused(rows, tmp_path):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(**shape, intermediate_size=16, vocab_size=260)
+    lively(BertForMaskedLM(config)).save_pretrained(tmp_path / "bert")
+    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+    with pytest.raises(UnsupportedError, match="lets a token see those that come after it"):
+        task_of(tmp_path / "bert", rows)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_that_a_model_cannot_keep_apart_are_refused(attention, rows, tmp_path):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "ffn_dim": 16}
+    config = OPTConfig(**shape, vocab_size=260, max_position_embeddings=128, word_embed_proj_dim=16)
+    lively(OPTForCausalLM(config)).save_pretrained(tmp_path / "opt")
+    tiny_tokenizer().save_pretrained(tmp_path / "opt")
+    asked = ("data.packing=true", f"model.attn_implementation={attention}")
+    with pytest.raises(UnsupportedError, match="conversations of a row see one another"):
+        task_of(tmp_path / "opt", rows, *asked)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(rows, tmp_path):
+    config = Qwen2Config(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                         num_attention_heads=1, num_key_value_heads=1, vocab_size=260)  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "qwen")
+    with pytest.raises(RecipeError, match="tokenizer"):
+        task_of(tmp_path / "qwen", rows)
+
+
+def test_epochs_go_through_the_data_as_often_as_asked(llama, rows, tmp_path):
+    asked = words(llama, rows, "judge.samples=0", "epochs=2", "accumulate=4", "batch_size=4")
+    asked = [word for word in asked if not word.startswith("steps=")]
+    steps = [r for r in nc.train("sft/tiny", asked) if isinstance(r, StepRecord)]
+    assert len(steps) == 5  # 36 rows twice, in steps of 16

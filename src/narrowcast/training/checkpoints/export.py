@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, RecipeError, blamed_on
 from narrowcast.plain_files import open_plain
@@ -140,16 +140,17 @@ def export_weights(
     The names are those of the model's own `state_dict`. Of tied weights the file has the first, as
     `safetensors.torch.load_model` expects it. Equal weights give equal bytes.
     """
-    first: dict[int, str] = {}
-    tied = {
-        name
-        for name, parameter in prepared.model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
-    }
-    weights = {**prepared.full_weights(), **best}
+    tied, weights = tied_names(prepared.model), {**prepared.full_weights(), **best}
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
     with written_beside(path, hint="the last checkpoint holds the same weights") as beside:
         write_tensors(beside, tensors, metadata={"format": "pt"})
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Return the names of weights that have another name before."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, each in named if first.setdefault(id(each), name) != name}
 
 
 def _seen(folder: Path) -> dict[Path, tuple[int, int]]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.calling import Calling
 from narrowcast.workloads.sft.data.packing import Packs
 from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data
 from narrowcast.workloads.sft.data.report import DataReport
@@ -19,7 +20,7 @@ from narrowcast.workloads.sft.ica.networks import Provenance
 from narrowcast.workloads.sft.ica.settings import IcaSection
 from narrowcast.workloads.sft.judge.judging import Judge
 from narrowcast.workloads.sft.judge.settings import JudgeSection
-from narrowcast.workloads.sft.models.base import build_model, is_bounded
+from narrowcast.workloads.sft.models.base import Built, build_model
 from narrowcast.workloads.sft.models.loading import load_config, load_tokenizer
 from narrowcast.workloads.sft.models.lora import adapted
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
@@ -35,12 +36,10 @@ class Parts:
     data: PreparedData
     judge: Judge | None
     """None where no data was read."""
-    context: int | None
-    """Tokens the model was made for, where it says."""
+    calling: Calling
+    vocabulary: int
     networks: Applied | None
     """None where the recipe asks for none."""
-    bounded: bool
-    """Whether its attention is told where the conversations of a row end."""
     notes: tuple[str, ...]
 
 
@@ -54,16 +53,20 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     context = getattr(text_config, "max_position_embeddings", None)
     rows = _NOTHING if device.type == "meta" else prepare_data(data, tokenizer, seed=recipe.seed)
     _refuse_long_rows(rows, context)
-    model = build_model(recipe, device=device)
+    built = build_model(recipe, device=device)
+    model, vocabulary = built.model, text_config.vocab_size
+    calling = Calling(packing=data.packing, bounded=built.bounded, context=context)
+    if device.type != "meta":
+        calling.refuse_leaks(model, vocabulary=vocabulary)
     networks = _networks(recipe, model, rows)
-    told = (*_trained(model, recipe), *(rows.report.lines() if len(rows.train) else ()))
+    told = (*_trained(built, recipe), *(rows.report.lines() if len(rows.train) else ()))
     return Parts(
         model=model,
         tokenizer=tokenizer,
         data=rows,
         judge=None if device.type == "meta" else _judge(recipe, tokenizer, model, rows),
-        context=context,
-        bounded=is_bounded(recipe),
+        calling=calling,
+        vocabulary=vocabulary,
         networks=networks,
         notes=(*told, *(networks.lines() if networks is not None else ())),
     )
@@ -81,7 +84,7 @@ def _judge(recipe: Recipe, tokenizer: Any, model: nn.Module, rows: PreparedData)
         recipe.section(JudgeSection),
         template,
         model=model,
-        steps=recipe.steps,
+        steps=recipe.for_samples(len(rows.train)).steps,
         eval_every=recipe.eval.every,
         shown=None if rows.validation is None else rows.validation.rows,
     )
@@ -94,16 +97,19 @@ def _networks(recipe: Recipe, model: nn.Module, rows: PreparedData) -> Applied |
     return apply_networks(model, section, listened, seed=recipe.seed, provenance=provenance)
 
 
-def _trained(model: nn.Module, recipe: Recipe) -> tuple[str, ...]:
+def _trained(built: Built, recipe: Recipe) -> tuple[str, ...]:
     """Say how much of a model is trained, where it is not all of it."""
     settings, rank = recipe.section(SftModel), recipe.section(LoraSection).lora_r
     if settings.tune == "full":
         return ()
+    model = built.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    least, most = min(built.kept.values(), default=0.0), max(built.kept.values(), default=0.0)
+    kept = f", {len(built.kept)} layers in e4m3 at {least:.1f} to {most:.1f} dB"
     return (
         f"{trained:,} parameters are trained, in adapters of rank {rank} on "
-        f"{', '.join(adapted(model))}; {frozen:,} are frozen",
+        f"{', '.join(adapted(model))}; {frozen:,} are frozen{kept if built.kept else ''}",
     )
 
 

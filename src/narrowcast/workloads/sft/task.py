@@ -1,9 +1,10 @@
 """The task of fine-tuning: a language model, conversations, and the loss on what it should say."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +14,17 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Task
-from narrowcast.workloads.sft.attention import conversation_bounds
 from narrowcast.workloads.sft.build import Parts, build_parts
+from narrowcast.workloads.sft.calling import Batch
 from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.models.results import place_of_weights, write_models
 
-Batch: TypeAlias = dict[str, Tensor]
-
 LOSS, PERPLEXITY = Metric(name="loss"), Metric(name="perplexity")
 ROWS_JUDGED = 64
 """Rows of training data that are judged where there is nothing to validate on."""
+LOGIT_BYTES = 2**30
+"""That an evaluation makes at once, in fp32."""
 WEIGHT = "weight"
 """Of a batch: how much it counts among those of its step."""
 
@@ -46,9 +47,9 @@ class FineTuning:
         """Return what the engine trains."""
         judge, networks = self.parts.judge, self.parts.networks
         judged = () if judge is None else judge.info_metrics()
+        # The judge first: it is of the model without masks, as it is saved.
         hooks = [*(() if judge is None else judge.hooks())]
-        if networks is not None:
-            hooks.insert(0, networks.hook)  # before the judge, which looks at what they do
+        hooks += [] if networks is None else [networks.hook]
         return Task(
             model=self.parts.model,
             train_data=self.parts.data.train,
@@ -68,7 +69,7 @@ class FineTuning:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of the tokens to learn, in nats, by what it counts."""
-        loss: Tensor = model(**self._arguments(batch)).loss
+        loss: Tensor = model(**self.parts.calling.arguments(batch)).loss
         return loss * batch[WEIGHT] if WEIGHT in batch else loss
 
     def weigh(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -120,25 +121,17 @@ class FineTuning:
             if networks is not None:
                 networks.write(folder, lambda: self._measured(model))
             if judge is not None:
-                judge.after(model, folder)
+                with contextlib.nullcontext() if networks is None else networks.lifted():
+                    judge.after(model, folder)
 
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return what the model is called with.
-
-        A row of one conversation needs nothing but its order: what fills it up comes after it, and
-        nothing looks ahead. That is the fastest attention, unless the row is longer than the model.
-        """
-        given: dict[str, Any] = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
-        given["use_cache"] = False
-        width, context = batch["input_ids"].shape[1], self.parts.context
-        if self.recipe.section(SftData).packing or (context is not None and width > context):
-            given["position_ids"] = batch["position_ids"]
-            if self.parts.bounded:
-                given["attention_mask"] = conversation_bounds(batch["position_ids"])
-        return given
+    @property
+    def _rows_at_once(self) -> int:
+        """Rows whose logits an evaluation can hold: it has them all, where a step may not."""
+        length = self.recipe.section(SftData).max_seq_length
+        return max(1, LOGIT_BYTES // (4 * length * self.parts.vocabulary))
 
     def _held_out(self) -> Iterator[Batch]:
-        held, size = self.parts.data.validation, self.recipe.batch_size
+        held, size = self.parts.data.validation, min(self.recipe.batch_size, self._rows_at_once)
         judged = self.parts.data.train if held is None else held
         count = min(len(judged), ROWS_JUDGED) if held is None else len(judged)
         for first in range(0, count, size):

@@ -126,7 +126,7 @@ class Judge:
         before = strict_json.loads(self._before) if self._before else {}
         if self._section.measures:
             measured = self._judgement(model).to_json()
-            told = {"step": self._step, "before": before.get("measured"), "after": measured}
+            told = {"before": before.get("measured"), "after": measured}
             write_json(folder / JUDGED, told)
         if self._shown:
             known = before.get("texts") or [""] * len(self._shown)

@@ -3,12 +3,14 @@
 The base is frozen in fewer bits before it goes to its device, which then never holds the wide one.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 
 from narrowcast.config.sections import Recipe
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.numerics import plain_format
 from narrowcast.workloads.sft.attention import keep_conversations_apart
@@ -20,26 +22,41 @@ from narrowcast.workloads.sft.models.quantised import (
     as_kept,
     keep_base,
     loading_options,
+    refuse_merge,
 )
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 
-def build_model(recipe: Recipe, *, device: torch.device) -> Any:
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Built:
+    """A model that is ready to be trained."""
+
+    model: Any
+    bounded: bool
+    """Whether its attention is told where the conversations of a row end."""
+    kept: Mapping[str, float]
+    """Of each layer whose frozen weight is kept in e4m3: what of it is left, in dB."""
+
+
+def build_model(recipe: Recipe, *, device: torch.device) -> Built:
     """Return what is trained, on a device; on the meta device only its shapes."""
     settings, lora = recipe.section(SftModel), recipe.section(LoraSection)
     _refuse_merge(settings, lora)
     model = _loaded(recipe, device=device, on=_first_device(settings, device))
-    if is_bounded(recipe):
-        keep_conversations_apart(model)
+    bounded = _bound(model, recipe, device)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if settings.tune == "full":
-        return model
+        return Built(model=model, bounded=bounded, kept={})
+    if lora.merge_adapter_with_base:
+        refuse_merge(model)
     model = add_adapters(model, lora, seed=recipe.seed)
+    kept: dict[str, float] = {}
     if settings.base == "e4m3":
-        keep_base(model, settings.base, products=settings.base_products)
+        kept = keep_base(model, products=settings.base_products)
         model = model.to(device)
-    return model
+    return Built(model=model, bounded=bounded, kept=kept)
 
 
 def base_to_merge(recipe: Recipe) -> Any:
@@ -49,10 +66,25 @@ def base_to_merge(recipe: Recipe) -> Any:
     return as_kept(model, recipe.section(SftModel).base)
 
 
-def is_bounded(recipe: Recipe) -> bool:
-    """Say whether the attention of a model is told where the conversations of a row end."""
-    asked = recipe.section(SftModel).attn_implementation
-    return recipe.section(SftData).packing and asked == "auto"
+def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:
+    """Let a model be told where the conversations of a row end, where that is of use.
+
+    It is for packed rows. On a GPU it is for others too: left to itself, transformers looks at the
+    positions of every batch to find out, and the host waits for that.
+    """
+    packing = recipe.section(SftData).packing
+    if recipe.section(SftModel).attn_implementation != "auto":
+        return False
+    if packing:
+        keep_conversations_apart(model)
+        return True
+    if device.type != "cuda":
+        return False
+    try:
+        keep_conversations_apart(model)
+    except UnsupportedError:  # rows of one conversation need it not
+        return False
+    return True
 
 
 def _refuse_merge(settings: SftModel, lora: LoraSection) -> None:

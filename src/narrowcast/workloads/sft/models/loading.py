@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, final
 
 import torch
-from safetensors import SafetensorError
 
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.workloads.sft import WORKLOAD
 from narrowcast.workloads.sft.models.tiny import tiny_config, tiny_tokenizer
 from narrowcast.workloads.sft.settings import TINY
 
@@ -25,8 +23,6 @@ _Loaded = TypeVar("_Loaded")
 
 GGUF = ".gguf"
 ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError)
-"""What transformers raises for folders that are not as it expects."""
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -77,12 +73,19 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     place = place_of(name)
-    return _loaded(
+    tokenizer = _loaded(
         lambda: AutoTokenizer.from_pretrained(
             place.folder, trust_remote_code=trust_remote_code, **place.options
         ),
         f"the tokenizer of model.path={name}",
     )
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        # Of some families transformers makes an empty one, without a word.
+        raise RecipeError(
+            f"model.path={name} has no tokenizer that reads a letter; put its tokenizer.json and "
+            "tokenizer_config.json beside config.json"
+        )
+    return tokenizer
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -195,13 +198,10 @@ def _loaded(load: Callable[[], _Loaded], what: str) -> _Loaded:
         with quiet():
             return load()
     except ImportError as error:
-        missing = error.name or "gguf"
         if "gguf" in str(error).lower():
             require_modules(["gguf", "accelerate"], of=what, install="gguf accelerate")
-        raise UnsupportedError(
-            f"{what} needs {missing}: {_line(error)}; write pip install '{WORKLOAD.install}'"
-        ) from error
-    except (*_UNREADABLE, SafetensorError) as error:
+        raise UnsupportedError(f"{what} needs what is not installed: {_line(error)}") from error
+    except Exception as error:  # whatever transformers makes of strange files
         if _is_offline(error):
             raise UnsupportedError(
                 f"{what} is no folder here, and the Hugging Face Hub cannot be reached or has no "

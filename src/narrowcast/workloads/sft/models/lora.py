@@ -16,6 +16,8 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
     import peft
 
     targets = _targets(model, settings)
+    if settings.merge_adapter_with_base:
+        _refuse_tied(model, targets)
     config: Any = peft.LoraConfig(
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # it divides
@@ -35,6 +37,22 @@ def add_adapters(model: Any, settings: LoraSection, *, seed: int) -> Any:
                 "name other layers in lora.lora_target_modules"
             ) from error
     return adapted.train()
+
+
+def _refuse_tied(model: Any, targets: Sequence[str]) -> None:
+    """Refuse to merge into a weight that another module has too, which would change with it."""
+    holders: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(weight), []).append(name.rpartition(".")[0])
+    for names in holders.values():
+        tied = [name for name in names if name.rpartition(".")[2] in targets]
+        if tied and len(names) > 1:
+            others = ", ".join(name for name in names if name != tied[0])
+            raise RecipeError(
+                f"lora.merge_adapter_with_base=true: {tied[0]} shares its weight with {others}, "
+                f"which would be changed too; leave {tied[0].rpartition('.')[2]} out of "
+                "lora.lora_target_modules, or the merge"
+            )
 
 
 def adapted(model: Any) -> tuple[str, ...]:

@@ -5,18 +5,15 @@ All of them are for adapters: weights that are trained have no place in so few b
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from narrowcast.config.problems import shortened
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import UnsupportedError
 from narrowcast.precision.kept import Products
 from narrowcast.precision.weights.frozen_base import keep_frozen, widen_frozen
 
-QuantisedBase = Literal["e4m3", "int8", "nf4", "fp4"]
-"""What a frozen base is kept in beside the formats that torch computes in."""
 BITSANDBYTES = ("int8", "nf4", "fp4")
 """Those that bitsandbytes keeps."""
 
@@ -46,35 +43,21 @@ def loading_options(base: str, *, device: torch.device, compute: torch.dtype) ->
     return {"quantization_config": made, "device_map": {"": str(device)}}
 
 
-def keep_base(
-    model: Any, base: str, *, products: Products = "auto", skip: Sequence[str] = ()
-) -> dict[str, float]:
-    """Keep the frozen weights of a model with adapters in e4m3, if that is asked for.
-
-    Returned is what each layer keeps, in dB, by its name.
-    """
-    return keep_frozen(model, base, skip=skip, products=products) if base == "e4m3" else {}
+def keep_base(model: Any, *, products: Products = "auto") -> dict[str, float]:
+    """Keep the frozen weights of a model with adapters in e4m3; return what each layer keeps."""
+    return keep_frozen(model, "e4m3", products=products)
 
 
-def as_kept(model: Any, base: str, *, skip: Sequence[str] = ()) -> Any:
+def as_kept(model: Any, base: str) -> Any:
     """Return a plain base with the weights that adapters were trained beside, to merge them into.
 
     What e4m3 keeps is given back in the dtype the model is in; fp32 and bf16 hold all of it.
     """
     if base == "e4m3":
         model.requires_grad_(False)
-        keep_frozen(model, base, skip=skip)
+        keep_frozen(model, base)
         widen_frozen(model)
     return model
-
-
-def refuse_full(base: str) -> None:
-    """Refuse to train all weights of a model whose weights are kept in 8 or 4 bits."""
-    if base in ("e4m3", *BITSANDBYTES):
-        raise RecipeError(
-            f"model.base={base} keeps weights that are frozen, and model.tune=full trains all of "
-            "them; write model.tune=lora, or leave model.base out"
-        )
 
 
 def refuse_merge(model: Any) -> None:

@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from narrowcast.config.sections import Recipe
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.training.checkpoints.export import tied_names
 from narrowcast.workloads.sft.models.base import base_to_merge
 from narrowcast.workloads.sft.models.loading import load_config
 from narrowcast.workloads.sft.models.saving import (
@@ -33,7 +36,7 @@ def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer:
     if settings.tune == "full":
         save_model(
             config,
-            prepared.full_weights(),
+            _untied(prepared),
             folder / MODEL,
             tokenizer=tokenizer,
             dtype=dtype,
@@ -47,3 +50,9 @@ def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer:
         save_merged(
             base_to_merge(recipe), adapter, folder / MERGED, tokenizer=tokenizer, dtype=dtype
         )
+
+
+def _untied(prepared: Prepared) -> dict[str, Tensor]:
+    """Return all weights, of those that are tied the first: rounded apart they would be two."""
+    tied = tied_names(prepared.model)
+    return {name: w for name, w in prepared.full_weights().items() if name not in tied}

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.plain_files import path_of, read_plain
+from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.ica.study.scores import IGNORED, Document
+from narrowcast.workloads.sft.ica.study.scores import Document
 
 TEXT = (".txt", ".md")
 """Endings of files that are text and nothing else."""

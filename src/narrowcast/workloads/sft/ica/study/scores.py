@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.ica.capture import evaluating
 from narrowcast.workloads.sft.ica.study.ablation import Level
 from narrowcast.workloads.sft.ica.study.bootstrap import Sums
 
-IGNORED = -100
-"""The label that torch's cross-entropy leaves out."""
 MOST_TOKENS = 2048
 """Of a batch: their logits over a large vocabulary are what memory goes to."""
 Document: TypeAlias = Mapping[str, Tensor]
