@@ -309,7 +309,7 @@ def test_a_tied_head_is_saved_once(rows, tmp_path):
 
 
 def lively(model):
-    """Give a model weights with which its tokens look at one another; as it begins they hardly do."""
+    """Give a model weights with which its tokens look at one another, as a trained one has."""
     torch.manual_seed(0)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.5)
