@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis.strategies import integers
-from torch.utils.data import DataLoader
 
 from narrowcast.config.limits import UNSETTLED
 from narrowcast.errors import RecipeError
@@ -25,11 +24,11 @@ def recipe(tmp_path):
 @given(
     samples=integers(1, 200), batch=integers(1, 9), accumulate=integers(1, 5), epochs=integers(1, 4)
 )
-def test_an_epoch_has_as_many_steps_as_a_data_loader_gives_it(samples, batch, accumulate, epochs):
+def test_epochs_are_as_many_samples_and_less_than_a_step_more(samples, batch, accumulate, epochs):
     words = [f"epochs={epochs}", f"batch_size={batch}", f"accumulate={accumulate}"]
     found = load_recipe("tutorial", words).recipe.for_samples(samples)
-    batches = len(DataLoader(range(samples), batch_size=batch))
-    assert found.steps == epochs * len(range(0, batches, accumulate))
+    step = batch * accumulate
+    assert 0 <= found.steps * step - epochs * samples < step
     assert found.is_settled
     assert found.epochs == epochs
 
@@ -38,9 +37,9 @@ def test_steps_are_open_until_the_data_is_known(recipe):
     loaded = recipe("epochs: 3")
     assert not loaded.recipe.is_settled
     settled = loaded.for_samples(9)
-    assert settled.resolved()["steps"] == {"value": 15, "origin": "epochs"}
+    assert settled.resolved()["steps"] == {"value": 14, "origin": "epochs"}
     assert settled.resolved()["epochs"] == {"value": 3, "origin": "mine.yaml"}
-    assert settled.for_samples(1000).recipe.steps == 15  # settled is settled
+    assert settled.for_samples(1000).recipe.steps == 14  # settled is settled
 
 
 def test_a_recipe_with_steps_has_those_whatever_the_data(recipe):
@@ -86,7 +85,7 @@ def test_what_does_not_fit_so_many_steps_is_said_once_they_are_known(recipe):
     schedule = "precision: {schedule: [{policy: bf16, until: 50}, {policy: fp32}]}"
     found = recipe(f"epochs: 3\n{schedule}").recipe
     assert found.for_samples(100).steps == 150
-    with pytest.raises(RecipeError, match="epochs=3 are 15 steps here: phase 1 would end"):
+    with pytest.raises(RecipeError, match="epochs=3 are 14 steps here: phase 1 would end"):
         found.for_samples(9)
 
 
