@@ -10,12 +10,13 @@ from narrowcast.workloads import build_task, load_recipe
 
 
 @pytest.fixture
-def per_epoch(tiny):
+def steps_in(tiny):
+    """Return how many steps some epochs have."""
     import torch
 
     recipe = load_recipe(tiny, ["batch_size=64"]).recipe
     samples = len(build_task(recipe, device=torch.device("cpu")).train_data)
-    return math.ceil(samples / (64 * 16))
+    return lambda epochs: math.ceil(samples * epochs / (64 * 16))
 
 
 WORDS = ("batch_size=64", "accumulate=16")
@@ -30,12 +31,12 @@ def steps_of(out):
         return [r.step for r in run.records() if isinstance(r, StepRecord)]
 
 
-def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, tmp_path, per_epoch):
+def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, tmp_path, steps_in):
     out = tmp_path / "run"
     words = (*WORDS, "epochs=2", "lr_schedule.warmup_ratio=1", "lr_schedule.name=linear")
     said = narrowcast("train", tiny, *words, "--out", out)
     assert (said.code, said.err) == (0, "")
-    steps = 2 * per_epoch
+    steps = steps_in(2)
     assert f"{steps} steps (2 epochs) of" in said.out
     assert steps_of(out)[-1] == steps
     assert resolved(out)["steps"] == {"value": steps, "origin": "epochs"}
@@ -44,12 +45,12 @@ def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, tmp_path, per_epoch):
     more = narrowcast("resume", out, "epochs=3")
     assert (more.code, more.err) == (0, "")
     assert "the warm-up is a share of" in more.out
-    assert steps_of(out) == list(range(1, 3 * per_epoch + 1))
-    assert resolved(out)["steps"] == {"value": 3 * per_epoch, "origin": "epochs"}
+    assert steps_of(out) == list(range(1, steps_in(3) + 1))
+    assert resolved(out)["steps"] == {"value": steps_in(3), "origin": "epochs"}
     # And steps in place of them.
-    assert narrowcast("resume", out, f"steps={3 * per_epoch + 1}").code == 0
+    assert narrowcast("resume", out, f"steps={steps_in(3) + 1}").code == 0
     assert resolved(out)["epochs"]["value"] is None
-    assert steps_of(out)[-1] == 3 * per_epoch + 1
+    assert steps_of(out)[-1] == steps_in(3) + 1
 
 
 def test_a_run_of_epochs_that_is_killed_and_resumed_is_the_same_run(narrowcast, tiny, tmp_path):

@@ -22,7 +22,9 @@ from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.sft.ica import load_networks
+from narrowcast.workloads.sft.models.base import refuse_lossy_merge
 from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
+from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 SMALL = ("device=cpu", "steps=4", "batch_size=4", "eval.every=0", "health.every=0")
 SHOWN = ("judge.samples=2", "judge.max_new_tokens=4")
@@ -218,8 +220,9 @@ def test_a_base_in_e4m3_is_merged_as_it_was_trained_beside(family, rows, tmp_pat
 
 def test_a_base_of_bitsandbytes_is_not_merged(llama, rows):
     asked = (*LORA, "model.base=nf4", "lora.merge_adapter_with_base=true")
-    with pytest.raises(RecipeError, match=r"few bits again; leave the merge out"):
-        task_of(llama, rows, *asked)
+    recipe = load_recipe("sft/tiny", words(llama, rows, *asked)).recipe
+    with pytest.raises(RecipeError, match=r"again; write lora\.merge_adapter_with_base=false"):
+        refuse_lossy_merge(recipe.section(SftModel), recipe.section(LoraSection))
 
 
 @pytest.mark.parametrize("tune", ["full", "lora"])

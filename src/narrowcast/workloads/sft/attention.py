@@ -59,15 +59,30 @@ def keep_conversations_apart(model: nn.Module) -> None:
             f"packing=true: {type(inner).__name__} is no model of transformers, so its attention "
             "cannot be told where conversations end; write data.packing=false"
         )
-    kinds = set(getattr(inner.config, "layer_types", None) or LAYERS)
-    if not kinds.issubset(LAYERS) or not inner._can_set_attn_implementation():
-        raise UnsupportedError(
-            f"packing=true: layers of {type(inner).__name__} ({', '.join(sorted(kinds))}) would "
-            "carry one conversation of a row into the next; write data.packing=false"
-        )
+    _refuse_others(inner)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     inner.set_attn_implementation(NAME)
+
+
+def _refuse_others(model: Any) -> None:
+    """Refuse a model that carries more from token to token than attention with borders does."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or LAYERS)
+    why = ""
+    if not kinds.issubset(LAYERS):
+        why = f"layers of {name} ({', '.join(sorted(kinds))}) would carry one conversation on"
+    elif not model._can_set_attn_implementation():
+        why = f"{name} has an attention of its own, which cannot be told where conversations end"
+    elif getattr(config, "attn_logit_softcapping", None) is not None:
+        why = f"{name} caps the scores of its attention, which is not there for packed rows"
+    elif any(key.endswith(".sinks") for key, _ in model.named_parameters()):
+        why = f"{name} has sinks in its attention, which are not there for packed rows"
+    if why:
+        raise UnsupportedError(
+            f"data.packing=true: {why}; write data.packing=false, or try "
+            "model.attn_implementation=eager, with which transformers keeps some apart itself"
+        )
 
 
 def attention(

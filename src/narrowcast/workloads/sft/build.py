@@ -1,10 +1,11 @@
 """What a recipe that fine-tunes names, made: tokenizer, data, model, adapters, judge."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
@@ -106,11 +107,21 @@ def _trained(built: Built, recipe: Recipe) -> tuple[str, ...]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     least, most = min(built.kept.values(), default=0.0), max(built.kept.values(), default=0.0)
+    experts = [p for p in model.parameters() if p.dim() == 3 and not p.requires_grad]
     kept = f", {len(built.kept)} layers in e4m3 at {least:.1f} to {most:.1f} dB"
     return (
         f"{trained:,} parameters are trained, in adapters of rank {rank} on "
         f"{', '.join(adapted(model))}; {frozen:,} are frozen{kept if built.kept else ''}",
+        *_of_experts(experts),
     )
+
+
+def _of_experts(weights: Sequence[Tensor]) -> tuple[str, ...]:
+    """Say what is left of a mixture of experts, whose weights are in no linear layer."""
+    if not weights:
+        return ()
+    count, dtype = sum(p.numel() for p in weights), str(weights[0].dtype).removeprefix("torch.")
+    return (f"{count:,} parameters of experts have no adapters and stay in {dtype}",)
 
 
 def _refuse_tokens(name: str, tokenizer: Any, config: Any) -> None:

@@ -74,7 +74,8 @@ def find_blocks(model: nn.Module) -> Blocks:
                 found.append(Blocks(name=name, blocks=tuple(whole)))
     if len(found) == 1:
         return found[0]
-    kind = type(model).__name__
+    # Of a model with adapters around it, the model's.
+    kind = type(cast(Any, model).get_base_model() if _is_adapted(model) else model).__name__
     if found:
         names = " and ".join(each.name for each in found)
         raise UnsupportedError(
@@ -87,6 +88,10 @@ def find_blocks(model: nn.Module) -> Blocks:
         "experts have several); give a GPT-2, Llama, Mistral, Qwen, NeoX or SmolLM model, or one "
         "built like them"
     )
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    return callable(getattr(model, "get_base_model", None))
 
 
 def as_projection(module: nn.Module) -> Projection | None:

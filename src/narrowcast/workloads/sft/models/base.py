@@ -42,7 +42,9 @@ class Built:
 def build_model(recipe: Recipe, *, device: torch.device) -> Built:
     """Return what is trained, on a device; on the meta device only its shapes."""
     settings, lora = recipe.section(SftModel), recipe.section(LoraSection)
-    _refuse_merge(settings, lora)
+    # What is missing here comes before what does not go together.
+    loading_options(settings.base, device=device, compute=torch.float32)
+    refuse_lossy_merge(settings, lora)
     model = _loaded(recipe, device=device, on=_first_device(settings, device))
     bounded = _bound(model, recipe, device)
     if settings.gradient_checkpointing:
@@ -87,13 +89,13 @@ def _bound(model: Any, recipe: Recipe, device: torch.device) -> bool:
     return True
 
 
-def _refuse_merge(settings: SftModel, lora: LoraSection) -> None:
+def refuse_lossy_merge(settings: SftModel, lora: LoraSection) -> None:
     """Refuse at once what could not be done at the end."""
     if settings.base in BITSANDBYTES and lora.merge_adapter_with_base:
         raise RecipeError(
             f"lora.merge_adapter_with_base=true: model.base={settings.base} is kept by "
-            "bitsandbytes, and the sum would be rounded to its few bits again; leave the merge "
-            "out, or write model.base=e4m3 or bf16"
+            "bitsandbytes, and the sum would be rounded to its few bits again; write "
+            "lora.merge_adapter_with_base=false, or model.base=e4m3 or bf16"
         )
 
 

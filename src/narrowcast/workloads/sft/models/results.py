@@ -24,8 +24,10 @@ MERGED = "merged_model"
 
 
 def place_of_weights(recipe: Recipe) -> str:
-    """Return the folder in which a run leaves what it trained."""
-    return MODEL if recipe.section(SftModel).tune == "full" else ADAPTER
+    """Return the folder in which a run leaves what it trained, the whole model if there is one."""
+    if recipe.section(SftModel).tune == "full":
+        return MODEL
+    return MERGED if recipe.section(LoraSection).merge_adapter_with_base else ADAPTER
 
 
 def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer: Any) -> None:
