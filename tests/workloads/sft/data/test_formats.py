@@ -4,8 +4,10 @@ import pytest
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.sft.data.formats import FORMATS, Conversations, detected
+from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.rows import Row
-from narrowcast.workloads.sft.data.settings import Columns, FormatChoice
+from narrowcast.workloads.sft.data.settings import Columns, FormatChoice, SftData
+from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
 
 
 def read(*rows, choice="auto", **columns):
@@ -132,3 +134,11 @@ def test_names_are_guessed_at_only_where_that_is_asked_for():
 def test_a_guess_between_two_is_refused():
     with pytest.raises(RecipeError, match=r"answer_1, answer_2 look like a response; write data.c"):
         turns({"query": "Q", "answer_1": "A", "answer_2": "B"}, choice="infer")
+
+
+@pytest.mark.parametrize("sign", [";", "\t"])
+def test_a_table_with_other_signs_than_commas_is_told_so(sign, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"prompt{sign}completion\na{sign}b\n")
+    with pytest.raises(RecipeError, match=r"one column, .* is read with commas; save it with"):
+        prepare_data(SftData(path=str(path)), tiny_tokenizer(), seed=0)

@@ -88,6 +88,7 @@ class Conversations:
             return next(each for each in FORMATS if each.name == self._choice)
         found = detected(row.values)
         if found is None:
+            _refuse_separator(row)
             raise RecipeError(
                 f"{row.place} has the columns {_listed(row.values)}, which are no known format; "
                 "write data.columns.instruction=COLUMN data.columns.response=COLUMN, or "
@@ -173,3 +174,14 @@ def _listed(keys: Collection[str]) -> str:
 def _said(found: list[str]) -> str:
     names = _listed(found)
     return f"{names} {'looks' if len(found) < 2 else 'look'}"
+
+
+def _refuse_separator(row: Row) -> None:
+    """Refuse a table that was read as one column, because other signs than commas part its own."""
+    (first, *others) = row.values
+    sign = next((sign for sign in (";", "\t", "|") if sign in first), None)
+    if not others and sign is not None:
+        raise RecipeError(
+            f"{row.place} has one column, {first!r}: its columns seem to be parted by {sign!r}, "
+            "and a .csv is read with commas; save it with commas"
+        )

@@ -35,7 +35,9 @@ def _turn(message: Any, place: str) -> Turn:
         raise RecipeError(f"{place} is no object with a role and a content")
     keys = ("role", "content") if "role" in message else ("from", "value")
     if any(message.get(key) for key in CALLS):
-        raise RecipeError(f"{place} calls a tool beside its text, which is not learnt here")
+        raise RecipeError(
+            f"{place} calls a tool beside its text, which is not learnt here; leave such rows out"
+        )
     who, said = (message.get(key) for key in keys)
     if not isinstance(who, str) or who.lower() not in ROLES:
         raise RecipeError(

@@ -166,7 +166,9 @@ def _parsed(text: str, place: str) -> Any:
     except RecursionError as error:
         raise RecipeError(f"{place} is nested too deep for a row") from error
     except ValueError as error:
-        raise RecipeError(f"{place} is not JSON: {error}") from error
+        raise RecipeError(
+            f"{place} is not JSON: {error}; a .jsonl has one row a line, a .json a list of rows"
+        ) from error
 
 
 def _refuse_constant(word: str) -> None:

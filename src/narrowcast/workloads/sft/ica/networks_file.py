@@ -60,7 +60,7 @@ def networks_of(text: str) -> FunctionalNetworks:
     try:
         value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse_constant)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise RecipeError(f"not JSON: {error}") from None
+        raise RecipeError(f"not JSON: {error}; give a file of `narrowcast ica build`") from None
     if isinstance(value, dict) and "templates" in value:
         return _from_templates(value)
     top = _keys(value, "the file", {"format", "provenance", "layout", "networks", "scores"})
