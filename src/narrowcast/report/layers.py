@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowcast.precision.plan.decibels import decibel_range
 from narrowcast.precision.plan.folding import folded, groups_alike
-from narrowcast.precision.plan.kept_plan import decibels
 from narrowcast.report.in_force import Change, InForce
 
 _NONE = "–"
@@ -129,7 +129,7 @@ def _loss(alike: Sequence[Mapping[str, Any]]) -> str:
     """Say what weights that are kept in fewer bits have lost, where that is known."""
     kept = [module.get("kept") for module in alike]
     found = [each.get("snr_db") for each in kept if isinstance(each, Mapping)]
-    return decibels([value for value in found if isinstance(value, float)])
+    return decibel_range([value for value in found if isinstance(value, float)])
 
 
 def _treatment(module: Mapping[str, Any]) -> tuple[str, ...]:

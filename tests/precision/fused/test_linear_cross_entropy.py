@@ -226,6 +226,7 @@ def test_a_second_derivative_is_refused(reduction):
 
 
 def test_a_tied_weight_gets_both_gradients():
+    torch.manual_seed(0)  # where it predicts itself well, what is left of a gradient is rounding
     targets = torch.tensor([[1, 2, 3, 4]], device=DEVICE)
     embed, head = nn.Embedding(20, 8, device=DEVICE), nn.Linear(8, 20, bias=False, device=DEVICE)
     head.weight = embed.weight

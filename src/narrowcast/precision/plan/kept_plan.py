@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from narrowcast.hardware import Speeds
 from narrowcast.precision.kept import Kept, KeptLayer
+from narrowcast.precision.plan.decibels import decibel_range
 from narrowcast.precision.plan.policy import FP8_FORMATS, Policy
 from narrowcast.precision.plan.widening import in_one_format
 
@@ -73,12 +74,4 @@ def speed_of(
 def loss_of(alike: Sequence[KeptPlan | None]) -> str:
     """Say what the weights of some modules have lost."""
     found = [each.snr_db for each in alike if each is not None]
-    return decibels([value for value in found if value is not None])
-
-
-def decibels(found: Sequence[float]) -> str:
-    """Write a range of signal to noise; nothing where there is none."""
-    if not found:
-        return ""
-    low, high = f"{min(found):.1f}", f"{max(found):.1f}"
-    return f"{low} dB" if low == high else f"{low}–{high} dB"
+    return decibel_range([value for value in found if value is not None])

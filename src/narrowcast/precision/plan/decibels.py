@@ -1,0 +1,11 @@
+"""How a range of signal to noise is written, in plans and in reports, which need no torch for it."""
+
+from collections.abc import Sequence
+
+
+def decibel_range(found: Sequence[float]) -> str:
+    """Write from the least to the most; nothing where there is none."""
+    if not found:
+        return ""
+    low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+    return f"{low} dB" if low == high else f"{low}–{high} dB"
