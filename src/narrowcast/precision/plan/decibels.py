@@ -1,4 +1,4 @@
-"""How a range of signal to noise is written, in plans and in reports, which need no torch for it."""
+"""How a range of signal to noise is written in plans and in reports; the latter need no torch."""
 
 from collections.abc import Sequence
 
