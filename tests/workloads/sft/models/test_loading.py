@@ -130,6 +130,7 @@ def test_a_path_that_is_not_there_is_refused(name):
 
 
 def test_a_name_on_the_hub_that_cannot_be_reached_says_what_to_write(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # As the variable of that name does where it is set before the import; else it is tried again.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UnsupportedError, match=r"write model\.path=FOLDER"):
         load_model("nobody/nothing-of-this-name")
