@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
+from narrowcast.precision.plan.decibels import decibel_range
 from narrowcast.workloads.sft.calling import Calling
 from narrowcast.workloads.sft.data.packing import Packs
 from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data
@@ -106,9 +107,8 @@ def _trained(built: Built, recipe: Recipe) -> tuple[str, ...]:
     model = built.model
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    least, most = min(built.kept.values(), default=0.0), max(built.kept.values(), default=0.0)
     experts = [p for p in model.parameters() if p.dim() == 3 and not p.requires_grad]
-    kept = f", {len(built.kept)} layers in e4m3 at {least:.1f} to {most:.1f} dB"
+    kept = f", {len(built.kept)} layers in e4m3 at {decibel_range(list(built.kept.values()))}"
     return (
         f"{trained:,} parameters are trained, in adapters of rank {rank} on "
         f"{', '.join(adapted(model))}; {frozen:,} are frozen{kept if built.kept else ''}",
