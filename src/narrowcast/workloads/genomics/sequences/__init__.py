@@ -1,0 +1,1 @@
+"""Sequences: alphabets, tokenizers, operations and readers, without torch."""

@@ -1,0 +1,160 @@
+"""DNA, RNA and protein: which letters there are, and what is done with every other one.
+
+Three kinds of letters are told apart. Those of the alphabet are kept, in upper case: lower case is
+how soft-masked repeats are written. Those that IUPAC gives a meaning of several (`R` is A or G)
+become the unknown letter and are counted, or are refused under `strict`. Everything else is a
+mistake in the file, and refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, final
+
+from narrowcast.errors import RecipeError
+
+WHITESPACE = b" \t\r\n\v\f"
+_BAD = 0
+"""The byte that stands for a letter of no alphabet while a sequence is cleaned."""
+
+
+class Cleaned(NamedTuple):
+    """A sequence of an alphabet's letters and its unknown one."""
+
+    sequence: str
+    replaced: int
+    """Letters that meant several and are the unknown one now; those that were it before not."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Alphabet:
+    """Letters of a kind of sequence, in the order of its vocabulary."""
+
+    name: str
+    letters: str
+    unknown: str
+    """The letter for any of them: N or X."""
+    ambiguous: str
+    """Letters of IUPAC that mean several of them, or one that has no token; without `unknown`."""
+    stop: str = ""
+    """A mark that a sequence may have and that is no letter: the end of a protein."""
+    marks: tuple[str, ...] = ()
+    """Special tokens beside those that every vocabulary has."""
+    reads_as: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """A letter of a sister alphabet, and the one that it is here."""
+    complement: Mapping[str, str] | None = field(default=None, hash=False)
+    """The letter opposite to each, ambiguous ones too; None where there is no other strand."""
+
+    def clean(self, sequence: str | bytes, *, strict: bool = False, place: str = "") -> Cleaned:
+        """Return a sequence in upper case, without blanks, and of this alphabet only.
+
+        `strict` refuses letters that mean several, the unknown one too. `place` begins the message
+        of what is refused.
+        """
+        raw = sequence if isinstance(sequence, bytes) else sequence.encode("ascii", "replace")
+        kept = raw.translate(self._table, WHITESPACE)
+        if _BAD in kept:
+            self._refuse_letter(_dense(sequence), kept.index(_BAD), place)
+        for other, own in self.reads_as.items():
+            if _count(raw, other) and _count(raw, own):
+                raise RecipeError(
+                    f"{_begin(place)}the sequence has both {own} and {other}, so it is neither DNA "
+                    "nor RNA; write one of them throughout"
+                )
+        if strict and self.unknown.encode() in kept:
+            at = kept.index(self.unknown.encode())
+            raise RecipeError(
+                f"{_begin(place)}letter {at + 1} is {_dense(sequence)[at]!r}, which may be several "
+                f"of {self.name}'s; strict takes {self.letters} only: leave such sequences out, or "
+                "write strict=false to have unknown ones"
+            )
+        replaced = _count(raw, self.ambiguous)
+        return Cleaned(kept.decode("ascii"), replaced)
+
+    def fits(self, sequence: str | bytes) -> bool:
+        """Say whether every letter of a sequence has a meaning here."""
+        raw = sequence if isinstance(sequence, bytes) else sequence.encode("ascii", "replace")
+        return _BAD not in raw.translate(self._table, WHITESPACE)
+
+    @cached_property
+    def _table(self) -> bytes:
+        """What each byte becomes."""
+        table = bytearray(256)
+        meaning = {letter: letter for letter in self.letters + self.unknown + self.stop}
+        meaning |= dict.fromkeys(self.ambiguous, self.unknown)
+        meaning |= self.reads_as
+        for letter, becomes in meaning.items():
+            for case in (letter, letter.lower()):
+                table[ord(case)] = ord(becomes)
+        return bytes(table)
+
+    def _refuse_letter(self, sequence: str, at: int, place: str) -> None:
+        others = [each for each in ALPHABETS.values() if each is not self and each.fits(sequence)]
+        hint = f"; it reads as {others[0].name}" if others else ""
+        gap = ", and takes no gaps: remove them" if sequence[at] in "-." else ""
+        raise RecipeError(
+            f"{_begin(place)}letter {at + 1} is {sequence[at]!r}; {self.name} has "
+            f"{self.letters + self.stop} and, for several of them, "
+            f"{self.unknown + self.ambiguous}{gap}{hint}"
+        )
+
+
+def alphabet_of(sequence: str | bytes) -> Alphabet:
+    """Return what a sequence looks like: nucleotides where nearly all letters are A, C, G, T, U, N.
+
+    Every letter of DNA is one of protein too, so this is a guess; name the alphabet where you can.
+    """
+    raw = sequence if isinstance(sequence, bytes) else sequence.encode("ascii", "replace")
+    raw = raw.translate(None, WHITESPACE)
+    plain = _count(raw, "ACGTUN")
+    if plain < 0.9 * len(raw) or not (DNA.fits(raw) or RNA.fits(raw)):
+        return PROTEIN
+    return RNA if _count(raw, "U") and not _count(raw, "T") else DNA
+
+
+def _count(raw: bytes, letters: str) -> int:
+    """Count letters in either case."""
+    return len(raw) - len(raw.translate(None, (letters + letters.lower()).encode()))
+
+
+def _dense(sequence: str | bytes) -> str:
+    """Return a sequence without blanks, else as it was written."""
+    text = sequence.decode("latin-1") if isinstance(sequence, bytes) else sequence
+    return text.translate(dict.fromkeys(WHITESPACE))
+
+
+def _begin(place: str) -> str:
+    return f"{place}: " if place else ""
+
+
+# IUPAC-IUB 1984: each letter and the letter for what is opposite to its bases.
+_OPPOSITE = dict(zip("RYSWKMBDHVN", "YRSWMKVHDBN", strict=True))
+
+DNA = Alphabet(
+    name="dna",
+    letters="ATCG",
+    unknown="N",
+    ambiguous="RYSWKMBDHV",
+    marks=("[N]", "[RC]"),
+    reads_as={"U": "T"},
+    complement={"A": "T", "T": "A", "C": "G", "G": "C", "U": "A", **_OPPOSITE},
+)
+RNA = Alphabet(
+    name="rna",
+    letters="AUCG",
+    unknown="N",
+    ambiguous="RYSWKMBDHV",
+    reads_as={"T": "U"},
+    complement={"A": "U", "U": "A", "C": "G", "G": "C", "T": "A", **_OPPOSITE},
+)
+PROTEIN = Alphabet(
+    name="protein",
+    letters="ACDEFGHIKLMNPQRSTVWY",
+    unknown="X",
+    # B is D or N, Z is E or Q, J is I or L; U and O are the two that have no token of their own.
+    ambiguous="BZJUO",
+    stop="*",
+    marks=("[X]", "[STOP]"),
+)
+ALPHABETS: Mapping[str, Alphabet] = {each.name: each for each in (DNA, RNA, PROTEIN)}

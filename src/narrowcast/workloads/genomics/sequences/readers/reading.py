@@ -1,0 +1,187 @@
+"""Records of any file of sequences, held to one alphabet."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
+
+from narrowcast.config.problems import shortened, shown_path
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.alphabets import (
+    PROTEIN,
+    WHITESPACE,
+    Alphabet,
+    alphabet_of,
+)
+from narrowcast.workloads.genomics.sequences.readers.fasta import fasta, fastq
+from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, Reader, opened
+from narrowcast.workloads.genomics.sequences.readers.record import Raw, Record, place_of
+from narrowcast.workloads.genomics.sequences.readers.tables import (
+    TableFormat,
+    rows_of,
+    table_format,
+)
+
+Format = Literal["auto", "fasta", "fastq", "genbank"] | TableFormat
+SURELY_BASES = 20
+"""Letters of a sequence of A, C, G and T alone that nobody takes for a protein any more."""
+
+
+def read_records(
+    path: Path,
+    *,
+    format: Format = "auto",  # noqa: A002  # the field's word, and that of every reader
+    alphabet: Alphabet | None = None,
+    strict: bool = False,
+    sequences: Sequence[str] = ("sequence",),
+    name: str | None = None,
+    unique: bool = True,
+) -> Iterator[Record]:
+    """Yield the records of a file, plain or gzip, one after another.
+
+    Without an `alphabet` it is the one that the first sequence looks like; a record that does not
+    fit it is refused either way. `strict` refuses letters that mean several. Of a table,
+    `sequences` are the columns of letters, the first of which is the record's own, and `name` that
+    of its name. `unique` refuses a second record of a name in FASTA and GenBank, for which names
+    are remembered; reads of FASTQ may come in pairs of one name.
+    """
+    keeper = _Keeper(path, alphabet, strict=strict)
+    seen: set[str] | None = None
+    with opened(path, lambda: place_of(path, keeper.number + 1)) as file:
+        kind = _format_of(file.peek(HEAD_BYTES), path) if format == "auto" else format
+        if unique and kind in ("fasta", "genbank"):
+            seen = set()
+        for raw in _raw(file, path, kind, sequences=sequences, name=name):
+            record = keeper.record(raw)
+            if seen is not None and record.name:
+                if record.name in seen:
+                    raise RecipeError(
+                        f"{record.place} is the second named {shortened(record.name)!r}; give "
+                        "each a name of its own, or write unique=False"
+                    )
+                seen.add(record.name)
+            yield record
+    if not keeper.number:
+        raise RecipeError(f"{shown_path(path)} has no records; give a file that has some")
+
+
+def _format_of(head: bytes, path: Path) -> Format:
+    """Return the format that a file begins like."""
+    beginning = head.lstrip()
+    for signs, kind in _BEGINNINGS.items():
+        if beginning.startswith(signs):
+            return kind
+    for signs, reader in ((b"##gff-version", "features"), (b"##fileformat=VCF", "variants")):
+        if beginning.startswith(signs):
+            raise RecipeError(
+                f"{shown_path(path)} has {reader} and no sequences; give the FASTA that they lie on"
+            )
+    return table_format(head, path)
+
+
+_BEGINNINGS: dict[bytes, Format] = {b">": "fasta", b"@": "fastq", b"LOCUS ": "genbank"}
+
+
+def _raw(
+    file: Reader, path: Path, kind: Format, *, sequences: Sequence[str], name: str | None
+) -> Iterator[Raw]:
+    match kind:
+        case "fasta":
+            return fasta(file, path)
+        case "fastq":
+            return fastq(file, path)
+        case "csv" | "tsv" | "json" | "jsonl":
+            return _of_table(file, path, kind, sequences=sequences, name=name)
+    raise RecipeError(f"{shown_path(path)}: {kind!r} is no format of sequences")
+
+
+def _of_table(
+    file: Reader,
+    path: Path,
+    kind: TableFormat,
+    *,
+    sequences: Sequence[str],
+    name: str | None,
+) -> Iterator[Raw]:
+    own, *others = sequences
+    required = [*sequences, *([] if name is None else [name])]
+    for values, number in rows_of(file, path, kind, required):
+        for column in sequences:
+            if not isinstance(values[column], str):
+                raise RecipeError(
+                    f"{place_of(path, number)}: {column} is {shortened(repr(values[column]))}, not "
+                    "a text of letters"
+                )
+        fields = {key: value for key, value in values.items() if key != own}
+        # What is not ASCII is no letter of any alphabet, and is refused as one.
+        letters = values[own].encode("ascii", "replace")
+        more: dict[str, Any] = {key: Letters(values[key]) for key in others}
+        yield Raw("" if name is None else str(values[name]), letters, fields | more)
+
+
+@final
+class Letters(str):
+    """A field that holds a sequence, to be cleaned like the record's own."""
+
+
+@final
+class _Keeper:
+    """Makes records of what a file holds, and refuses those that do not fit the alphabet."""
+
+    def __init__(self, path: Path, alphabet: Alphabet | None, *, strict: bool) -> None:
+        self.number = 0
+        """Records so far."""
+        self._path, self._alphabet, self._strict = path, alphabet, strict
+        self._given = alphabet is not None
+
+    def record(self, raw: Raw) -> Record:
+        """Clean the next record."""
+        self.number += 1
+        sequence, replaced = self._clean(raw.letters)
+        fields = dict(raw.fields)
+        for key, value in raw.fields.items():
+            if isinstance(value, Letters):
+                fields[key], more = self._clean(value.encode("ascii", "replace"))
+                replaced += more
+        return Record(
+            name=raw.name,
+            sequence=sequence,
+            number=self.number,
+            file=self._path,
+            fields=fields,
+            features=raw.features,
+            replaced=replaced,
+        )
+
+    def _clean(self, letters: bytes) -> tuple[str, int]:
+        place = place_of(self._path, self.number)
+        if self._alphabet is None and letters.strip():
+            self._alphabet = alphabet_of(letters)
+        alphabet = self._alphabet
+        if alphabet is None:
+            return "", 0
+        self._refuse_another(letters, alphabet, place)
+        return alphabet.clean(letters, strict=self._strict, place=place)
+
+    def _refuse_another(self, letters: bytes, alphabet: Alphabet, place: str) -> None:
+        """Refuse what the alphabet would take, and what nobody meant by it."""
+        found = alphabet_of(letters)
+        if alphabet is PROTEIN:
+            # Bases are letters of protein too: without this, a gene would be read as amino acids.
+            another = _surely_bases(letters)
+        else:
+            # Where it is named, clean() says which letter is wrong, and U is a way to write T.
+            sister = "".join(alphabet.reads_as).encode() in letters.upper()
+            another = not self._given and found.fits(letters) and found is not alphabet
+            another = another and (sister or found is PROTEIN)
+        if another:
+            why = "was asked for" if self._given else "is what the records before it are"
+            raise RecipeError(
+                f"{place} reads as {found.name}, and {alphabet.name} {why}; give each alphabet a "
+                "file of its own, or name the alphabet"
+            )
+
+
+def _surely_bases(letters: bytes) -> bool:
+    dense = letters.translate(None, WHITESPACE).upper()
+    kinds = set(dense) - set(b"N")
+    return len(dense) >= SURELY_BASES and kinds in (set(b"ACGT"), set(b"ACGU"))

@@ -1,0 +1,155 @@
+"""Rows of CSV, TSV, JSON and JSON lines, each with its number; columns that must be there are."""
+
+import csv
+import json
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from narrowcast.config.problems import shortened, shown_path
+from narrowcast.errors import RecipeError
+from narrowcast.runs.environment import host_memory_bytes
+from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, opened, text_of
+from narrowcast.workloads.genomics.sequences.readers.record import place_of
+
+TableFormat = Literal["csv", "tsv", "json", "jsonl"]
+LONGEST_FIELD = 2**28
+"""Characters of a field: a whole human chromosome fits."""
+COPIES = 8
+"""Of a .json that there are at once while it is parsed, in bytes, as text and as values."""
+
+
+class Row(NamedTuple):
+    """Columns and their values, and the number of the record they are, from 1."""
+
+    values: Mapping[str, Any]
+    number: int
+
+
+def read_table(path: Path, columns: Collection[str] = ()) -> Iterator[Row]:
+    """Yield the rows of a table, plain or gzip; each has `columns`, and those there are beside.
+
+    Text is without the blanks around it. JSON is a list of objects, read as a whole; the other
+    formats are read row by row.
+    """
+    number = 0
+    with opened(path, lambda: place_of(path, number + 1)) as file:
+        for row in rows_of(file, path, table_format(file.peek(HEAD_BYTES), path), columns):
+            number = row.number
+            yield row
+    if not number:
+        raise RecipeError(f"{shown_path(path)} has no rows; give a table that has some")
+
+
+def table_format(head: bytes, path: Path) -> TableFormat:
+    """Return which kind of table begins so."""
+    beginning = head.lstrip()
+    if beginning.startswith(b"["):
+        return "json"
+    if beginning.startswith(b"{"):
+        return "jsonl"
+    names = beginning.partition(b"\n")[0]
+    if b"\0" in head:
+        raise RecipeError(f"{shown_path(path)} is no text; write a table as UTF-8")
+    if b";" in names and b"," not in names and b"\t" not in names:
+        raise RecipeError(
+            f"{shown_path(path)}: its columns seem to be parted by ';'; save it with commas or tabs"
+        )
+    return "tsv" if b"\t" in names else "csv"
+
+
+def rows_of(
+    file: BinaryIO, path: Path, kind: TableFormat, columns: Collection[str]
+) -> Iterator[Row]:
+    """Yield the rows of an open file, and refuse one that lacks a column."""
+    match kind:
+        case "json":
+            rows = _json(file, path)
+        case "jsonl":
+            rows = _jsonl(file, path)
+        case "csv" | "tsv":
+            rows = _separated(file, path, "\t" if kind == "tsv" else ",")
+    for number, values in enumerate(rows, 1):
+        missing = [column for column in columns if column not in values]
+        if missing:
+            raise RecipeError(
+                f"{place_of(path, number)} has no column {missing[0]}; it has "
+                f"{shortened(', '.join(values), 200)}"
+            )
+        yield Row({key: _stripped(value) for key, value in values.items()}, number)
+
+
+def _stripped(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value
+
+
+def _jsonl(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
+    number = 0
+    for line in file:
+        if line.strip():
+            number += 1
+            place = place_of(path, number)
+            yield _object(_parsed(text_of(line, place), place), place)
+
+
+def _json(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
+    most = (host_memory_bytes() or sys.maxsize) // COPIES
+    content = file.read(most + 1)
+    where = shown_path(path)
+    if len(content) > most:
+        raise RecipeError(
+            f"{where} has more than {most} bytes, and JSON is parsed as a whole, in memory; write "
+            "it as JSON lines, an object a line"
+        )
+    for number, item in enumerate(_parsed(text_of(content, where), where), 1):
+        yield _object(item, place_of(path, number))
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise RecipeError(f"{place} is nested too deep for a row") from error
+    except ValueError as error:
+        raise RecipeError(
+            f"{place} is not JSON: {error}; JSON lines have an object a line, JSON a list of them"
+        ) from error
+
+
+def _object(value: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise RecipeError(f'{place} is no object; write a row as {{"sequence": ..., "label": ...}}')
+    return value
+
+
+def _separated(file: BinaryIO, path: Path, sign: str) -> Iterator[Mapping[str, Any]]:
+    number = 0
+    lines = (text_of(line, place_of(path, number + 1)) for line in file)
+    reader = csv.reader(lines, delimiter=sign, strict=True)
+    # One limit for the process; the usual one is shorter than a gene.
+    csv.field_size_limit(max(LONGEST_FIELD, csv.field_size_limit()))
+    names: Sequence[str] = ()
+    try:
+        for fields in reader:
+            if not names:
+                names = _header(fields, path)
+            elif fields:
+                number += 1
+                if len(fields) != len(names):
+                    raise RecipeError(
+                        f"{place_of(path, number)}: {len(fields)} fields under {len(names)} "
+                        'columns; quote what has separators or line breaks in it, as "..."'
+                    )
+                yield dict(zip(names, fields, strict=True))
+    except csv.Error as error:
+        raise RecipeError(f"{place_of(path, number + 1)}: {error}") from error
+
+
+def _header(fields: Sequence[str], path: Path) -> Sequence[str]:
+    names = [name.strip() for name in fields]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not all(names):
+        wrong = f"{shortened(twice[0])} stands twice" if twice else "a column has no name"
+        raise RecipeError(f"{shown_path(path)}: {wrong}; the first line of a table names columns")
+    return names

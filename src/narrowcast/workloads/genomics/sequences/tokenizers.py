@@ -1,0 +1,306 @@
+"""Sequences as numbers: a token for each letter, or for each k letters.
+
+Vocabularies begin with seven specials, then those of the alphabet; the order is that of the files
+that other programs wrote, and so are the sizes: 77 tokens for DNA and 75 for RNA with k=3, 429 for
+protein with k=2.
+
+Nothing of a sequence is lost: `decode(encode(s))` is `s` as its alphabet cleans it. Letters behind
+the last whole k-mer are tokens of one letter, and a k-mer with an unknown letter is written letter
+by letter, only those that the k-mer before it does not hold. So a k-mer always begins `overlap`
+letters before the end of all that stands before it, and where each token lies follows from ids
+alone (`spans_of`).
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import ClassVar, Literal, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.alphabets import Alphabet
+
+Ids: TypeAlias = NDArray[np.int64]
+Spans: TypeAlias = tuple[Ids, Ids]
+
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
+MOST_TOKENS = 2**20
+"""Of a vocabulary: ten letters of DNA, four of protein."""
+
+
+@dataclass(frozen=True)
+class Tokenizer(ABC):
+    """What tokens of a sequence are, and where they lie in it."""
+
+    alphabet: Alphabet
+
+    pad_id: ClassVar[int] = 0
+    unk_id: ClassVar[int] = 1
+    cls_id: ClassVar[int] = 2
+    sep_id: ClassVar[int] = 3
+    mask_id: ClassVar[int] = 4
+    bos_id: ClassVar[int] = 5
+    eos_id: ClassVar[int] = 6
+
+    @property
+    @abstractmethod
+    def tokens(self) -> tuple[str, ...]:
+        """The vocabulary, in the order of its ids."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Letters of the longest token."""
+
+    @property
+    @abstractmethod
+    def shared(self) -> int:
+        """Letters that a token of `width` has in common with what stands before it."""
+
+    @abstractmethod
+    def spans(self, length: int) -> Spans:
+        """Return where each token of a sequence without unknown letters begins and ends."""
+
+    @abstractmethod
+    def _ids(self, letters: NDArray[np.uint8]) -> Ids:
+        """Return the ids of letters that are cleaned."""
+
+    def encode(self, sequence: str | bytes, *, special: bool = False, strict: bool = False) -> Ids:
+        """Return the ids of a sequence; `special` puts [CLS] before and [SEP] behind it."""
+        cleaned = self.alphabet.clean(sequence, strict=strict).sequence
+        ids = self._ids(np.frombuffer(cleaned.encode("ascii"), dtype=np.uint8))
+        return np.concatenate(([self.cls_id], ids, [self.sep_id])) if special else ids
+
+    def decode(self, ids: Ids) -> str:
+        """Return the letters of ids; specials have none, an unknown letter is N or X."""
+        ids = self._checked(ids)
+        added = self._added(ids)
+        held = np.arange(self.width) >= self.width - added[:, None]
+        return self._letters[ids][held].tobytes().decode("ascii")
+
+    def spans_of(self, ids: Ids) -> Spans:
+        """Return where each token begins and ends in the sequence that `decode` gives.
+
+        Specials lie between two letters: they end where they begin.
+        """
+        ids = self._checked(ids)
+        ends = np.cumsum(self._added(ids))
+        return np.maximum(ends - self._widths[ids], 0), ends
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    @property
+    def unknown_id(self) -> int:
+        """The token of an unknown letter: [N], [X], or [UNK] where the alphabet has neither."""
+        return self.unk_id if not self.alphabet.marks else len(SPECIALS)
+
+    @cached_property
+    def complement(self) -> Ids | None:
+        """The id of each token's reverse complement; None where the alphabet has none.
+
+        `complement[ids[::-1]]` are the ids of the other strand with tokens of one letter; with
+        k-mers only where they reach the end of the sequence without single letters behind them.
+        """
+        opposite = self.alphabet.complement
+        if opposite is None:
+            return None
+        # By numbers of letters, not by name: a large vocabulary is turned over at once.
+        ids = np.arange(self.vocab_size, dtype=np.int64)
+        codes = np.array([self.alphabet.letters.index(opposite[x]) for x in self.alphabet.letters])
+        first, size = self._first_wide, len(codes)
+        digits = np.indices((size,) * self.width).reshape(self.width, -1)
+        turned = codes[digits[::-1]]
+        places = size ** np.arange(self.width - 1, -1, -1)
+        ids[first : first + size**self.width] = first + places @ turned
+        ids[-size:] = self.vocab_size - size + codes
+        return ids
+
+    @property
+    def _first_wide(self) -> int:
+        """The id of the first token of `width` letters."""
+        return len(SPECIALS) + len(self.alphabet.marks)
+
+    @cached_property
+    def _single(self) -> Ids:
+        """The token of one letter for each byte."""
+        table = np.full(256, self.unknown_id, dtype=np.int64)
+        letters = self.alphabet.letters
+        table[list(letters.encode())] = self.vocab_size - len(letters) + np.arange(len(letters))
+        if self.alphabet.stop:
+            table[ord(self.alphabet.stop)] = self.tokens.index("[STOP]")
+        return table
+
+    @cached_property
+    def _widths(self) -> Ids:
+        """Letters of each token."""
+        widths = np.zeros(self.vocab_size, dtype=np.int64)
+        widths[self.unk_id] = widths[self.unknown_id] = 1
+        if self.alphabet.stop:
+            widths[self.tokens.index("[STOP]")] = 1
+        widths[self._first_wide :] = [len(token) for token in self.tokens[self._first_wide :]]
+        return widths
+
+    @cached_property
+    def _letters(self) -> NDArray[np.uint8]:
+        """The letters of each token, at the end of its row."""
+        rows = np.zeros((self.vocab_size, self.width), dtype=np.uint8)
+        rows[:, -1] = ord(self.alphabet.unknown)
+        if self.alphabet.stop:
+            rows[self.tokens.index("[STOP]"), -1] = ord(self.alphabet.stop)
+        for at, token in enumerate(self.tokens[self._first_wide :], self._first_wide):
+            rows[at, -len(token) :] = list(token.encode())
+        return rows
+
+    def _added(self, ids: Ids) -> Ids:
+        """Return how many letters each token adds to those before it."""
+        added = self._widths[ids]
+        wide = (added == self.width) & (ids >= self._first_wide)
+        so_far = 0
+        # What a model writes may begin in any way: at first there may be nothing to share.
+        for at, width in enumerate(added):
+            if so_far >= self.shared:
+                added[at:][wide[at:]] -= self.shared
+                break
+            added[at] = width - min(so_far, self.shared) if wide[at] else width
+            so_far += int(added[at])
+        return added
+
+    def _checked(self, ids: Ids) -> Ids:
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            raise RecipeError(
+                f"ids from {ids.min()} to {ids.max()} are not of this tokenizer, which has "
+                f"{self.vocab_size} tokens; decode with the tokenizer that encoded them"
+            )
+        return ids
+
+
+@final
+@dataclass(frozen=True)
+class ByteTokenizer(Tokenizer):
+    """One letter a token."""
+
+    width: ClassVar[int] = 1
+    shared: ClassVar[int] = 0
+
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """The vocabulary, in the order of its ids."""
+        return (*SPECIALS, *self.alphabet.marks, *self.alphabet.letters)
+
+    def spans(self, length: int) -> Spans:
+        """Return where each token begins and ends."""
+        starts = np.arange(length, dtype=np.int64)
+        return starts, starts + 1
+
+    def _ids(self, letters: NDArray[np.uint8]) -> Ids:
+        return self._single[letters]
+
+
+@final
+@dataclass(frozen=True)
+class KmerTokenizer(Tokenizer):
+    """`k` letters a token, of which `overlap` are those at the end of the one before."""
+
+    k: int = 3
+    overlap: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that make no tokens, or too many."""
+        if self.k < 1 or not 0 <= self.overlap < self.k:
+            raise RecipeError(
+                f"k={self.k} overlap={self.overlap}: k is at least 1, and overlap from 0 to k - 1"
+            )
+        size = len(self.alphabet.letters) ** self.k
+        if size > MOST_TOKENS:
+            raise RecipeError(
+                f"k={self.k} makes {size:,} tokens of {self.alphabet.name}, and {MOST_TOKENS:,} "
+                "are the most; write a smaller k"
+            )
+
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """The vocabulary, in the order of its ids."""
+        letters = self.alphabet.letters
+        kmers = map("".join, product(letters, repeat=self.k))
+        return (*SPECIALS, *self.alphabet.marks, *kmers, *letters)
+
+    @property
+    def width(self) -> int:
+        """Letters of the longest token."""
+        return self.k
+
+    @property
+    def shared(self) -> int:
+        """Letters that a k-mer has in common with what stands before it."""
+        return self.overlap
+
+    @property
+    def stride(self) -> int:
+        """Letters from the beginning of a k-mer to that of the next."""
+        return self.k - self.overlap
+
+    def spans(self, length: int) -> Spans:
+        """Return where each token of a sequence without unknown letters begins and ends.
+
+        A k-mer with an unknown letter is several tokens; for such a sequence take `spans_of(ids)`.
+        """
+        starts = self._starts(length)
+        tail = np.arange(starts[-1] + self.k if len(starts) else 0, length, dtype=np.int64)
+        return np.concatenate((starts, tail)), np.concatenate((starts + self.k, tail + 1))
+
+    def _starts(self, length: int) -> Ids:
+        return np.arange(0, max(length - self.k + 1, 0), self.stride, dtype=np.int64)
+
+    def _ids(self, letters: NDArray[np.uint8]) -> Ids:
+        starts, single = self._starts(len(letters)), self._single[letters]
+        if not len(starts):
+            return single
+        wide, known = self._windows(letters, len(starts))
+        end = starts[-1] + self.k
+        if known.all():
+            return np.concatenate((wide, single[end:]))
+        # The first k-mer brings k letters, every other one as many as a stride has.
+        brings = np.full(len(starts), self.stride, dtype=np.int64)
+        brings[0] = self.k
+        counts = np.where(known, 1, brings)
+        first = np.cumsum(counts) - counts
+        ids = np.empty(int(counts.sum()), dtype=np.int64)
+        ids[first[known]] = wide[known]
+        broken, many = np.flatnonzero(~known), counts[~known]
+        within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
+        source = np.repeat(starts[broken] + self.k - many, many) + within
+        ids[np.repeat(first[broken], many) + within] = single[source]
+        return np.concatenate((ids, single[end:]))
+
+    def _windows(self, letters: NDArray[np.uint8], count: int) -> tuple[Ids, NDArray[np.bool_]]:
+        """Return the id of each k-mer, and whether it has letters of the alphabet only."""
+        codes = self._codes[letters]
+        ids = np.full(count, self._first_wide, dtype=np.int64)
+        known = np.ones(count, dtype=np.bool_)
+        size, reach = len(self.alphabet.letters), (count - 1) * self.stride + 1
+        for at in range(self.k):
+            column = codes[at : at + reach : self.stride]
+            ids += column.astype(np.int64) * size ** (self.k - 1 - at)
+            known &= column >= 0
+        return ids, known
+
+    @cached_property
+    def _codes(self) -> NDArray[np.int8]:
+        """The number of a letter in its alphabet for each byte; -1 for any other."""
+        table = np.full(256, -1, dtype=np.int8)
+        table[list(self.alphabet.letters.encode())] = np.arange(len(self.alphabet.letters))
+        return table
+
+
+def tokenizer_of(
+    kind: Literal["byte", "kmer"], alphabet: Alphabet, k: int = 3, overlap: int = 1
+) -> Tokenizer:
+    """Return the tokenizer of a recipe; one of letters has no use for `k` and `overlap`."""
+    return ByteTokenizer(alphabet) if kind == "byte" else KmerTokenizer(alphabet, k, overlap)

@@ -1,0 +1,86 @@
+import pytest
+from Bio.Data import IUPACData
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.alphabets import (
+    ALPHABETS,
+    DNA,
+    PROTEIN,
+    RNA,
+    alphabet_of,
+)
+
+
+def test_letters_are_those_of_iupac_as_biopython_lists_them():
+    assert set(DNA.letters) == set(IUPACData.unambiguous_dna_letters)
+    assert set(RNA.letters) == set(IUPACData.unambiguous_rna_letters)
+    assert set(PROTEIN.letters) == set(IUPACData.protein_letters)
+    assert set(DNA.letters + DNA.ambiguous + DNA.unknown) == set(IUPACData.ambiguous_dna_letters)
+    assert set(RNA.letters + RNA.ambiguous + RNA.unknown) == set(IUPACData.ambiguous_rna_letters)
+    known = set(PROTEIN.letters + PROTEIN.ambiguous + PROTEIN.unknown)
+    assert known == set(IUPACData.extended_protein_letters)
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "sequence", "cleaned", "replaced"),
+    [
+        (DNA, "acgt\r\n AC\tgt", "ACGTACGT", 0),
+        (DNA, "AUCG", "ATCG", 0),
+        (RNA, "ATCG", "AUCG", 0),
+        (DNA, "ARYN", "ANNN", 2),
+        (PROTEIN, "mkB*uX", "MKX*XX", 2),
+        (DNA, "", "", 0),
+    ],
+)
+def test_cleaning(alphabet, sequence, cleaned, replaced):
+    assert alphabet.clean(sequence) == (cleaned, replaced)
+    assert alphabet.clean(sequence.encode()) == (cleaned, replaced)
+
+
+@given(alphabet=st.sampled_from(list(ALPHABETS.values())), data=st.data())
+def test_cleaning_twice_changes_nothing(alphabet, data):
+    letters = alphabet.letters + alphabet.ambiguous + alphabet.unknown + alphabet.stop
+    text = data.draw(st.text(letters + letters.lower() + " \n\r"))
+    once = alphabet.clean(text).sequence
+    assert alphabet.clean(once) == (once, 0)
+    assert len(once) == len("".join(text.split()))
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "sequence", "message"),
+    [
+        (DNA, "AC GTXA", "letter 5 is 'X'; dna has ATCG and, for several of them, NRYSWKMBDHV"),
+        (DNA, "MKVLE", "it reads as protein"),
+        (DNA, "AC-GT", "takes no gaps"),
+        (PROTEIN, "MK1", "letter 3 is '1'"),
+        (DNA, "ACGé", "letter 4 is 'é'"),
+        (DNA, "ATCU", "both T and U"),
+        (RNA, "AUct", "both U and T"),
+    ],
+)
+def test_what_is_no_letter_is_refused(alphabet, sequence, message):
+    with pytest.raises(RecipeError, match=message):
+        alphabet.clean(sequence)
+
+
+@pytest.mark.parametrize(("alphabet", "letter"), [(DNA, "N"), (DNA, "r"), (PROTEIN, "B")])
+def test_strict_takes_letters_of_the_alphabet_only(alphabet, letter):
+    with pytest.raises(RecipeError, match=f"letter 4 is '{letter}'"):
+        alphabet.clean("ACG" + letter, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "alphabet"),
+    [
+        ("ACGTNNacgt", DNA),
+        ("ACGRACGTACGTAC", DNA),
+        ("AUCG", RNA),
+        ("MKTAYIAKQR", PROTEIN),
+        ("MKT", PROTEIN),
+        ("ACG\nT", DNA),
+    ],
+)
+def test_what_a_sequence_looks_like(sequence, alphabet):
+    assert alphabet_of(sequence) is alphabet

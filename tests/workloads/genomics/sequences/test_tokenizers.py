@@ -1,0 +1,170 @@
+import pickle
+from itertools import product
+
+import numpy as np
+import pytest
+from Bio.Seq import reverse_complement, reverse_complement_rna
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.alphabets import DNA, PROTEIN, RNA
+from narrowcast.workloads.genomics.sequences.tokenizers import (
+    ByteTokenizer,
+    KmerTokenizer,
+    tokenizer_of,
+)
+
+
+@st.composite
+def tokenizers(draw):
+    alphabet = draw(st.sampled_from([DNA, RNA, PROTEIN]))
+    if draw(st.booleans()):
+        return ByteTokenizer(alphabet)
+    k = draw(st.integers(1, 2 if alphabet is PROTEIN else 5))
+    return KmerTokenizer(alphabet, k, draw(st.integers(0, k - 1)))
+
+
+def letters_of(alphabet):
+    every = alphabet.letters + alphabet.ambiguous + alphabet.unknown + alphabet.stop
+    return every + every.lower() + " \n"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "size"),
+    [
+        (KmerTokenizer(DNA, k=3), 77),
+        (KmerTokenizer(RNA, k=3), 75),
+        (KmerTokenizer(PROTEIN, k=2), 429),
+        (KmerTokenizer(DNA, k=6), 4109),
+        (ByteTokenizer(DNA), 13),
+        (ByteTokenizer(RNA), 11),
+        (ByteTokenizer(PROTEIN), 29),
+    ],
+)
+def test_vocabularies_have_the_sizes_of_the_specification(tokenizer, size):
+    assert tokenizer.vocab_size == size
+    assert tokenizer.tokens[:7] == ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[BOS]", "[EOS]")
+
+
+def test_kmers_stand_in_product_order_before_single_letters():
+    tokens = KmerTokenizer(DNA, k=3).tokens
+    assert tokens[7:9] == ("[N]", "[RC]")
+    assert list(tokens[9:73]) == ["".join(each) for each in product("ATCG", repeat=3)]
+    assert tokens[73:] == tuple("ATCG")
+    assert KmerTokenizer(PROTEIN, k=2).tokens[7:10] == ("[X]", "[STOP]", "AA")
+
+
+@given(tokenizer=tokenizers(), data=st.data())
+def test_decoding_gives_back_the_cleaned_sequence(tokenizer, data):
+    text = data.draw(st.text(letters_of(tokenizer.alphabet), max_size=60))
+    if {"T", "U"} <= set(text.upper()) and tokenizer.alphabet is not PROTEIN:
+        text = text.replace("U", "").replace("u", "")
+    cleaned = tokenizer.alphabet.clean(text).sequence
+    assert tokenizer.decode(tokenizer.encode(text)) == cleaned
+    assert tokenizer.decode(tokenizer.encode(text, special=True)) == cleaned
+
+
+@given(tokenizer=tokenizers(), data=st.data())
+def test_every_token_is_what_stands_in_its_span(tokenizer, data):
+    alphabet = tokenizer.alphabet
+    text = data.draw(st.text(alphabet.letters + alphabet.unknown + alphabet.stop, max_size=60))
+    ids = tokenizer.encode(text)
+    starts, ends = tokenizer.spans_of(ids)
+    named = {"[N]": "N", "[X]": "X", "[UNK]": "N", "[STOP]": "*"}
+    found = [named.get(token, token) for token in np.array(tokenizer.tokens)[ids]]
+    assert found == [text[a:b] for a, b in zip(starts, ends, strict=True)]
+    covered = np.zeros(len(text), dtype=bool)
+    for a, b in zip(starts, ends, strict=True):
+        covered[a:b] = True
+    assert covered.all()
+
+
+@given(tokenizer=tokenizers(), length=st.integers(0, 60))
+def test_spans_of_a_length_are_those_of_any_known_sequence_of_it(tokenizer, length):
+    ids = tokenizer.encode((tokenizer.alphabet.letters * 60)[:length])
+    for one, other in zip(tokenizer.spans(length), tokenizer.spans_of(ids), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@given(k=st.integers(2, 6), data=st.data())
+def test_kmers_lie_a_stride_apart(k, data):
+    overlap = data.draw(st.integers(0, k - 1))
+    tokenizer = KmerTokenizer(DNA, k, overlap)
+    text = data.draw(st.text("ATCG", min_size=k, max_size=50))
+    expected, at = [], 0
+    while at + k <= len(text):
+        expected.append(text[at : at + k])
+        at += k - overlap
+    tail = text[at - (k - overlap) + k :]
+    assert [tokenizer.tokens[i] for i in tokenizer.encode(text)] == expected + list(tail)
+
+
+def test_repeated_letters_of_the_tail_are_kept():
+    tokenizer = KmerTokenizer(DNA, k=4, overlap=0)
+    assert [tokenizer.tokens[i] for i in tokenizer.encode("ATCGAAA")] == ["ATCG", "A", "A", "A"]
+
+
+def test_specials_lie_between_letters():
+    tokenizer = KmerTokenizer(DNA)
+    starts, ends = tokenizer.spans_of(tokenizer.encode("ATCGA", special=True))
+    assert list(zip(starts, ends, strict=True)) == [(0, 0), (0, 3), (2, 5), (5, 5)]
+
+
+@given(text=st.text("ACGTN", max_size=40))
+def test_one_letter_tokens_are_complemented_by_ids(text):
+    tokenizer = ByteTokenizer(DNA)
+    other = tokenizer.complement[tokenizer.encode(text)[::-1]]
+    assert tokenizer.decode(other) == reverse_complement(text)
+
+
+@given(text=st.text("ACGU", max_size=41), k=st.integers(1, 4), data=st.data())
+def test_kmers_that_fill_a_sequence_are_complemented_by_ids(text, k, data):
+    overlap = data.draw(st.integers(0, k - 1))
+    text = text[: len(text) - (len(text) - overlap) % (k - overlap)]
+    tokenizer = KmerTokenizer(RNA, k, overlap)
+    if len(text) < k:
+        return
+    other = tokenizer.complement[tokenizer.encode(text)[::-1]]
+    np.testing.assert_array_equal(other, tokenizer.encode(reverse_complement_rna(text)))
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(DNA), KmerTokenizer(RNA), KmerTokenizer(DNA)])
+def test_the_complement_of_the_complement_is_every_token_itself(tokenizer):
+    ids = np.arange(tokenizer.vocab_size)
+    np.testing.assert_array_equal(tokenizer.complement[tokenizer.complement], ids)
+    assert ByteTokenizer(PROTEIN).complement is None
+
+
+@given(tokenizer=tokenizers(), data=st.data())
+def test_whatever_a_model_writes_can_be_decoded(tokenizer, data):
+    ids = np.array(data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20)), int)
+    text = tokenizer.decode(ids)
+    starts, ends = tokenizer.spans_of(ids)
+    assert tokenizer.alphabet.clean(text).sequence == text
+    assert len(ends) == 0 or ends[-1] == len(text)
+    assert (starts <= ends).all()
+
+
+@pytest.mark.parametrize(
+    ("k", "overlap", "message"),
+    [(0, 0, "k is at least 1"), (3, 3, "overlap from 0 to k - 1"), (11, 0, "write a smaller k")],
+)
+def test_kmers_that_cannot_be_are_refused(k, overlap, message):
+    with pytest.raises(RecipeError, match=message):
+        KmerTokenizer(DNA, k, overlap)
+
+
+def test_ids_of_another_vocabulary_are_refused():
+    with pytest.raises(RecipeError, match="which has 13 tokens"):
+        ByteTokenizer(DNA).decode(np.array([13]))
+
+
+def test_tokenizers_are_values_that_workers_can_be_sent():
+    tokenizer = tokenizer_of("kmer", DNA, 3, 1)
+    ids = tokenizer.encode("ATCGN")
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again == tokenizer == KmerTokenizer(DNA)
+    assert hash(again) == hash(tokenizer)
+    np.testing.assert_array_equal(again.encode("ATCGN"), ids)
+    assert tokenizer_of("byte", RNA) == ByteTokenizer(RNA)
