@@ -1,0 +1,1 @@
+"""Genomics: sequences of DNA, RNA and protein."""
