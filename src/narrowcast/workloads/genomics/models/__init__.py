@@ -1,1 +1,1 @@
-"""Models of sequences: long convolutions, attention and plain convolutions, over letters or patches."""
+"""Models of sequences: long convolutions, attention, plain convolutions; of letters or patches."""

@@ -60,8 +60,8 @@ def gated_convolution(
 
 def fast_length(length: int) -> int:
     """Return the least length from here on that is a power of two times 1, 3, 5, 7, 9 or 15."""
-    fits = (odd * 2 ** max(math.ceil(math.log2(length / odd)), 0) for odd in (1, 3, 5, 7, 9, 15))
-    return min(each for each in fits if each >= length)
+    odds = (1, 3, 5, 7, 9, 15)
+    return min(odd << max((length - 1) // odd, 0).bit_length() for odd in odds)
 
 
 def _within(filters: Tensor, length: int, *, causal: bool) -> Tensor:
@@ -223,13 +223,15 @@ def _turns(value: Tensor) -> Tensor:
 
 
 def _spectrum(x: Tensor, turns: Tensor) -> Tensor:
-    return torch.fft.fft(x * turns[: x.shape[-1]], n=len(turns))
+    spectrum: Tensor = torch.fft.fft(x * turns[: x.shape[-1]], n=len(turns))
+    return spectrum
 
 
 def _back(spectrum: Tensor, turns: Tensor, length: int) -> Tensor:
     # Conjugated in memory: compiled graphs call operators where torch does not heed the mark that
     # `conj()` leaves on a view (2.13).
-    return torch.fft.ifft(spectrum)[..., :length] * turns[:length].conj_physical()
+    turned: Tensor = torch.fft.ifft(spectrum)[..., :length]
+    return turned * turns[:length].conj_physical()
 
 
 def _filter_spectrum(filters: Tensor, turns: Tensor, *, causal: bool) -> Tensor:
