@@ -9,6 +9,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.heads import NextTokenHead, SequenceHead
 from narrowcast.workloads.genomics.models.model import GenomicModel
@@ -24,7 +25,13 @@ def config_of(backbone, **more):
 
 def model_of(backbone, *, complement=None, **more):
     torch.manual_seed(0)
-    return GenomicModel(config_of(backbone, **more), complement)
+    config = config_of(backbone, **more)
+    if config.patching != "entropy":
+        return GenomicModel(config, complement)
+    byte_lm = ByteLM(8)  # as it knows nothing, half of the letters are above its usual doubt
+    threshold = threshold_for(byte_lm.entropy(some_tokens()), patch_size=2)
+    config = dataclasses.replace(config, entropy_threshold=threshold)
+    return GenomicModel(config, complement, byte_lm)
 
 
 def some_tokens(rows=3, length=41, seed=0):
@@ -32,7 +39,10 @@ def some_tokens(rows=3, length=41, seed=0):
 
 
 EVERY = [
-    {"backbone": backbone, "causal": causal} for backbone in BACKBONES for causal in (True, False)
+    {"backbone": backbone, "causal": causal, "patching": patching}
+    for backbone in BACKBONES
+    for causal in (True, False)
+    for patching in ("none", "static", "entropy")
 ]
 
 
@@ -63,9 +73,11 @@ def test_a_causal_model_does_not_see_what_comes_later(config):
         torch.testing.assert_close(before, states[:, :place], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("patching", ["none", "static", "entropy"])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_states_of_the_other_strand_are_the_same_in_reverse(backbone):
-    model = model_of(backbone, complement=COMPLEMENT, reverse_complement=True).double()
+def test_states_of_the_other_strand_are_the_same_in_reverse(backbone, patching):
+    more = {"complement": COMPLEMENT, "reverse_complement": True, "patching": patching}
+    model = model_of(backbone, **more).double()
     tokens = some_tokens()
     other = torch.tensor(COMPLEMENT)[tokens.flip(1)]
     states = model(tokens)
@@ -100,9 +112,11 @@ def test_stages_hold_every_parameter_once(config):
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-delayed"])
-@pytest.mark.parametrize("backbone", BACKBONES)
-def test_trains_under_policies(backbone, policy):
-    model = nn.Sequential(model_of(backbone, causal=True), NextTokenHead(32, 8))
+@pytest.mark.parametrize(
+    ("backbone", "patching"), [*((each, "none") for each in BACKBONES), ("hyena", "entropy")]
+)
+def test_trains_under_policies(backbone, patching, policy):
+    model = nn.Sequential(model_of(backbone, causal=True, patching=patching), NextTokenHead(32, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     run = nc.prepare(model, optimizer, policy=policy)
     tokens = some_tokens() * 0 + torch.arange(41) % 4 + 3
@@ -118,6 +132,15 @@ def test_trains_under_policies(backbone, policy):
     assert losses[-1] < losses[0] / 2
 
 
+def test_patches_of_entropy_are_of_several_lengths_and_the_same_under_a_policy():
+    model, tokens = model_of("hyena", patching="entropy"), some_tokens()
+    patches = model.patches(tokens)
+    assert len(patches.lengths.unique()) > 3
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters()), policy="fp8-delayed")
+    with run.compute():
+        assert torch.equal(model.patches(tokens).ids, patches.ids)
+
+
 @pytest.mark.parametrize("policy", ["bf16", "fp8-delayed"])
 def test_filters_are_computed_in_fp32_under_any_policy(policy):
     model = model_of("hyena")
@@ -127,8 +150,9 @@ def test_filters_are_computed_in_fp32_under_any_policy(policy):
         assert torch.equal(model.blocks[0].mixer.filter(64), plain)
 
 
-def test_compiles_into_one_graph():
-    model, tokens = model_of("hyena"), some_tokens()
+@pytest.mark.parametrize("patching", ["none", "entropy"])
+def test_compiles_into_one_graph(patching):
+    model, tokens = model_of("hyena", patching=patching), some_tokens()
     mask = torch.arange(41) < torch.tensor([[41], [23], [7]])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens, mask), model(tokens, mask))

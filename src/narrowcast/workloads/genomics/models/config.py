@@ -33,7 +33,7 @@ class GenomicConfig:
     """Taps of the convolutions of a CNN."""
     patching: Patching = "none"
     patch_size: int = 4
-    """Letters of a static patch; of an entropy patch, what `entropy_threshold` is to aim at."""
+    """Letters of a static patch."""
     min_patch: int = 2
     max_patch: int = 16
     """Bounds of entropy patches; the last of a row may be shorter."""

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.genomics.models.blocks import Block
+from narrowcast.workloads.genomics.models.byte_lm import ByteLM
 from narrowcast.workloads.genomics.models.config import GenomicConfig
+from narrowcast.workloads.genomics.models.latent import PatchBack, PatchFront
+from narrowcast.workloads.genomics.models.patches import Patches, bounded, cut_at, every, in_doubt
 
 
 class GenomicModel(nn.Module):
@@ -16,13 +19,26 @@ class GenomicModel(nn.Module):
     With `reverse_complement` the states are those of both strands, the other one read backwards and
     turned round again, on average: the other strand has the same ones in reverse. `complement` is
     the id of the complementary token of every id.
+
+    With `patching` the blocks see patches; `byte_lm` finds those of entropy. Without one they are
+    found by a model that knows nothing, until the weights of another are loaded.
     """
 
-    def __init__(self, config: GenomicConfig, complement: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: GenomicConfig,
+        complement: Sequence[int] | None = None,
+        byte_lm: ByteLM | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.dropout = nn.Dropout(config.dropout)
+        self.byte_lm = None
+        if config.patching == "entropy":
+            self.byte_lm = byte_lm or ByteLM(config.vocab_size)
+        self.front = None if config.patching == "none" else PatchFront(config)
+        self.back = None if config.patching == "none" else PatchBack(config)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         table = _complement_table(config, complement)
@@ -47,14 +63,35 @@ class GenomicModel(nn.Module):
 
     def stages(self) -> list[nn.Module]:
         """Return what a sequence passes, from input to output: together, all parameters."""
-        return [self.embed, *self.blocks, self.norm]
+        around = (self.embed, self.front, *self.blocks, self.back, self.norm)
+        return [stage for stage in around if stage is not None]
+
+    def patches(self, tokens: Tensor, mask: Tensor | None = None) -> Patches:
+        """Cut rows of tokens into patches, as `forward` does."""
+        config = self.config
+        if self.byte_lm is None:
+            starts = every(config.least_patch, tokens)
+        else:
+            entropy, rises = self.byte_lm.entropy(tokens), config.entropy_rule == "monotonic"
+            wanted = in_doubt(entropy, threshold=config.entropy_threshold, rises=rises)
+            starts = bounded(wanted, least=config.min_patch, most=config.max_patch)
+        return cut_at(starts, mask, bound=config.patches_of(tokens.shape[1]))
 
     def _states(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         x = self.dropout(self.embed(tokens))
-        for block in self.blocks:
-            x = block(x, mask)
+        if self.front is None or self.back is None:
+            x = self._mixed(x, mask)
+        else:
+            patches = self.patches(tokens, mask)
+            letters, latent = self.front(x, patches, mask)
+            x = self.back(letters, self._mixed(latent, patches.mask), patches, mask)
         out: Tensor = self.norm(x)
         return out
+
+    def _mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
 
 
 def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -> Tensor:
