@@ -1,7 +1,22 @@
 """Readers of what the field writes: records, features and variants, one after another."""
 
+from narrowcast.workloads.genomics.sequences.readers.gff import read_features
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
-from narrowcast.workloads.genomics.sequences.readers.record import Feature, Part, Record
+from narrowcast.workloads.genomics.sequences.readers.record import Record
 from narrowcast.workloads.genomics.sequences.readers.tables import Row, read_table
+from narrowcast.workloads.genomics.sequences.readers.vcf import (
+    Variant,
+    VariantColumns,
+    read_variants,
+)
 
-__all__ = ["Feature", "Part", "Record", "Row", "read_records", "read_table"]
+__all__ = [
+    "Record",
+    "Row",
+    "Variant",
+    "VariantColumns",
+    "read_features",
+    "read_records",
+    "read_table",
+    "read_variants",
+]

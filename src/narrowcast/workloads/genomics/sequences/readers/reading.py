@@ -14,6 +14,7 @@ from narrowcast.workloads.genomics.sequences.alphabets import (
 )
 from narrowcast.workloads.genomics.sequences.readers.fasta import fasta, fastq
 from narrowcast.workloads.genomics.sequences.readers.files import HEAD_BYTES, Reader, opened
+from narrowcast.workloads.genomics.sequences.readers.genbank import genbank
 from narrowcast.workloads.genomics.sequences.readers.record import Raw, Record, place_of
 from narrowcast.workloads.genomics.sequences.readers.tables import (
     TableFormat,
@@ -91,7 +92,12 @@ def _raw(
             return fastq(file, path)
         case "csv" | "tsv" | "json" | "jsonl":
             return _of_table(file, path, kind, sequences=sequences, name=name)
-    raise RecipeError(f"{shown_path(path)}: {kind!r} is no format of sequences")
+        case "genbank":
+            return genbank(file, path)
+    formats = "auto, fasta, fastq, genbank, csv, tsv, json, jsonl"
+    raise RecipeError(
+        f"format={kind!r} is none that sequences are read from; write one of {formats}"
+    )
 
 
 def _of_table(

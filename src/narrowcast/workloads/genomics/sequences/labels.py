@@ -1,0 +1,180 @@
+"""Labels: one for each base of a genome, for each token of a sequence, or for a whole record."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowcast.config.problems import shortened
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.features import Feature, Part
+from narrowcast.workloads.genomics.sequences.readers.record import Record
+from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Spans
+
+IGNORE = -100
+"""The label that losses of torch leave out."""
+
+
+def base_labels(
+    length: int,
+    features: Iterable[Feature],
+    classes: Mapping[str, int],
+    *,
+    circular: bool = False,
+    place: str = "",
+) -> Ids:
+    """Return the class of each base: that of the features it lies in, or 0.
+
+    `classes` gives a number to kinds of features on either strand (`gene`), or on one (`gene+`,
+    `gene-`). Where features overlap, the later class of `classes` wins. Introns of a feature in
+    several parts are not in it; on a circle what lies beyond the end goes on at the beginning.
+    """
+    labels = np.zeros(length, dtype=np.int64)
+    by_kind: dict[str, list[Part]] = {}
+    for feature in features:
+        by_kind.setdefault(feature.kind, []).extend(feature.parts)
+    where = place or "a sequence"
+    for name, number in classes.items():
+        # A kind of that very name, however it ends, comes before a strand.
+        kind, strand = (name, 0) if name in by_kind else _kind_and_strand(name)
+        for part in by_kind.get(kind, ()):
+            if strand in (0, part.strand):
+                _lay(labels, part, number, circular=circular, what=f"{where}: {kind}")
+    return labels
+
+
+def reversed_labels(labels: Ids, classes: Mapping[str, int]) -> Ids:
+    """Return the labels of the reverse complement: backwards, `gene+` and `gene-` exchanged."""
+    labels = labels[::-1].copy()
+    turned = labels.copy()
+    for name, number in classes.items():
+        other = {"+": "-", "-": "+"}.get(name[-1:])
+        if other and name[:-1] + other in classes:
+            turned[labels == number] = classes[name[:-1] + other]
+    return turned
+
+
+def token_labels(
+    labels: Ids, spans: Spans, *, rule: Literal["centre", "majority"] = "centre"
+) -> Ids:
+    """Return a label for each token, given one for each base and where tokens lie.
+
+    `centre` takes that of the token's middle base, of two the left one. `majority` takes the most
+    frequent, of several the one that is the smaller number. Specials get the label to ignore.
+    """
+    starts, ends = spans
+    if len(ends) and int(ends.max()) > len(labels):
+        raise RecipeError(
+            f"tokens reach to letter {int(ends.max())}, and there are {len(labels)} labels; give a "
+            "label for each letter"
+        )
+    laid = np.full(len(starts), IGNORE, dtype=np.int64)
+    real = ends > starts
+    if not real.any():
+        return laid
+    starts, ends = starts[real], ends[real]
+    if rule == "centre":
+        laid[real] = labels[(starts + ends - 1) // 2]
+    else:
+        values, which = np.unique(labels, return_inverse=True)
+        best, most = np.zeros(len(starts), dtype=np.int64), np.zeros(len(starts), dtype=np.int64)
+        for number in range(len(values)):
+            running = np.concatenate(([0], np.cumsum(which == number)))
+            count = running[ends] - running[starts]
+            best[count > most] = number
+            most = np.maximum(count, most)
+        laid[real] = values[best]
+    return laid
+
+
+def base_values(values: NDArray[Any], spans: Spans, length: int) -> NDArray[Any]:
+    """Return a value for each base, given one for each token: that of the nearest token's middle.
+
+    The way back of `token_labels`; of two tokens that are as near, the left one. `values` may have
+    more dimensions behind the first, such as classes.
+    """
+    starts, ends = spans
+    real = ends > starts
+    values, starts, ends = values[real], starts[real], ends[real]
+    if not len(starts):
+        if length:
+            raise RecipeError(f"there are no tokens with letters, and {length} letters want values")
+        return values
+    middles = starts + ends - 1  # in halves of a letter
+    borders = (middles[:-1] + middles[1:]) / 2
+    return values[np.searchsorted(borders, 2 * np.arange(length), side="left")]
+
+
+def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
+    """Return the labels of a record's letters, names or numbers of classes.
+
+    They are a list, a text of one sign each, or a text of words with blanks between them.
+    """
+    value = _field(record, column)
+    if isinstance(value, str) and len(value.split()) > 1:
+        value = value.split()
+    items = list(value) if isinstance(value, str | list) else None
+    if items is None or len(items) != len(record.sequence):
+        count = "no list" if items is None else f"{len(items)}"
+        raise RecipeError(
+            f"{record.place}: {column} has {count} labels for {len(record.sequence)} letters; give "
+            "one for each letter"
+        )
+    return np.array([_class(item, column, classes, record) for item in items], dtype=np.int64)
+
+
+def class_label(record: Record, column: str, classes: Sequence[str]) -> int:
+    """Return the number of a record's class, which a table gives by name or by number."""
+    return _class(_field(record, column), column, classes, record)
+
+
+def number_label(record: Record, column: str) -> float:
+    """Return a number that a record is to be predicted by."""
+    value = _field(record, column)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RecipeError(f"{record.place}: {column} is {shortened(repr(value))}, no finite number")
+    return number
+
+
+def _kind_and_strand(name: str) -> tuple[str, int]:
+    strand = {"+": 1, "-": -1}.get(name[-1:], 0)
+    return (name[:-1], strand) if strand else (name, 0)
+
+
+def _lay(labels: Ids, part: Part, number: int, *, circular: bool, what: str) -> None:
+    length = len(labels)
+    start, end = part.start, part.end
+    if start < 0 or start >= length or (end > length and (not circular or end - start > length)):
+        raise RecipeError(
+            f"{what} at {start + 1} to {end} lies beyond its {length} letters; give the sequence "
+            "that the features are of, or say that it is circular"
+        )
+    labels[start : min(end, length)] = number
+    labels[: max(end - length, 0)] = number
+
+
+def _field(record: Record, column: str) -> Any:
+    if column not in record.fields:
+        raise RecipeError(
+            f"{record.place} has no column {column}; it has "
+            f"{shortened(', '.join(record.fields) or 'none', 200)} beside its sequence"
+        )
+    return record.fields[column]
+
+
+def _class(value: Any, column: str, classes: Sequence[str], record: Record) -> int:
+    if isinstance(value, str) and value in classes:
+        return classes.index(value)
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(classes):
+        return number
+    raise RecipeError(
+        f"{record.place}: {column} is {shortened(repr(value))}; classes are "
+        f"{shortened(', '.join(classes), 200)}, or their numbers from 0"
+    )

@@ -1,0 +1,130 @@
+"""Variants of VCF, or of a table with a column for each of chromosome, position and alleles."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from narrowcast.config.problems import shortened, shown_path
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.readers.files import (
+    HEAD_BYTES,
+    Reader,
+    opened,
+    text_of,
+)
+from narrowcast.workloads.genomics.sequences.readers.record import place_of
+from narrowcast.workloads.genomics.sequences.readers.tables import read_table
+
+_FIXED = ("CHROM", "POS", "ID", "REF", "ALT", "QUAL", "FILTER", "INFO")
+
+
+class VariantColumns(NamedTuple):
+    """Which columns of a table say where a variant is and what it changes."""
+
+    chrom: str = "chrom"
+    position: str = "pos"
+    reference: str = "ref"
+    alternative: str = "alt"
+
+
+COLUMNS = VariantColumns()
+_OF_VCF = VariantColumns("CHROM", "POS", "REF", "ALT")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One alternative at a place of a chromosome."""
+
+    chrom: str
+    position: int
+    """Of the first letter of `reference`, from 1."""
+    reference: str
+    alternative: str
+    """Letters in upper case, or as VCF writes what is none: <DEL>, *, a break end."""
+    number: int
+    file: Path
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for messages."""
+        return place_of(self.file, self.number)
+
+
+def read_variants(path: Path, columns: VariantColumns = COLUMNS) -> Iterator[Variant]:
+    """Yield the variants of a VCF, or of a table with `columns`; plain or gzip.
+
+    A record with several alternatives is as many variants of one number; one without any (`.`) is
+    none. Fields are all other columns, INFO taken apart.
+    """
+    number = 0
+    with opened(path, lambda: place_of(path, number + 1)) as file:
+        listed = file.peek(HEAD_BYTES).lstrip().startswith(b"##fileformat=VCF")
+        for values, at in _records(file, path) if listed else ():
+            number = at
+            yield from _variants(values, _OF_VCF, path, at)
+    if listed and not number:
+        raise RecipeError(f"{shown_path(path)} has no variants; give a file that has some")
+    for row in () if listed else read_table(path, columns):
+        yield from _variants(row.values, columns, path, row.number)
+
+
+def _records(file: Reader, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+    names: Sequence[str] = ()
+    number = 0
+    for line in file:
+        if line.startswith(b"##") or not line.strip():
+            continue
+        place = place_of(path, number + 1)
+        columns = text_of(line, place).rstrip("\r\n").split("\t")
+        if line.startswith(b"#"):
+            names = [columns[0][1:], *columns[1:]]
+            if tuple(names[: len(_FIXED)]) != _FIXED:
+                raise RecipeError(
+                    f"{shown_path(path)}: the line of #CHROM has {shortened(', '.join(names))}; "
+                    f"VCF has {', '.join(_FIXED)}, parted by tabs"
+                )
+            continue
+        number += 1
+        if not names:
+            raise RecipeError(f"{place}: there is no line of #CHROM before it, which names columns")
+        if len(columns) != len(names):
+            raise RecipeError(f"{place}: {len(columns)} columns under {len(names)} names")
+        values = dict(zip(names, columns, strict=True))
+        yield {**values, "INFO": _info(values["INFO"])}, number
+
+
+def _info(text: str) -> Mapping[str, Any]:
+    pieces = (piece.partition("=") for piece in text.split(";") if piece not in ("", "."))
+    return {key: value if equals else True for key, equals, value in pieces}
+
+
+def _variants(
+    values: Mapping[str, Any], columns: VariantColumns, path: Path, number: int
+) -> Iterator[Variant]:
+    place = place_of(path, number)
+    position, reference = str(values[columns.position]), str(values[columns.reference]).upper()
+    if not (position.isascii() and position.isdigit() and int(position) > 0):
+        raise RecipeError(
+            f"{place}: {columns.position} is {shortened(position)!r}; positions are whole numbers "
+            "from 1"
+        )
+    if not reference.isalpha():
+        raise RecipeError(f"{place}: {columns.reference} is {shortened(reference)!r}, no letters")
+    fields = {key: value for key, value in values.items() if key not in columns}
+    for alternative in str(values[columns.alternative]).split(","):
+        if alternative == ".":
+            continue
+        if not alternative:
+            raise RecipeError(f"{place}: {columns.alternative} has no letters; write . for none")
+        yield Variant(
+            chrom=str(values[columns.chrom]),
+            position=int(position),
+            reference=reference,
+            alternative=alternative.upper() if alternative.isalpha() else alternative,
+            number=number,
+            file=path,
+            fields=fields,
+        )

@@ -1,0 +1,150 @@
+"""A variant as two sequences: the reference around it, and the same with the alternative."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, final
+
+from narrowcast.config.problems import shortened, shown_path
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.alphabets import DNA
+from narrowcast.workloads.genomics.sequences.readers.reading import read_records
+from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
+
+_REGION = re.compile(r"(?P<chrom>.+):(?P<first>\d+)-(?P<last>\d+)")
+"""How samtools names a piece of a chromosome, counted from 1, both ends in it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contig:
+    """A chromosome or a piece of one."""
+
+    chrom: str
+    first: int
+    """The position of its first letter, from 1."""
+    sequence: str
+
+    @property
+    def last(self) -> int:
+        """The position of its last letter."""
+        return self.first + len(self.sequence) - 1
+
+
+class VariantPair(NamedTuple):
+    """Two windows of one length that begin at the same position."""
+
+    reference: str
+    alternative: str
+    at: int
+    """Where in both the variant begins."""
+    variant: Variant
+
+
+@final
+@dataclass(frozen=True)
+class Reference:
+    """Contigs that variants lie on, in memory."""
+
+    file: Path
+    contigs: tuple[Contig, ...]
+
+    @staticmethod
+    def read(path: Path, first: Mapping[str, int] | None = None) -> "Reference":
+        """Read a FASTA; a record named chr17:41176312-41370000 is that piece of chr17.
+
+        `first` gives the position of the first letter, from 1, of records whose names do not say.
+        """
+        first = first or {}
+        contigs = []
+        for record in read_records(path, alphabet=DNA):
+            contig = Contig(
+                chrom=record.name, first=first.get(record.name, 1), sequence=record.sequence
+            )
+            region = None if record.name in first else _REGION.fullmatch(record.name)
+            if region is not None:
+                start, last = int(region["first"]), int(region["last"])
+                contig = Contig(chrom=region["chrom"], first=start, sequence=record.sequence)
+                if contig.last != last:
+                    raise RecipeError(
+                        f"{record.place} is named {shortened(record.name)}, which are "
+                        f"{last - start + 1} letters, and has {len(record.sequence)}; give its "
+                        "first position by `first`"
+                    )
+            contigs.append(contig)
+        return Reference(path, tuple(contigs))
+
+    def contig_of(self, variant: Variant) -> Contig:
+        """Return the contig that a variant lies on; chr17 and 17 are the same."""
+        chrom = _plain(variant.chrom)
+        named = [contig for contig in self.contigs if _plain(contig.chrom) == chrom]
+        end = variant.position + len(variant.reference) - 1
+        for contig in named:
+            if contig.first <= variant.position and end <= contig.last:
+                return contig
+        pieces = [f"{each.chrom}:{each.first}-{each.last}" for each in named or self.contigs]
+        raise RecipeError(
+            f"{variant.place}: {shortened(variant.chrom)}:{variant.position} is not in "
+            f"{shown_path(self.file)}, which has {shortened(', '.join(pieces), 200)}"
+        )
+
+
+def variant_pairs(
+    variants: Iterable[Variant], reference: Reference, length: int
+) -> Iterator[VariantPair]:
+    """Yield each variant as two windows of `length` letters, its alleles in the middle.
+
+    Beyond the ends of a contig letters are unknown (N). An insertion pushes letters out at the
+    right end, a deletion brings letters in there: both windows are as long, and begin alike.
+    """
+    for variant in variants:
+        _refuse_symbols(variant)
+        longest = max(len(variant.reference), len(variant.alternative))
+        if longest > length:
+            raise RecipeError(
+                f"{variant.place}: an allele has {longest} letters, and windows have {length}; "
+                "write longer windows, or leave it out"
+            )
+        contig = reference.contig_of(variant)
+        start = variant.position - contig.first
+        end = start + len(variant.reference)
+        _refuse_other_letters(variant, contig.sequence[start:end], reference)
+        at = (length - longest) // 2
+        left = _letters(contig.sequence, start - at, start)
+        right = _letters(contig.sequence, end, end + length)
+        yield VariantPair(
+            (left + contig.sequence[start:end] + right)[:length],
+            (left + variant.alternative + right)[:length],
+            at,
+            variant,
+        )
+
+
+def _letters(sequence: str, start: int, end: int) -> str:
+    """Return letters of a sequence, unknown ones before its beginning and behind its end."""
+    inside = sequence[max(start, 0) : max(end, 0)]
+    before = DNA.unknown * (min(end, 0) - min(start, 0))
+    return before + inside + DNA.unknown * (end - start - len(before) - len(inside))
+
+
+def _plain(chrom: str) -> str:
+    plain = chrom[3:] if chrom.lower().startswith("chr") else chrom
+    return "MT" if plain == "M" else plain
+
+
+def _refuse_symbols(variant: Variant) -> None:
+    if not DNA.fits(variant.alternative) or not variant.alternative.isalpha():
+        raise RecipeError(
+            f"{variant.place}: the alternative is {shortened(variant.alternative)!r}, which spells "
+            "no sequence; leave such variants out (bcftools view -v snps,indels)"
+        )
+
+
+def _refuse_other_letters(variant: Variant, found: str, reference: Reference) -> None:
+    if found != variant.reference:
+        raise RecipeError(
+            f"{variant.place}: the reference of {shortened(variant.chrom)}:{variant.position} is "
+            f"{shortened(variant.reference)} there and {shortened(found)} in "
+            f"{shown_path(reference.file)}; is it another assembly, or counted from 0?"
+        )

@@ -1,0 +1,55 @@
+import pytest
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.sequences.readers import VariantColumns, read_variants
+
+HEAD = "##fileformat=VCFv4.2\n##source=x\n"
+NAMES = "#CHROM\tPOS\tID\tREF\tALT\tQUAL\tFILTER\tINFO"
+VCF = (
+    HEAD + NAMES + "\tFORMAT\ts1\n"
+    "chr1\t3\trs1\ta\tG,t\t30\tPASS\tAF=0.5;DB\tGT\t0/1\n"
+    "chr1\t4\t.\tAC\t.\t.\t.\t.\tGT\t0/0\n"
+    "chr1\t5\t.\tA\t<DEL>\t.\t.\t.\tGT\t0/0\n"
+)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_alternatives_of_a_record_are_a_variant_each(write, packed):
+    variants = list(read_variants(write(VCF, packed=packed)))
+    found = [(v.chrom, v.position, v.reference, v.alternative, v.number) for v in variants]
+    assert found == [
+        ("chr1", 3, "A", "G", 1),
+        ("chr1", 3, "A", "T", 1),
+        ("chr1", 5, "A", "<DEL>", 3),
+    ]
+    assert variants[0].fields == {
+        "ID": "rs1", "QUAL": "30", "FILTER": "PASS", "FORMAT": "GT", "s1": "0/1",
+        "INFO": {"AF": "0.5", "DB": True},
+    }  # fmt: skip
+
+
+def test_tables_name_their_columns(write):
+    path = write("chrom,pos_hg19,ref,alt,cadd\n17,41276135,T,G,6.0\n")
+    (variant,) = read_variants(path, VariantColumns(position="pos_hg19"))
+    assert (variant.chrom, variant.position, variant.fields) == ("17", 41276135, {"cadd": "6.0"})
+    with pytest.raises(RecipeError, match="record 1 has no column pos; it has chrom, pos_hg19"):
+        list(read_variants(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + NAMES + "\nchr1\t0\t.\tA\tG\t.\t.\t.\n", "record 1: POS is '0'"),
+        (HEAD + NAMES + "\nchr1\t2\t.\tA1\tG\t.\t.\t.\n", "record 1: REF is 'A1', no letters"),
+        (HEAD + NAMES + "\nchr1\t2\t.\tA\n", "record 1: 4 columns under 8 names"),
+        (HEAD + "chr1\t2\t.\tA\tG\t.\t.\t.\n", "no line of #CHROM"),
+        (HEAD + NAMES.replace("\t", " ") + "\n", "parted by tabs"),
+        (HEAD + NAMES + "\n", "has no variants"),
+        ("chrom,pos,ref,alt\n1,41.0,A,G\n", "record 1: pos is '41.0'"),
+        ("chrom,pos,ref,alt\n1,41,A,\n", "record 1: alt has no letters"),
+    ],
+)
+def test_what_is_wrong_is_said_with_file_and_record(write, text, message):
+    path = write(text)
+    with pytest.raises(RecipeError, match=message):
+        list(read_variants(path))
