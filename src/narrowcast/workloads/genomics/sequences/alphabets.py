@@ -59,8 +59,8 @@ class Alphabet:
         for other, own in self.reads_as.items():
             if _has(raw, other) and _has(raw, own):
                 raise RecipeError(
-                    f"{_begin(place)}the sequence has both {own} and {other}, so it is neither DNA nor RNA; "
-                    "write one of them throughout"
+                    f"{_begin(place)}the sequence has both {own} and {other}, so it is neither DNA "
+                    "nor RNA; write one of them throughout"
                 )
         unknown = ord(self.unknown)
         if unknown not in kept:
@@ -68,8 +68,8 @@ class Alphabet:
         if strict:
             at = kept.index(unknown)
             raise RecipeError(
-                f"{_begin(place)}letter {at + 1} is {_dense(sequence)[at]!r}, which may be several of "
-                f"{self.name}'s; strict takes {self.letters} only: leave such sequences out, or "
+                f"{_begin(place)}letter {at + 1} is {_dense(sequence)[at]!r}, which may be several "
+                f"of {self.name}'s; strict takes {self.letters} only: leave such sequences out, or "
                 "write strict=false to have unknown ones"
             )
         return Cleaned(kept.decode("ascii"), _count(raw, self.ambiguous))

@@ -180,8 +180,8 @@ class _Keeper:
         if found is not alphabet and found.fits(letters):
             why = "was asked for" if self._given else "is what the records before it are"
             raise RecipeError(
-                f"{place} reads as {found.name}, and {alphabet.name} {why}; give each alphabet a file "
-                "of its own, or name the alphabet"
+                f"{place} reads as {found.name}, and {alphabet.name} {why}; give each alphabet a "
+                "file of its own, or name the alphabet"
             )
 
 
