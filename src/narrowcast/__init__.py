@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.plan.policy import Policy as Policy
     from narrowcast.precision.plan.presets import PRESETS as PRESETS
     from narrowcast.precision.plan.presets import policy_from as policy  # noqa: F401
+    from narrowcast.precision.plan.tasks import TASKS as TASKS
+    from narrowcast.precision.plan.tasks import TaskPrecision as TaskPrecision
+    from narrowcast.precision.plan.tasks import apply_task as apply_task
+    from narrowcast.precision.plan.tasks import optimal_precision as optimal_precision
     from narrowcast.precision.step.outcome import Outcome as Outcome
     from narrowcast.precision.step.prepare import prepare as prepare
     from narrowcast.precision.step.prepared import Prepared as Prepared
@@ -58,15 +62,19 @@ _HOMES = {
     "Prepared": "precision.step.prepared",
     "ReportSection": "runs",
     "Run": "runner.run",
+    "TASKS": "precision.plan.tasks",
     "Task": "training.task",
     "TaskInfo": "runs",
+    "TaskPrecision": "precision.plan.tasks",
     "Verdict": "health.diagnose.verdict",
     "Workload": "config.workload",
+    "apply_task": "precision.plan.tasks",
     "digest_of": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
     "keep_frozen": "precision.weights.frozen_base",
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
     "load_recipe": "workloads",
+    "optimal_precision": "precision.plan.tasks",
     "plan": "precision.plan.plan:make_plan",
     "plan_recipe": "runner.run",
     "policy": "precision.plan.presets:policy_from",

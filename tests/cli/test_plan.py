@@ -114,3 +114,23 @@ def test_a_piece_that_the_model_does_not_have_is_refused_by_its_name(narrowcast,
     ended = narrowcast("plan", tiny, "precision.fuse=[loss]")
     assert ended.code == 3
     assert "fuse names loss, but no module of this model is known for it" in ended.err
+
+
+def test_the_row_of_a_task_is_told_with_who_has_set_what(narrowcast, tiny):
+    words = ("precision.task=generation", "clip_norm=1.5", "device=cpu")
+    lines = narrowcast("plan", tiny, *words).out.splitlines()
+    said = {line.split(" ")[0]: line for line in lines[:6]}
+    assert said["task"].startswith("task      generation, small (")
+    assert "no fp16: most CPUs" in said["why"]
+    assert said["sets"].startswith("sets      precision.loss_scale.growth_interval=500")
+    assert "clip_norm=1.5 (command line)" in said["not"]
+    assert "precision.policy=fp16 (tiny.yaml)" in said["not"]
+    row = json.loads(narrowcast("plan", tiny, *words, "--json").out)["task"]
+    assert (row["task"], row["size"], row["hardware"]) == ("generation", "small", "cpu")
+    assert row["settings"]["clip_norm"] == {"value": 1.5, "origin": "command line"}
+    assert row["left_out"] == ["offload of optimizer: cpu has no memory of its own"]
+
+
+def test_without_a_task_no_row_is_told(narrowcast, tiny):
+    assert "task" not in json.loads(narrowcast("plan", tiny, "--json").out)
+    assert not narrowcast("plan", tiny).out.startswith("task")

@@ -8,11 +8,12 @@ from torch import nn
 
 import narrowcast
 from narrowcast import errors, numerics
-from narrowcast.hardware import Hardware
+from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, Format
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.tasks import SIZES, TASKS, optimal_precision
 from narrowcast.workloads import load_recipe
 
 NO_DEFAULT = ("workload", "steps", "batch_size", "name", "description")
@@ -123,3 +124,52 @@ def test_the_reference_has_every_public_name(docs):
     # A format's own name (E4M3) needs no entry: the formats have a table.
     public |= {f"narrowcast.numerics.{name}" for name in numerics.__all__ if not name.isupper()}
     assert public - {"narrowcast.numerics.Per"} <= shown
+
+
+TASKS_PAGE = "ideas/precision-by-task.md"
+
+
+def test_the_table_of_tasks_is_that_of_the_code(docs):
+    shown = {
+        name.strip("`"): rest
+        for name, *rest in docs.table_rows(docs.DOCS / TASKS_PAGE, header="| task | wants")
+    }
+    assert shown == {
+        name: [
+            row.wants,
+            "none" if row.clip_norm is None else str(row.clip_norm),
+            str(row.growth_interval),
+            row.checkpoint,
+            f"{' and '.join(row.offload)}, from {row.offload_from}" if row.offload else "none",
+            row.reason,
+        ]
+        for name, row in TASKS.items()
+    }
+
+
+def test_the_table_of_what_tasks_get_is_what_they_get(docs):
+    native = Support(how="native", reason="it does")
+    machines = [
+        ("cpu", None, ()),
+        ("cpu", None, ("bf16",)),
+        ("cuda:0", (6, 1), ()),
+        ("cuda:0", (7, 0), ("fp16",)),
+        ("cuda:0", (8, 0), ("fp16", "bf16")),
+        ("cuda:0", (8, 9), ("fp16", "bf16", "e4m3", "e5m2")),
+        ("cuda:0", (9, 0), ("fp16", "bf16", "e4m3", "e5m2")),
+        ("mps", None, ("fp16", "bf16")),
+    ]
+    wanting = {row.wants: name for name, row in reversed(TASKS.items())}
+    rows = list(docs.table_rows(docs.DOCS / TASKS_PAGE, header="| wants | size"))
+    assert [row[0] for row in rows] == ["fp8", "fp8", "bf16", "fp16"]
+    for wants, sizes, *policies in rows:
+        for size in SIZES if sizes == "any" else sizes.split(", "):
+            for (device, capability, formats), policy in zip(machines, policies, strict=True):
+                hardware = Hardware(
+                    device=device,
+                    name="a machine",
+                    memory_bytes=80 * 2**30,
+                    capability=capability,
+                    products=dict.fromkeys(formats, native),
+                )
+                assert optimal_precision(wanting[wants], size, hardware).policy == policy

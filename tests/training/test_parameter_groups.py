@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.config.common_sections import OptimizerSection
+from narrowcast.config.common_sections import LrScheduleSection, OptimizerSection
 from narrowcast.errors import RecipeError
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.parameter_groups import groups_of, layerwise_decay
+from narrowcast.training.schedules import lr_factors
 from narrowcast.training.task import ParameterGroup, Task
 
 CPU = torch.device("cpu")
@@ -102,3 +103,27 @@ def test_parameters_that_can_be_gone_through_once_are_kept():
     assert groups_of(task) is not None
     (first, *_) = groups_of(task)
     assert len(list(first.parameters)) == len(list(first.parameters)) == 6
+
+
+def test_a_group_that_waits_keeps_its_bits_until_then_and_learns_afterwards():
+    torch.manual_seed(0)
+    task = task_with(lambda model: [group(*model[1:]), group(model[0], frozen_until=0.5)])
+    optimizer = optimizer_of(task)
+    shares = [each["frozen_until"] for each in optimizer.param_groups]
+    factors = lr_factors(LrScheduleSection(), 4, frozen_until=shares)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+    first, second = task.model[0].weight, task.model[1].weight
+    moved = []
+    for _ in range(4):
+        before = first.detach().clone(), second.detach().clone()
+        task.model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        moved.append((not torch.equal(first, before[0]), not torch.equal(second, before[1])))
+    assert moved == [(False, True), (False, True), (True, True), (True, True)]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
+def test_a_group_cannot_wait_for_ever(share):
+    with pytest.raises(RecipeError, match="frozen=True"):
+        ParameterGroup(parameters=[], frozen_until=share)

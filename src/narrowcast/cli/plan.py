@@ -27,20 +27,29 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
     with working(screen(quiet=as_json, to_stderr=True), "planning"):
         from narrowcast.hardware import probe
         from narrowcast.runner.assemble import planned
+        from narrowcast.runner.by_task import decided
 
-        plans = planned(loaded.recipe, probe(loaded.recipe.device))
+        hardware = probe(loaded.recipe.device)
+        by_task = decided(loaded, hardware)
+        loaded = by_task.loaded
+        plans = planned(loaded.recipe, hardware)
     from narrowcast.cli.view.layer_table import print_plan
     from narrowcast.cli.view.phases import print_phases, titles
+    from narrowcast.cli.view.task_row import print_task_row
 
     if as_json:
         from narrowcast.runs import strict_json
         from narrowcast.training.phase_plans import phases_json
 
-        click.echo(strict_json.dumps(phases_json(loaded.recipe, plans), indent=2))
+        told = phases_json(loaded.recipe, plans, task_row=by_task.row)
+        click.echo(strict_json.dumps(told, indent=2))
         return
     if not loaded.recipe.is_settled:
         many = count(loaded.recipe.epochs or 0, "epoch")
         say(console, "steps", f"as many as {many} have; no data is read for a plan")
+    if by_task.row is not None:
+        print_task_row(console, by_task.row)
+        console.print()
     print_phases(console, loaded.recipe, plans)
     for number, (title, plan) in enumerate(zip(titles(loaded.recipe), plans, strict=True)):
         if number:

@@ -23,6 +23,10 @@ from narrowcast.config.section import Section, refuse_conflicts
 
 Piece = Literal["loss", "rms_norm", "rotary", "swiglu"]
 Fuse = Literal["auto", "none"] | Annotated[tuple[Piece, ...], Field(max_length=MOST_ENTRIES)]
+OfSequences = Literal[
+    "genome_annotation", "variant_effect", "protein_function", "generation", "domain_adaptation"
+]
+TaskName = Literal[OfSequences, "pretrain", "sft", "lora", "rl_fp16", "forecast", "decompose"]
 OptimizerName = Literal["adamw", "adam", "sgd", "rmsprop", "adafactor"]
 
 OBEYED_BY: dict[str, frozenset[str]] = {
@@ -239,6 +243,10 @@ class PrecisionSection(Section):
         default="auto",
         description="pieces computed as one where the model is known to have them: auto, none, "
         "or some of loss, rms_norm, rotary, swiglu",
+    )
+    task: TaskName | None = Field(
+        default=None,
+        description="what is trained: chooses defaults here, of clip_norm and of memory",
     )
 
 

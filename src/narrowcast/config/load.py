@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from narrowcast.config.given import Given, Setting
 from narrowcast.config.limits import MOST_WORDS, UNSETTLED
@@ -24,6 +24,8 @@ DEFAULT = "default"
 EPOCHS = "epochs"
 """The origin of steps that follow from epochs and data."""
 
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
 SectionsOf = Callable[[str], Sections]
 """From a workload's name to its sections; raises RecipeError where there is none."""
 
@@ -34,13 +36,28 @@ class LoadedRecipe:
 
     recipe: Recipe
     origins: dict[str, str]
-    """Dotted key to `default`, the name of a file, or `command line`."""
+    """Dotted key to `default`, the name of a file, `command line`, or `task` and its name."""
     text: str
     """The recipe file as it was given."""
 
     def for_samples(self, samples: int) -> LoadedRecipe:
         """Return it with the steps that its epochs have over so many samples."""
         return replace(self, recipe=self.recipe.for_samples(samples))
+
+    def with_defaults(self, values: Mapping[str, Any], *, origin: str) -> LoadedRecipe:
+        """Return it with other values for the settings, by dotted key, that nobody has set.
+
+        A key that its recipe does not have is left out; values that it cannot have are refused.
+        """
+        unset = {key: values[key] for key in values if self.origins.get(key) == DEFAULT}
+        try:
+            recipe = _changed(self.recipe, unset)
+        except ValidationError as error:
+            found = "; ".join(each["msg"] for each in error.errors(include_url=False))
+            raise RecipeError(f"{origin}: {found}") from error
+        return replace(
+            self, recipe=recipe, origins={**self.origins, **dict.fromkeys(unset, origin)}
+        )
 
     def resolved(self) -> dict[str, dict[str, Any]]:
         """Return every setting with its value and origin, as `resolved.json` keeps them."""
@@ -102,6 +119,19 @@ def from_resolved(
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the value of every setting by its dotted key, as JSON has it."""
     return dict(_flat(recipe))
+
+
+def _changed(section: _Kind, values: Mapping[str, Any]) -> _Kind:
+    """Return a section with other values, by dotted key, and all that it checks checked again."""
+    changed = {name: getattr(section, name) for name in type(section).model_fields}
+    for name in {key.partition(".")[0] for key in values}:
+        inner = {
+            key.partition(".")[2]: value
+            for key, value in values.items()
+            if key.partition(".")[0] == name
+        }
+        changed[name] = inner[""] if "" in inner else _changed(changed[name], inner)
+    return type(section).model_validate(changed)
 
 
 def _load(

@@ -17,6 +17,7 @@ from narrowcast.training.checkpoints.settings import (
     places_in,
     told,
 )
+from narrowcast.training.phase_plans import TASK_ROW
 from narrowcast.workloads import sections_of
 
 RESOLVED, PLAN = "resolved.json", "plan.json"
@@ -109,6 +110,19 @@ def notices(
     return found + _other_formats(run, plan)
 
 
+def task_row_of(run: RunFolder) -> Mapping[str, Any] | None:
+    """Return what the task of a run decided when it began, as far as its folder tells.
+
+    Its settings are those of the run since, on whatever machine it goes on.
+    """
+    try:
+        kept = run.read_json(PLAN) if (run.path / PLAN).exists() else {}
+    except CheckpointError:  # told among the notices
+        return None
+    row = kept.get(TASK_ROW)
+    return row if isinstance(row, Mapping) else None
+
+
 def _text(run: RunFolder) -> str:
     """Return the recipe as it was given, which is only for readers; resolved.json decides."""
     try:
@@ -126,7 +140,8 @@ def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
         was = run.read_json(PLAN)
     except CheckpointError:
         return [f"{PLAN} was damaged, so it is not known whether the formats run as they did"]
-    was = {key: was[key] for key in was if key != "phases"}  # `plan` is the first one's
+    beside = ("phases", TASK_ROW)  # `plan` is that of the first phase, and knows no task
+    was = {key: was[key] for key in was if key not in beside}
     if was == now:
         return []
     return [

@@ -8,7 +8,7 @@ The command line does the same and shows it.
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -22,7 +22,14 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
-from narrowcast.runner.changes import continued, notices, require_acceptable
+from narrowcast.runner.by_task import decided
+from narrowcast.runner.changes import (
+    PLAN,
+    continued,
+    notices,
+    require_acceptable,
+    task_row_of,
+)
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
 from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
@@ -62,12 +69,15 @@ class Run:
         resumed_from: int | None = None,
         notices: Sequence[str] = (),
         earlier: Sequence[Record] = (),
+        task_row: Mapping[str, Any] | None = None,
     ) -> None:
         self.loaded, self.folder = loaded, folder
         self.resumed_from = resumed_from
         """The step a continued run goes on from; None for a new one."""
         self.notices = list(notices)
         """Where the rest of a continued run will not be what it would have been."""
+        self.task_row = task_row
+        """What `precision.task` has decided, as plan.json keeps it; None where there is none."""
         self._assembled, self._records, self._home = assembled, records, home
         self.earlier = list(earlier)
         """The records it goes on from."""
@@ -195,13 +205,14 @@ def train(
     require_trackers(loaded.recipe.trackers)
     if out is None and loaded.recipe.trackers:
         raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
-    assembled = assemble(loaded.recipe)
-    loaded = loaded.for_samples(len(assembled.task.train_data))
+    by_task = decided(loaded, probe(loaded.recipe.device))
+    assembled = assemble(by_task.loaded.recipe)
+    loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
     home = None if path is None else KeptFolder(path)
     records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=home)
     if path is None:
-        return Run(loaded, assembled, records, folder=None)
+        return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
     folder = RunFolder.create(
         path,
         recipe_text=loaded.text,
@@ -209,8 +220,8 @@ def train(
         environment=describe_environment(),
     )
     folder.set_task_info(assembled.task.info)
-    folder.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
-    return Run(loaded, assembled, records, folder=folder, home=home)
+    folder.write_json(PLAN, phases_json(loaded.recipe, assembled.plans, task_row=by_task.row))
+    return Run(loaded, assembled, records, folder=folder, home=home, task_row=by_task.row)
 
 
 def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterable[str] = ()) -> Run:
@@ -254,11 +265,12 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
             plan=assembled.plans[0],
             dropped=recipes.dropped,
         )
+        row = task_row_of(run)
         # From here on the folder changes.
         run.set_task_info(assembled.task.info)
         earlier = rewind_to(run, state)
         run.write_json(RESOLVED, loaded.resolved())
-        run.write_json("plan.json", phases_json(loaded.recipe, assembled.plans))
+        run.write_json(PLAN, phases_json(loaded.recipe, assembled.plans, task_row=row))
         told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])
@@ -271,6 +283,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         resumed_from=step,
         notices=told,
         earlier=earlier,
+        task_row=row,
     )
 
 
@@ -299,8 +312,9 @@ def plan_recipe(
 
     Of a run with a schedule, that of the first phase or of the one that is asked for.
     """
-    asked = _loaded(recipe, overrides).recipe
-    plans = planned(asked, probe(asked.device))
+    loaded = _loaded(recipe, overrides)
+    hardware = probe(loaded.recipe.device)
+    plans = planned(decided(loaded, hardware).loaded.recipe, hardware)
     if not 1 <= phase <= len(plans):
         raise RecipeError(f"phase={phase}: this recipe has {len(plans)}; write 1 to {len(plans)}")
     return plans[phase - 1]

@@ -10,6 +10,8 @@ from narrowcast.config.common_sections import OptimizerSection
 from narrowcast.errors import RecipeError
 from narrowcast.training.task import ParameterGroup, Task
 
+FROZEN_UNTIL = "frozen_until"
+"""Of a group of a torch optimizer: the share of the run after which it learns."""
 SHOWN = 3
 """Parameters that a message names; the first ones tell the rest."""
 
@@ -79,10 +81,9 @@ def as_torch_groups(group: ParameterGroup, settings: OptimizerSection) -> list[d
         ([p for p in trained if p.ndim >= 2], settings.weight_decay if own is None else own),
         ([p for p in trained if p.ndim < 2], 0.0 if own is None else own),
     )
+    own_way = {"lr": lr * group.lr_factor, FROZEN_UNTIL: group.frozen_until}
     return [
-        {"params": params, "weight_decay": decay, "lr": lr * group.lr_factor}
-        for params, decay in halves
-        if params
+        {"params": params, "weight_decay": decay, **own_way} for params, decay in halves if params
     ]
 
 

@@ -16,6 +16,9 @@ from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.training.optimizers import moments_of
 
+TASK_ROW = "task"
+"""What plan.json calls the row that `precision.task` decided on."""
+
 _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
@@ -87,14 +90,18 @@ def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple
     return tuple(answers)
 
 
-def phases_json(recipe: Recipe, plans: Sequence[Plan]) -> dict[str, Any]:
+def phases_json(
+    recipe: Recipe, plans: Sequence[Plan], *, task_row: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the plan a run begins with, as plain data, and with a schedule that of each phase.
 
     What `narrowcast plan --json` prints and what a run keeps as plan.json. A phase has its policy
     and its end as texts, its bytes by role, its modules as a plan lists them, and in one text the
-    formats of each.
+    formats of each. `task_row` is what `precision.task` decided on.
     """
     told = plans[0].to_json()
+    if task_row is not None:
+        told[TASK_ROW] = dict(task_row)
     if len(plans) > 1:
         told["phases"] = [
             {

@@ -1,9 +1,25 @@
 """The learning rate over a run: a factor of `optimizer.lr` for every step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from narrowcast.config.common_sections import LrScheduleSection
+
+
+def lr_factors(
+    settings: LrScheduleSection, steps: int, *, frozen_until: Sequence[float]
+) -> list[Callable[[int], float]]:
+    """Return the factor of each group: none of the learning rate while the group is frozen.
+
+    Without a learning rate AdamW neither moves nor decays a weight.
+    """
+    factor = lr_factor(settings, steps)
+
+    def after(share: float) -> Callable[[int], float]:
+        begins = math.ceil(share * steps)
+        return lambda updates: 0.0 if updates < begins else factor(updates)
+
+    return [after(share) if share else factor for share in frozen_until]
 
 
 def lr_factor(settings: LrScheduleSection, steps: int) -> Callable[[int], float]:

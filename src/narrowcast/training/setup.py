@@ -12,8 +12,8 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.optimizers import build_optimizer
-from narrowcast.training.parameter_groups import groups_of
-from narrowcast.training.schedules import lr_factor
+from narrowcast.training.parameter_groups import FROZEN_UNTIL, groups_of
+from narrowcast.training.schedules import lr_factors
 from narrowcast.training.task import Task
 
 
@@ -25,12 +25,14 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
     model, settings = task.model, recipe.precision.loss_scale
     device = next(model.parameters()).device
     optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=groups_of(task))
+    frozen_until = [group[FROZEN_UNTIL] for group in optimizer.param_groups]
+    factors = lr_factors(recipe.lr_schedule, recipe.steps, frozen_until=frozen_until)
     prepared = prepare(
         model,
         optimizer,
         policy=plan,
         clip_norm=recipe.clip_norm,
-        scheduler=LambdaLR(optimizer, lr_factor(recipe.lr_schedule, recipe.steps)),
+        scheduler=LambdaLR(optimizer, factors),
         loss_scale=loss_scales_of(settings, task) if plan.policy.needs_loss_scale else None,
         scale_groups=settings.scale_groups,
         ema_decay=recipe.ema.decay,

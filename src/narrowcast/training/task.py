@@ -84,6 +84,9 @@ class ParameterGroup:
     """On all of them; none: as the optimizer's settings say, on those of two or more dimensions."""
     frozen: bool = False
     """They keep their values, and take no gradient."""
+    frozen_until: float = 0.0
+    """Share of the run's steps during which they keep their values: gradual unfreezing. They take
+    gradients all along, so that an optimizer knows their size by then."""
     optimizer: OptimizerSection | None = None
     """An optimizer beside the recipe's; none: the recipe's."""
 
@@ -94,6 +97,11 @@ class ParameterGroup:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise RecipeError(f"{name}={value!r} of a parameter group: write 0 or more")
+        if not 0 <= self.frozen_until < 1:
+            raise RecipeError(
+                f"frozen_until={self.frozen_until!r} of a parameter group: write a share of the "
+                "run, 0 to less than 1; what never learns is frozen=True"
+            )
 
 
 @final

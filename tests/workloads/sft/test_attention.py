@@ -161,5 +161,6 @@ def test_a_gpu_computes_the_same_and_waits_for_nothing(name, cuda, host_never_wa
     model(tokens, position_ids=positions, attention_mask=mask)
     with host_never_waits():
         mask = conversation_bounds(positions)
-        found = model(tokens, position_ids=positions, attention_mask=mask).logits
+        # A cache of keys with a window, which training never asks for, waits by itself.
+        found = model(tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -1,1 +1,23 @@
 """Genomics: sequences of DNA, RNA and protein."""
+
+from pathlib import Path
+
+from narrowcast.config.workload import Command, Workload
+
+WORKLOAD = Workload(
+    name="genomics",
+    about="DNA, RNA and protein: Hyena models, five fine-tuners, and a base of your own",
+    sections="narrowcast.workloads.genomics.settings:SECTIONS",
+    task="narrowcast.workloads.genomics.task:build_task",
+    report="narrowcast.workloads.genomics.report:sections",
+    recipes=Path(__file__).parent / "recipes",
+    commands=(
+        Command(
+            "genomics",
+            "narrowcast.workloads.genomics.command:genomics",
+            about="trains a base on genomes, predicts, and scores variants",
+        ),
+    ),
+    requires=("sklearn",),
+    extra="genomics",
+)

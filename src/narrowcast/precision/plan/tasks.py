@@ -1,0 +1,290 @@
+"""Which precision suits a task: a row for each, and what size and hardware make of it.
+
+A task says which format it wants, how gradients are clipped, how soon a loss scale grows and what
+memory is saved by; `optimal_precision` says what comes of that for a model of some size on some
+machine. Pure: the machine is a value. In a recipe it is `precision.task`, and what the recipe or
+the command line says wins over it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import Hardware
+from narrowcast.precision.plan.policy import suggestion
+
+if TYPE_CHECKING:  # pydantic is not needed to ask for a row
+    from narrowcast.config.load import LoadedRecipe
+
+Wanted = Literal["fp8", "bf16", "fp16"]
+Size = Literal["small", "medium", "large"]
+SIZES: tuple[Size, ...] = get_args(Size)
+
+MEDIUM_FROM, LARGE_FROM = 100_000_000, 1_000_000_000
+"""Parameters. Below the first, layers are narrower than 1024, where fp8 is slower than bf16 (as
+measured: hardware/speeds.py); from the second on, weights, gradients and moments are 16 GB."""
+
+OVERFLOWS = 5
+"""Overflows in a row after which a run in fp16 goes over to a wider format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRow:
+    """What a task asks for, whatever it runs on."""
+
+    wants: Wanted
+    """The narrowest format that is good enough for it."""
+    clip_norm: float | None = 1.0
+    growth_interval: int = 2000
+    """Calm steps before a loss scale grows, where there is one."""
+    checkpoint: Literal["none", "blocks"] = "none"
+    """What is computed again in the backward pass instead of being kept."""
+    offload: tuple[str, ...] = ()
+    """What is kept in the memory of the host."""
+    offload_from: Size = "medium"
+    """The smallest model it is offloaded for."""
+    fp8_above_bytes: int = 0
+    """Memory a GPU must have more of for fp8."""
+    reason: str
+
+
+TASKS: Mapping[str, TaskRow] = types.MappingProxyType(
+    {
+        "genome_annotation": TaskRow(
+            wants="fp8",
+            checkpoint="blocks",
+            reason="a label for every base of long sequences: products and activations are most "
+            "of a step",
+        ),
+        "variant_effect": TaskRow(
+            wants="bf16",
+            clip_norm=0.5,
+            growth_interval=1000,
+            reason="the difference of two sequences that are nearly alike is small: no fp8, and "
+            "gradients are clipped early",
+        ),
+        "protein_function": TaskRow(
+            wants="fp8",
+            checkpoint="blocks",
+            offload=("optimizer",),
+            offload_from="large",
+            fp8_above_bytes=32 * 2**30,
+            reason="many classes over sequences of middling length: memory before speed",
+        ),
+        "generation": TaskRow(
+            wants="fp16",
+            clip_norm=2.0,
+            growth_interval=500,
+            checkpoint="blocks",
+            offload=("optimizer",),
+            reason="logits need digits more than range; the scale is looked for often, and rare "
+            "large gradients are let through",
+        ),
+        "domain_adaptation": TaskRow(
+            wants="fp16",
+            clip_norm=0.8,
+            growth_interval=1500,
+            reason="gradients change as layers are unfrozen: a scale that grows slowly, and a "
+            "wider format where that is not enough",
+        ),
+        "pretrain": TaskRow(
+            wants="fp8",
+            reason="large products are most of a step, and in fp8 a model learns as well, as "
+            "measured",
+        ),
+        "sft": TaskRow(wants="bf16", reason="short runs of small updates: no scale to settle"),
+        "lora": TaskRow(
+            wants="bf16",
+            reason="adapters are narrow, and fp8 gains nothing on narrow layers; the frozen base "
+            "may be kept in e4m3 apart from this",
+        ),
+        "rl_fp16": TaskRow(
+            wants="fp16",
+            reason="probabilities of sampler and trainer must agree: fp16 has three bits more "
+            "than bf16",
+        ),
+        "forecast": TaskRow(wants="bf16", reason="series are normalised, so range is no concern"),
+        "decompose": TaskRow(
+            wants="bf16",
+            clip_norm=None,
+            reason="components and gates are clipped apart by who trains them; what is a small "
+            "difference of weights stays in fp32 in any policy",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPrecision:
+    """What suits a task for a model of some size on some machine, and why."""
+
+    task: str
+    size: Size
+    hardware: str
+    """The class of the machine: cpu, < 8.0, 8.0, 8.9, ≥ 9.0, or mps."""
+    policy: str
+    """The name of a preset."""
+    overflows: int
+    """Overflows in a row after which the run goes over to a wider format; 0: never."""
+    clip_norm: float | None
+    growth_interval: int
+    checkpoint: str
+    offload: tuple[str, ...]
+    row: str
+    """Why the task is trained so."""
+    reason: str
+    """Why in this format, here."""
+    left_out: tuple[str, ...] = ()
+    """What the task would have, and cannot or need not have here, with the reason."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return it as settings of a recipe, by dotted key."""
+        return {
+            "precision.policy": self.policy,
+            "precision.loss_scale.growth_interval": self.growth_interval,
+            "precision.adapt.overflows": self.overflows,
+            "clip_norm": self.clip_norm,
+            "memory.checkpoint": self.checkpoint,
+            "memory.offload": self.offload,
+        }
+
+
+def optimal_precision(task: str, model_size: Size | int, hardware: Hardware) -> TaskPrecision:
+    """Return the precision that suits a task, for a model of some size on some machine.
+
+    `model_size` is small, medium or large, or the number of parameters; `hardware` is what
+    `narrowcast.probe()` returns, or any other value of that kind.
+    """
+    if task not in TASKS:
+        raise RecipeError(
+            f"no task is named {task!r:.60}{suggestion(str(task), TASKS)}; the tasks are "
+            f"{', '.join(TASKS)}"
+        )
+    row, size = TASKS[task], size_of(model_size)
+    policy, reason = _format(row, size, hardware)
+    offload, left_out = _offload(row, size, hardware)
+    return TaskPrecision(
+        task=task,
+        size=size,
+        hardware=class_of(hardware),
+        policy=policy,
+        overflows=OVERFLOWS if policy == "fp16" else 0,
+        clip_norm=row.clip_norm,
+        growth_interval=row.growth_interval,
+        checkpoint=row.checkpoint,
+        offload=offload,
+        row=row.reason,
+        reason=reason,
+        left_out=left_out,
+    )
+
+
+def apply_task(
+    recipe: LoadedRecipe, chosen: TaskPrecision, *, without: Collection[str] = ()
+) -> LoadedRecipe:
+    """Return a recipe with what suits a task where nobody has said anything else.
+
+    `without` are settings, by dotted key, that stay as they are.
+    """
+    settings = {key: value for key, value in chosen.settings().items() if key not in without}
+    return recipe.with_defaults(settings, origin=f"task {chosen.task}")
+
+
+def size_of(model_size: Size | int) -> Size:
+    """Return the size of a model of so many parameters, or the one that is named."""
+    if isinstance(model_size, str):
+        if model_size not in SIZES:
+            raise RecipeError(
+                f"model_size={model_size!r:.60}: a model is {', '.join(SIZES)}; write one of them, "
+                "or the number of its parameters"
+            )
+        return model_size
+    return "small" if model_size < MEDIUM_FROM else "medium" if model_size < LARGE_FROM else "large"
+
+
+def class_of(hardware: Hardware) -> str:
+    """Return the class of a machine: by compute capability where it has one, else by device."""
+    capability = hardware.capability
+    if capability is None:
+        return hardware.device.partition(":")[0]
+    if capability < (8, 0):
+        return "< 8.0"
+    if capability < (8, 9):
+        return "8.0"
+    return "8.9" if capability < (9, 0) else "≥ 9.0"
+
+
+def _format(row: TaskRow, size: Size, hardware: Hardware) -> tuple[str, str]:
+    """Return the preset for a row here, and why.
+
+    Never one that this machine would have to emulate: that is slower than fp32.
+    """
+    has = {name: hardware.support(name).how == "native" for name in ("e4m3", "bf16", "fp16")}
+    if _is_cpu(hardware):
+        # Not even where it is fast: see docs/ideas/precision-by-task.md.
+        has["fp16"] = False
+    not_wanted = ""
+    if row.wants == "fp8":
+        if not (not_wanted := _no_fp8(row, size, hardware)):
+            return "fp8-delayed", (
+                f"{hardware.name} multiplies fp8; layers where that gains nothing, as measured, "
+                "stay in bf16"
+            )
+    elif row.wants == "fp16":
+        if has["fp16"]:
+            return "fp16", (
+                f"{hardware.name} multiplies fp16; after {OVERFLOWS} overflows in a row the run "
+                "goes over to a wider format, and back"
+            )
+        not_wanted = f"no fp16: {_no_fp16(hardware)}; "
+    if has["bf16"]:
+        return "bf16", f"{not_wanted}{hardware.name} multiplies bf16, which needs no loss scale"
+    if has["fp16"]:
+        return "fp16", (
+            f"{not_wanted}{hardware.name} multiplies fp16 and not bf16; after {OVERFLOWS} "
+            "overflows in a row the run goes over to a wider format, and back"
+        )
+    return "fp32", (
+        f"{not_wanted}{hardware.name} has no faster products than fp32: "
+        f"{hardware.support('bf16').reason}"
+    )
+
+
+def _no_fp8(row: TaskRow, size: Size, hardware: Hardware) -> str:
+    """Say why a row that wants fp8 does not get it; nothing where it does."""
+    e4m3, least = hardware.support("e4m3"), row.fp8_above_bytes
+    if e4m3.how != "native":
+        return f"no fp8: {e4m3.reason}; "
+    if size == "small":
+        return "no fp8: the layers of a small model are slower in fp8 than in bf16; "
+    if least and (hardware.memory_bytes or 0) <= least:
+        return f"no fp8: it is for GPUs with more than {least // 2**30} GiB; "
+    return ""
+
+
+def _no_fp16(hardware: Hardware) -> str:
+    if _is_cpu(hardware):
+        return "most CPUs multiply it far slower than fp32, and it needs a loss scale"
+    return hardware.support("fp16").reason
+
+
+def _offload(
+    row: TaskRow, size: Size, hardware: Hardware
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what is offloaded here, and what is not with the reason."""
+    if not row.offload:
+        return (), ()
+    what = " and ".join(row.offload)
+    if hardware.capability is None:
+        return (), (f"offload of {what}: {class_of(hardware)} has no memory of its own",)
+    if SIZES.index(size) < SIZES.index(row.offload_from):
+        return (), (f"offload of {what}: not for {size} models, whose state fits",)
+    return row.offload, ()
+
+
+def _is_cpu(hardware: Hardware) -> bool:
+    return hardware.device.partition(":")[0] == "cpu"

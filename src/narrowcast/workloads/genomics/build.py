@@ -1,0 +1,199 @@
+"""What a recipe of genomics names, made: sequences, their targets, and a network for them."""
+
+from dataclasses import dataclass, fields, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.data.examples import Examples
+from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
+from narrowcast.workloads.genomics.data.rows import values_of
+from narrowcast.workloads.genomics.kept import Kept, load_into, read_kept, read_weights
+from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
+from narrowcast.workloads.genomics.models.model import GenomicModel
+from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
+from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer, tokenizer_of
+from narrowcast.workloads.genomics.settings import GenomicData, GenomicModelSection, Objective
+from narrowcast.workloads.genomics.targets import (
+    EveryLetter,
+    Labels,
+    NextToken,
+    OneClass,
+    Target,
+    Value,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """A network, what it learns, and what it is judged on."""
+
+    network: Network
+    tokenizer: Tokenizer
+    target: Target
+    train: Examples
+    validation: Examples
+    test: Examples | None
+    source: tuple[Examples, Examples] | None
+    kept: Kept
+    unit: str
+    letters: Tensor
+    """Tokens of one letter each, of which mutations are drawn."""
+    notes: tuple[str, ...]
+
+
+def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
+    """Read the data and make the network on `device`; on the meta device only its shapes."""
+    data, objective = recipe.section(GenomicData), recipe.section(Objective)
+    base = read_kept(recipe.section(GenomicModelSection).path)[0] if _has_base(recipe) else None
+    _refuse_other_tokens(base, data)
+    _refuse_no_sense(base, objective)
+    tokenizer = tokenizer_of(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
+    rows = examine(data, objective, seed=recipe.seed)
+    target = target_of(objective, rows, tokenizer)
+    parts = [rows.train, rows.validation, *([] if rows.test is None else [rows.test])]
+    parts += list(rows.source or ())
+    sets = [as_examples(part, tokenizer, objective, rows.classes) for part in parts]
+    width = max(part.width for part in sets)
+    train, validation, *others = (replace(part, width=width) for part in sets)
+    kept = _kept(recipe, tokenizer, target, rows, width=width, base=base)
+    network = network_of(kept, tokenizer, target, seed=recipe.seed, device=device)
+    notes = list(rows.notes)
+    if device.type != "meta" and base is not None:
+        notes.append(_begin_with(network, recipe, base, kept))
+    return Parts(
+        network=network,
+        tokenizer=tokenizer,
+        target=target,
+        train=train,
+        validation=validation,
+        test=others[0] if rows.test is not None else None,
+        source=(others[-2], others[-1]) if rows.source else None,
+        kept=kept,
+        unit="residue" if data.alphabet == "protein" else "base",
+        letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)),
+        notes=tuple(notes),
+    )
+
+
+def target_of(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Target:
+    """Return the kind of target of a recipe."""
+    classes, smoothing = rows.classes, objective.label_smoothing
+    match objective.task, objective.target:
+        case "generation", _:
+            return NextToken(vocab_size=tokenizer.vocab_size)
+        case "annotation", _:
+            return EveryLetter(classes=classes, smoothing=smoothing)
+        case _, "value":
+            values = values_of(rows.train)
+            return Value(centre=float(values.mean()), spread=float(values.std()) or 1.0)
+        case _, "labels":
+            return Labels(classes=classes)
+        case _:
+            if len(classes) < 2:
+                raise RecipeError(
+                    f"all sequences have the class {classes[0]!r}: there is nothing to tell apart; "
+                    "give examples of another, or name the classes with objective.labels"
+                )
+            return OneClass(classes=classes, smoothing=smoothing)
+
+
+def network_of(
+    kept: Kept, tokenizer: Tokenizer, target: Target, *, seed: int, device: torch.device
+) -> Network:
+    """Return a network on `device` with weights drawn by a seed, the same on every device."""
+    table = tokenizer.complement
+    complement = None if table is None else table.tolist()
+    with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
+        torch.manual_seed(seed)
+        backbone = GenomicModel(kept.config, complement=complement)
+        width = kept.config.width * (2 if kept.pairs else 1)
+        head = target.head(width, pool=kept.pool, dropout=kept.config.dropout)
+        return Network(backbone, head).to(device)
+
+
+def _has_base(recipe: Recipe) -> bool:
+    return bool(recipe.section(GenomicModelSection).path)
+
+
+def _kept(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    target: Target,
+    rows: Examined,
+    *,
+    width: int,
+    base: Kept | None,
+) -> Kept:
+    """Return all that a prediction needs to know, beside the weights."""
+    data, objective = recipe.section(GenomicData), recipe.section(Objective)
+    model = recipe.section(GenomicModelSection)
+    value = target if isinstance(target, Value) else Value()
+    return Kept(
+        config=_config(model, objective, vocab_size=tokenizer.vocab_size, length=width)
+        if base is None
+        else replace(base.config, dropout=model.dropout),
+        alphabet=data.alphabet,
+        tokenizer=data.tokenizer,
+        kmer=data.kmer,
+        overlap=data.overlap,
+        task=objective.task,
+        target=objective.target,
+        classes=rows.classes,
+        pairs=bool(rows.train[0].alternative),
+        pool=model.pool,
+        max_length=data.max_length,
+        centre=value.centre,
+        spread=value.spread,
+    )
+
+
+def _config(
+    model: GenomicModelSection, objective: Objective, *, vocab_size: int, length: int
+) -> GenomicConfig:
+    """Return the shape of a new network: a preset's, but for what the recipe says."""
+    shape = dict(PRESETS[model.preset])
+    named = {field.name for field in fields(GenomicConfig)}
+    asked = {key: value for key, value in model.model_dump().items() if key in named}
+    shape |= {key: value for key, value in asked.items() if value is not None}
+    shape |= {"max_length": max(length, int(shape.get("max_length", 0)))}
+    return GenomicConfig(
+        **{**shape, "vocab_size": vocab_size, "causal": objective.task == "generation"}
+    )
+
+
+def _refuse_other_tokens(base: Kept | None, data: GenomicData) -> None:
+    """Refuse to go on with a network that learnt other tokens than the recipe's."""
+    if base is None:
+        return
+    for key in ("alphabet", "tokenizer", "kmer", "overlap"):
+        mine, its = getattr(data, key), getattr(base, key)
+        if mine != its and (key in ("alphabet", "tokenizer") or data.tokenizer == "kmer"):
+            raise RecipeError(
+                f"data.{key}={mine}: the network of model.path learnt {key}={its}; write "
+                f"data.{key}={its}, or train another base"
+            )
+
+
+def _refuse_no_sense(base: Kept | None, objective: Objective) -> None:
+    """Refuse to write with a network that was trained to see what comes."""
+    if base is not None and objective.task == "generation" and not base.config.causal:
+        raise RecipeError(
+            f"objective.task=generation: the network of model.path was trained for {base.task} and "
+            "sees what comes after each letter; give one of `narrowcast genomics pretrain`"
+        )
+
+
+def _begin_with(network: Network, recipe: Recipe, base: Kept, kept: Kept) -> str:
+    """Give a network the weights of a finished run; return what it says of it."""
+    name = recipe.section(GenomicModelSection).path
+    _, folder = read_kept(name)
+    same = ("target", "classes", "pairs", "pool")
+    head = base.task != "generation" and all(getattr(base, k) == getattr(kept, k) for k in same)
+    load_into(network, read_weights(folder), head=head)
+    return f"the network goes on from {name}{'' if head else ', with a new head'}"

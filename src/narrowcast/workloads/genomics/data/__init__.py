@@ -1,0 +1,1 @@
+"""Sequences with what is to be predicted of them: read or made, cut, split, and batched."""

@@ -1,0 +1,106 @@
+"""Rows cut to what a network takes: windows of genomes, ends of sequences, both strands."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.sequences.alphabets import Alphabet
+from narrowcast.workloads.genomics.sequences.operations import reverse_complement
+
+
+def windows(rows: Sequence[Row], length: int, stride: int | None) -> list[Row]:
+    """Cut long rows to windows of `length` letters, `stride` apart; the last may be shorter."""
+    return [window for row in rows for window in _windows(row, length, stride or length)]
+
+
+def _windows(row: Row, length: int, stride: int) -> Iterator[Row]:
+    start = 0
+    while True:
+        end = min(start + length, len(row.sequence))
+        letters = None if row.letters is None else row.letters[start:end]
+        name = row.name if not start and end == len(row.sequence) else f"{row.name}:{start + 1}"
+        yield replace(row, sequence=row.sequence[start:end], letters=letters, name=name)
+        # A letter alone has none after it to be predicted.
+        if end == len(row.sequence) or len(row.sequence) - start - stride < 2:
+            return
+        start += stride
+
+
+def held_out_tails(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
+    """Split genomes: the last `share` of the letters of each is judged on, the rest learnt.
+
+    Windows are cut afterwards, so that none of them reaches over.
+    """
+    learnt, judged = list[Row](), list[Row]()
+    for row in rows:
+        cut = round(len(row.sequence) * (1 - share))
+        for part, into in ((slice(0, cut), learnt), (slice(cut, None), judged)):
+            letters = None if row.letters is None else row.letters[part]
+            if text := row.sequence[part]:
+                into.append(replace(row, sequence=text, letters=letters))
+    return learnt, judged
+
+
+def split_rows(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
+    """Split rows by their sequences: those of one sequence are on one side."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.sequence, row.alternative), []).append(row)
+    order = np.random.default_rng(seed).permutation(len(groups))
+    most, judged, learnt = round(len(rows) * share), list[Row](), list[Row]()
+    kinds = list(groups.values())
+    for number in order:
+        (judged if len(judged) < most else learnt).extend(kinds[number])
+    return learnt, judged
+
+
+def without(rows: Sequence[Row], judged: Sequence[Row]) -> list[Row]:
+    """Return the rows whose sequences are not judged on."""
+    known = {(row.sequence, row.alternative) for row in judged}
+    return [row for row in rows if (row.sequence, row.alternative) not in known]
+
+
+def shortened(rows: Sequence[Row], length: int) -> tuple[list[Row], int]:
+    """Return rows of at most `length` letters, and how many were cut.
+
+    A pair keeps the letters around what differs, others their beginning.
+    """
+    out, cut = [], 0
+    for row in rows:
+        longest = max(len(row.sequence), len(row.alternative))
+        if longest <= length:
+            out.append(row)
+            continue
+        cut += 1
+        start = min(max(_difference(row) - length // 2, 0), longest - length)
+        part = slice(start, start + length)
+        letters = None if row.letters is None else row.letters[part]
+        sequence, alternative = row.sequence[part], row.alternative[part]
+        out.append(replace(row, sequence=sequence, alternative=alternative, letters=letters))
+    return out, cut
+
+
+def _difference(row: Row) -> int:
+    """Return the first letter in which a pair differs; the beginning where there is no pair."""
+    if not row.alternative:
+        return 0
+    pairs = enumerate(zip(row.sequence, row.alternative, strict=False))
+    fewer = min(len(row.sequence), len(row.alternative))
+    return next((at for at, (a, b) in pairs if a != b), fewer)
+
+
+def both_strands(rows: Sequence[Row], alphabet: Alphabet) -> list[Row]:
+    """Return every row twice, the second time as the other strand reads."""
+    turned = [
+        replace(
+            row,
+            sequence=reverse_complement(row.sequence, alphabet),
+            alternative=reverse_complement(row.alternative, alphabet),
+            letters=None if row.letters is None else row.letters[::-1],
+            name=f"{row.name} (reverse)",
+        )
+        for row in rows
+    ]
+    return [*rows, *turned]

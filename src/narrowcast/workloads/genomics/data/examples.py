@@ -1,0 +1,113 @@
+"""Sequences as tokens, with their targets, in batches of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from narrowcast.training.checkpoints.data_identity import digest_of
+from narrowcast.workloads.genomics.data.rows import UNLABELLED, Numbers
+
+Batch: TypeAlias = dict[str, Tensor]
+"""`tokens`, where they are real (`mask`), `targets`, and `alternative` where pairs are judged."""
+
+Targets: TypeAlias = "npt.NDArray[Any] | Ragged | None"
+"""One a row; one a token, in rows; none where the next token is the target."""
+
+SHAPE_STEP = 8
+"""Lengths are multiples of it: products of 16 and of 8 bits want them."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ragged:
+    """Rows of numbers of different lengths, end to end in one array."""
+
+    values: npt.NDArray[Any]
+    ends: Numbers
+
+    @classmethod
+    def joined(cls, rows: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Ragged:
+        """Put rows end to end."""
+        values = np.concatenate([np.empty(0, dtype=dtype), *rows]).astype(dtype, copy=False)
+        return cls(values=values, ends=np.cumsum([len(row) for row in rows], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> npt.NDArray[Any]:
+        start = self.ends[index - 1] if index else 0
+        return self.values[start : self.ends[index]]
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest row."""
+        return int(np.diff(self.ends, prepend=0).max(initial=0))
+
+    def padded(self, indices: Sequence[int], width: int, filler: int) -> Tensor:
+        """Return rows side by side, filled up to one width: (rows, width), int64."""
+        out = np.full((len(indices), width), filler, dtype=np.int64)
+        for at, index in enumerate(indices):
+            row = self[index]
+            out[at, : len(row)] = row
+        return torch.from_numpy(out)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Examples:
+    """What a network is trained or judged on, by number."""
+
+    tokens: Ragged
+    targets: Targets
+    alternatives: Ragged | None = None
+    names: tuple[str, ...] = ()
+    width: int = 0
+    """Tokens that every batch has, as the longest row has; more where others are joined with it."""
+    padding: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        """Return a batch of rows of one width."""
+        width = self.width or self.common_width
+        batch = {"tokens": self.tokens.padded(indices, width, self.padding)}
+        if self.alternatives is not None:
+            batch["alternative"] = self.alternatives.padded(indices, width, self.padding)
+        if isinstance(self.targets, Ragged):
+            batch["targets"] = self.targets.padded(indices, width, UNLABELLED)
+        elif self.targets is not None:
+            batch["targets"] = torch.from_numpy(self.targets[indices])
+        batch["mask"] = batch["tokens"] != self.padding
+        return batch
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Yield all of it in order, `size` rows at a time."""
+        for first in range(0, len(self), size):
+            yield self.__getitems__(list(range(first, min(first + size, len(self)))))
+
+    @property
+    def common_width(self) -> int:
+        """The width of a batch that holds any of its rows."""
+        longest = max(
+            self.tokens.longest, 0 if self.alternatives is None else self.alternatives.longest
+        )
+        return -(-longest // SHAPE_STEP) * SHAPE_STEP
+
+    def digest(self) -> str:
+        """Return a text that is another one for other examples."""
+        ragged = [part for part in (self.tokens, self.alternatives) if part is not None]
+        targets = self.targets
+        if isinstance(targets, Ragged):
+            ragged.append(targets)
+        arrays = [each for part in ragged for each in (part.values, part.ends)]
+        if isinstance(targets, np.ndarray):
+            arrays.append(targets)
+        return digest_of(*arrays)

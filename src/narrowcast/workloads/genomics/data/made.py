@@ -1,0 +1,187 @@
+"""Sequences that are made from a seed, each task's with something to find in it.
+
+For a first run without a file, and for tests: what there is to find is known, so that a network
+which misses it is wrong.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from narrowcast.workloads.genomics.data.rows import Numbers, Row
+from narrowcast.workloads.genomics.labels import TASK_LABELS
+
+PLACE = "data.path=made"
+BASES = "ATCG"
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+
+CODONS = ("GCG", "CTG", "GAA", "AAA", "GGC", "ATT", "GAT", "CAG", "CCG", "ACC", "AGC", "GTG")
+"""What made genes are written in: frequent codons of E. coli."""
+STOPS = ("TAA", "TGA", "TAG")
+PROMOTER = "TTGACATTTATGCTTCCGGCTCGTATAATGTGTGG"
+"""Of the lac operon's making: −35 and −10 boxes at their distance."""
+
+SITE = "TGACGTCATGCA"
+"""What variants may break, with how much each of its letters counts."""
+SITE_WEIGHTS = (1, 2, 3, 4, 4, 4, 4, 3, 3, 2, 1, 1)
+
+DOMAINS = {
+    "go": ("GXGXXG", "CXXC", "HXXXH", "WXXW", "DEAD", "KXXK", "RGD"),
+    "ec": ("GXSXG", "HXGH", "CXXCH", "DXDXT", "GKS", "EXXK", "PXXP"),
+}
+"""Motifs of protein classes, X being any residue."""
+
+MARKOV_ORDER = 3
+LENGTH = 64
+"""Letters of a made sequence around a variant."""
+
+
+def made_rows(task: str, *, function: str, seed: int, part: str) -> list[Row]:
+    """Return the sequences of a part (train, validation, source) that a task is shown with."""
+    rng = np.random.default_rng([seed, sum(part.encode()), len(task)])
+    if task == "protein_function":
+        return _proteins(rng, function, count=256 if part == "validation" else 1536)
+    return _MAKERS[task](rng, part)
+
+
+def _annotated(rng: np.random.Generator, part: str) -> list[Row]:
+    """Return a genome: promoters, genes and what is between them."""
+    between, gene, promoter = (
+        TASK_LABELS["annotation"].index(name) for name in ("intergenic", "gene", "promoter")
+    )
+    pieces, labels = list[str](), list[Numbers]()
+
+    def add(text: str, label: int) -> None:
+        pieces.append(text)
+        labels.append(np.full(len(text), label, dtype=np.int64))
+
+    for _ in range(24 if part == "validation" else 160):
+        add(_random(rng, BASES, int(rng.integers(40, 260))), between)
+        add(_mutated(rng, PROMOTER, BASES, share=0.1), promoter)
+        body = "".join(rng.choice(CODONS, int(rng.integers(40, 160))))
+        add(f"ATG{body}{rng.choice(STOPS)}", gene)
+    return [Row(sequence="".join(pieces), letters=np.concatenate(labels), name="made", place=PLACE)]
+
+
+def _variants(rng: np.random.Generator, part: str) -> list[Row]:
+    """Return pairs: a letter of a site is exchanged, or one beside it, which does nothing."""
+    classes, rows = TASK_LABELS["variant_effect"], []
+    for number in range(256 if part == "validation" else 1600):
+        # In the middle, as windows around variants are cut; a site that it hits, or one beside it.
+        sequence, inside = _random(rng, BASES, LENGTH), int(rng.integers(-3, len(SITE)))
+        at = LENGTH // 2
+        start = at - inside if inside >= 0 else at + 1 + int(rng.integers(LENGTH // 2 - len(SITE)))
+        sequence = sequence[:start] + SITE + sequence[start + len(SITE) :]
+        other = str(rng.choice([base for base in BASES if base != sequence[at]]))
+        effect = SITE_WEIGHTS[inside] if inside >= 0 else 0
+        alternative = sequence[:at] + other + sequence[at + 1 :]
+        rows.append(
+            Row(
+                sequence=sequence, alternative=alternative, label=classes[effect],
+                name=f"{at + 1}{sequence[at]}>{other}", place=f"{PLACE}, row {number + 1}",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _proteins(rng: np.random.Generator, function: str, *, count: int) -> list[Row]:
+    """Return proteins of classes, each with a motif of its own somewhere, three times."""
+    classes, rows = TASK_LABELS[f"protein_function_{function}"], []
+    for number in range(count):
+        kind = int(rng.integers(len(classes)))
+        text = _random(rng, RESIDUES, int(rng.integers(60, 120)))
+        for at in rng.choice(len(text) // 8, 3, replace=False) * 8:
+            motif = "".join(
+                str(rng.choice(list(RESIDUES))) if letter == "X" else letter
+                for letter in DOMAINS[function][kind]
+            )
+            text = text[:at] + motif + text[at + len(motif) :]
+        rows.append(
+            Row(
+                sequence=text, label=classes[kind], name=f"protein{number + 1}",
+                place=f"{PLACE}, row {number + 1}",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _genome(rng: np.random.Generator, part: str) -> list[Row]:
+    """Return letters that depend on the three before them, as `markov_entropy` knows."""
+    table = _markov_table()
+    length = 16_384 if part == "validation" else 262_144
+    drawn = rng.random(length)
+    sums = table.cumsum(1)
+    state, letters = 0, np.empty(length, dtype=np.int64)
+    for at in range(length):
+        letter = min(int(np.searchsorted(sums[state], drawn[at])), 3)
+        letters[at] = letter
+        state = (state * 4 + letter) % len(table)
+    text = "".join(np.array(list(BASES))[letters])
+    return [Row(sequence=text, name="made", place=PLACE)]
+
+
+def markov_entropy() -> float:
+    """Return the entropy of a letter of the made genome given those before it, in nats."""
+    table = _markov_table()
+    step = np.zeros((len(table), len(table)))
+    for state in range(len(table)):
+        for letter in range(4):
+            step[state, (state * 4 + letter) % len(table)] += table[state, letter]
+    visited = np.full(len(table), 1 / len(table))
+    for _ in range(200):  # the chain forgets where it began long before
+        visited = visited @ step
+    return float(-(visited[:, None] * table * np.log(table)).sum())
+
+
+def _markov_table() -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Return the chances of the next letter, by the letters before it: the same for every seed."""
+    rng = np.random.default_rng(0)
+    chances = rng.gamma(0.4, size=(4**MARKOV_ORDER, 4)) + 0.02
+    table: np.ndarray[tuple[int, int], np.dtype[np.float64]] = chances / chances.sum(1)[:, None]
+    return table
+
+
+def _domains(rng: np.random.Generator, part: str) -> list[Row]:
+    """Return sequences with a site or without; of the source domain, or of another's letters."""
+    source = part.startswith("source")
+    chances = (0.25, 0.25, 0.25, 0.25) if source else (0.38, 0.38, 0.12, 0.12)
+    counts = {"source": 3000, "source validation": 400, "validation": 400}
+    rows = []
+    for number in range(counts.get(part, 600)):
+        text, label = _random(rng, BASES, 120, chances), int(rng.integers(2))
+        if label:
+            site = SITE if source else _mutated(rng, SITE, BASES, share=0.08)
+            at = int(rng.integers(0, 120 - len(SITE)))
+            text = text[:at] + site + text[at + len(SITE) :]
+        rows.append(
+            Row(
+                sequence=text, label=("other", "site")[label], name=f"{part} {number + 1}",
+                place=f"{PLACE}, {part}, row {number + 1}",
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _random(
+    rng: np.random.Generator, letters: str, length: int, chances: tuple[float, ...] | None = None
+) -> str:
+    return "".join(rng.choice(list(letters), length, p=chances))
+
+
+def _mutated(rng: np.random.Generator, text: str, letters: str, *, share: float) -> str:
+    count = int(rng.binomial(len(text), share))
+    out = list(text)
+    for at in rng.choice(len(text), count, replace=False):
+        out[at] = str(rng.choice(list(letters)))
+    return "".join(out)
+
+
+_MAKERS: Mapping[str, Callable[[np.random.Generator, str], list[Row]]] = MappingProxyType(
+    {
+        "annotation": _annotated,
+        "variant_effect": _variants,
+        "generation": _genome,
+        "domain_adaptation": _domains,
+    }
+)

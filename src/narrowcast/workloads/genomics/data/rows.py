@@ -1,0 +1,98 @@
+"""One sequence and what is to be predicted of it, as a file has it or as it was made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from narrowcast.errors import RecipeError
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+
+UNLABELLED = -100
+"""The class of a letter that is not judged: torch's own."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """A sequence with its label; where it came from is for whoever has to mend it."""
+
+    sequence: str
+    label: str = ""
+    """A class, several joined with `;`, or a number; empty where letters have their own."""
+    alternative: str = ""
+    """The sequence with its variant, where a pair is judged."""
+    letters: Numbers | None = None
+    """The class of every letter, by number."""
+    name: str = ""
+    place: str = ""
+    """File and record, for messages."""
+
+
+def classes_of(rows: Sequence[Row], known: Sequence[str], *, several: bool) -> tuple[str, ...]:
+    """Return the classes of `rows`: the known ones where they hold all, else those found, in order.
+
+    Numbers are in the order of numbers, else it is alphabetical.
+    """
+    found = {name for row in rows for name in names_of(row, several=several)}
+    if found <= set(known):
+        return tuple(known)
+    if all(name.isdigit() for name in found):
+        return tuple(sorted(found, key=int))
+    return tuple(sorted(found))
+
+
+def names_of(row: Row, *, several: bool) -> list[str]:
+    """Return the classes of a row."""
+    if not several:
+        return [row.label]
+    return [name.strip() for name in row.label.split(";") if name.strip()]
+
+
+def class_numbers(rows: Sequence[Row], classes: Sequence[str]) -> Numbers:
+    """Return the class of each row by number; refuse one that is not among them."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    _refuse_unknown([(row, row.label) for row in rows if row.label not in numbers], classes)
+    return np.array([numbers[row.label] for row in rows], dtype=np.int64)
+
+
+def label_table(rows: Sequence[Row], classes: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Return for each row which labels it has, (rows, classes)."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    named = [(row, name) for row in rows for name in names_of(row, several=True)]
+    _refuse_unknown([(row, name) for row, name in named if name not in numbers], classes)
+    table = np.zeros((len(rows), len(classes)), dtype=np.float32)
+    for at, row in enumerate(rows):
+        table[at, [numbers[name] for name in names_of(row, several=True)]] = 1
+    return table
+
+
+def values_of(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+    """Return the number of each row; refuse a label that is none."""
+    values = np.empty(len(rows), dtype=np.float32)
+    for at, row in enumerate(rows):
+        try:
+            values[at] = float(row.label)
+        except ValueError as error:
+            raise RecipeError(
+                f"{row.place}: its label {row.label!r:.40} is no number; write "
+                "objective.target=class, or name another column with data.label"
+            ) from error
+        if not np.isfinite(values[at]):
+            raise RecipeError(f"{row.place}: its label {row.label!r} is not finite; leave it out")
+    return values
+
+
+def _refuse_unknown(strange: Sequence[tuple[Row, str]], classes: Sequence[str]) -> None:
+    if not strange:
+        return
+    row, name = strange[0]
+    shown = ", ".join(classes[:12]) + (", …" if len(classes) > 12 else "")
+    raise RecipeError(
+        f"{row.place}: class {name!r:.60} is not among {shown}"
+        f"{f' (and {len(strange) - 1} rows more like it)' if len(strange) > 1 else ''}; name all "
+        "classes with objective.labels, or mend the file"
+    )

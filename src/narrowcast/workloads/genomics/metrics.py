@@ -1,0 +1,90 @@
+"""What a network is judged by, in the field's own measures: scikit-learn's, and scipy's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+from sklearn import metrics as sk
+
+from narrowcast.runs import Metric
+
+Array = npt.NDArray[Any]
+
+LOSS = Metric(name="loss")
+MCC = Metric(name="mcc", better="higher", text=".4f")
+ACCURACY = Metric(name="accuracy", better="higher", text=".2%")
+F1 = Metric(name="f1", better="higher", text=".4f")
+AUROC = Metric(name="auroc", better="higher", text=".4f")
+AUPRC = Metric(name="auprc", better="higher", text=".4f")
+SPEARMAN = Metric(name="spearman", better="higher", text=".4f")
+PEARSON = Metric(name="pearson", better="higher", text=".4f")
+RMSE = Metric(name="rmse")
+PERPLEXITY = Metric(name="perplexity")
+LETTER_ACCURACY = Metric(name="letter_accuracy", better="higher", text=".2%")
+SEQUENCE_ACCURACY = Metric(name="sequence_accuracy", better="higher", text=".2%")
+
+OF_CLASSES = (MCC, ACCURACY, F1, AUROC, AUPRC, LOSS)
+OF_LETTERS = (MCC, ACCURACY, F1, SEQUENCE_ACCURACY, LOSS)
+OF_LABELS = (AUPRC, F1, AUROC, LOSS)
+OF_VALUES = (SPEARMAN, PEARSON, RMSE, LOSS)
+OF_NEXT = (LOSS, PERPLEXITY, LETTER_ACCURACY)
+
+
+def of_classes(truth: Array, chances: Array) -> dict[str, float]:
+    """Judge one class of several: `chances` is (rows, classes), `truth` the class by number.
+
+    F1 and the areas are means over the classes that occur; areas are of one class against the rest.
+    """
+    chosen = chances.argmax(1)
+    present = [each for each in np.unique(truth).tolist() if (truth != each).any()]
+    if chances.shape[1] == 2 and len(present) == 2:
+        present = [1]
+    return {
+        "mcc": float(sk.matthews_corrcoef(truth, chosen)),
+        "accuracy": float((chosen == truth).mean()),
+        "f1": float(sk.f1_score(truth, chosen, average="macro", zero_division=0)),
+        **_areas([(truth == each, chances[:, each]) for each in present]),
+    }
+
+
+def of_labels(truth: Array, chances: Array) -> dict[str, float]:
+    """Judge any number of labels: both are (rows, labels)."""
+    present = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
+    return {
+        "f1": float(sk.f1_score(truth, chances > 0.5, average="macro", zero_division=0)),
+        **_areas([(truth[:, at] > 0, chances[:, at]) for at in present]),
+    }
+
+
+def of_values(truth: Array, predicted: Array) -> dict[str, float]:
+    """Judge numbers; a correlation with a constant is none, and counts as 0."""
+    moves = len(truth) > 1 and np.ptp(predicted) > 0 and np.ptp(truth) > 0
+    return {
+        "spearman": float(stats.spearmanr(truth, predicted).statistic) if moves else 0.0,
+        "pearson": float(stats.pearsonr(truth, predicted).statistic) if moves else 0.0,
+        "rmse": float(np.sqrt(((truth - predicted) ** 2).mean())),
+    }
+
+
+def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, float]:
+    """Judge a class for every letter, over all letters of all rows."""
+    all_truth, all_chosen = np.concatenate(list(truth)), np.concatenate(list(chosen))
+    whole = [bool((a == b).all()) for a, b in zip(truth, chosen, strict=True)]
+    return {
+        "mcc": float(sk.matthews_corrcoef(all_truth, all_chosen)),
+        "accuracy": float((all_truth == all_chosen).mean()),
+        "f1": float(sk.f1_score(all_truth, all_chosen, average="macro", zero_division=0)),
+        "sequence_accuracy": float(np.mean(whole)),
+    }
+
+
+def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:
+    """Return the means of the areas below two curves; none where there is one class only."""
+    if not of:
+        return {}
+    return {
+        "auroc": float(np.mean([sk.roc_auc_score(truth, score) for truth, score in of])),
+        "auprc": float(np.mean([sk.average_precision_score(truth, score) for truth, score in of])),
+    }

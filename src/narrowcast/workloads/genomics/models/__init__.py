@@ -1,0 +1,1 @@
+"""Models of sequences: long convolutions, attention, plain convolutions; of letters or patches."""

@@ -1,0 +1,125 @@
+"""A block of the residual stream: positions mixed by one of three backbones, then an MLP."""
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.workloads.genomics.models.config import GenomicConfig
+from narrowcast.workloads.genomics.models.hyena import HyenaOperator
+
+ROTARY_BASE = 10_000.0
+DILATIONS = (1, 2, 4, 8)
+"""Of the blocks of a CNN in turn: with 9 taps, four of them see 121 letters."""
+
+
+class Block(nn.Module):
+    """Add what positions gather, then what an MLP makes of each, to the residual stream."""
+
+    def __init__(self, config: GenomicConfig, index: int) -> None:
+        super().__init__()
+        self.mixer_norm = nn.LayerNorm(config.width)
+        self.mixer = _mixer(config, index)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        # What is added to the stream is divided by this, so that depth does not swell it.
+        for last in (self.mixer.out, self.mlp.down):
+            last.weight.data /= math.sqrt(2 * config.layers)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the stream `x`, (rows, length, width), with this block's contributions."""
+        x = x + self.dropout(self.mixer(self.mixer_norm(x), mask))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+class MLP(nn.Module):
+    """Widen fourfold, apply the exact GELU, narrow."""
+
+    fused_mlp: ClassVar[tuple[str, str, str]] = ("up", "gelu", "down")
+    """What `forward` does, for a plan that can run it as one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position by itself."""
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+class Attention(nn.Module):
+    """Attention with rotary positions; two-sided or causal."""
+
+    def __init__(self, width: int, *, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what each position gathers from those it sees: (rows, length, width)."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)  # (rows, heads, length, head width)
+        query, key = _turned(query), _turned(key)
+        # What is not there comes last, where a causal position never looks.
+        seen = None if mask is None or self.causal else mask[:, None, None, :]
+        gathered = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=self.causal
+        )
+        out: Tensor = self.out(gathered.transpose(1, 2).flatten(2))
+        return out
+
+
+class Convolution(nn.Module):
+    """A dense convolution with gaps between its taps, a GELU, and a linear layer."""
+
+    def __init__(self, width: int, *, kernel: int, dilation: int, causal: bool) -> None:
+        super().__init__()
+        reach = (kernel - 1) * dilation
+        self.padding = (reach, 0) if causal else (reach // 2, reach // 2)
+        self.convolution = nn.Conv1d(width, width, kernel, dilation=dilation)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return what each position gathers from near ones: (rows, length, width)."""
+        x = x if mask is None else x * mask[..., None]
+        found = self.convolution(F.pad(x.transpose(1, 2), self.padding))
+        out: Tensor = self.out(F.gelu(found).transpose(1, 2))
+        return out
+
+
+def _mixer(config: GenomicConfig, index: int) -> HyenaOperator | Attention | Convolution:
+    match config.backbone:
+        case "hyena":
+            return HyenaOperator(
+                config.width,
+                order=config.order,
+                max_length=config.patches_of(config.max_length),
+                causal=config.causal,
+                filter_width=config.filter_width,
+            )
+        case "attention":
+            return Attention(config.width, heads=config.head_count, causal=config.causal)
+        case "cnn":
+            dilation = DILATIONS[index % len(DILATIONS)]
+            return Convolution(
+                config.width, kernel=config.kernel, dilation=dilation, causal=config.causal
+            )
+
+
+def _turned(heads: Tensor) -> Tensor:
+    """Turn pairs half a head apart by their positions, in fp32."""
+    half = heads.shape[-1] // 2
+    dtype = torch.float64 if heads.dtype == torch.float64 else torch.float32
+    rates = ROTARY_BASE ** (-torch.arange(half, device=heads.device, dtype=dtype) / half)
+    angles = torch.arange(heads.shape[-2], device=heads.device, dtype=dtype)[:, None] * rates
+    cosine, sine = angles.cos(), angles.sin()
+    first, second = heads.to(dtype).chunk(2, dim=-1)
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return turned.to(heads.dtype)

@@ -1,0 +1,83 @@
+"""What is read from hidden states: a class of a sequence, of each letter, or the next letter."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+
+Pool = Literal["mean", "max", "cls", "attention"]
+POOLS = ("mean", "max", "cls", "attention")
+
+
+class SequenceHead(nn.Module):
+    """Pool a sequence's hidden states, and score its classes by an MLP."""
+
+    def __init__(self, width: int, classes: int, pool: Pool = "mean", dropout: float = 0.0) -> None:
+        super().__init__()
+        if pool not in POOLS:
+            raise RecipeError(f"pool={pool}: must be one of {', '.join(POOLS)}")
+        self.pool = pool
+        self.query = nn.Linear(width, 1, bias=False) if pool == "attention" else None
+        self.hidden = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return logits, (rows, classes), of (rows, length, width), where `mask` is true."""
+        pooled = self.dropout(self.pooled(hidden, mask))
+        out: Tensor = self.out(self.dropout(F.gelu(self.hidden(pooled))))
+        return out
+
+    def pooled(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return one state a sequence: (rows, width)."""
+        if mask is None:
+            mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
+        real = mask[..., None]
+        if self.pool == "cls":
+            return hidden[:, 0]
+        if self.pool == "max":
+            return hidden.masked_fill(~real, torch.finfo(hidden.dtype).min).amax(1)
+        if self.query is None:
+            weights = real.to(_wide(hidden.dtype))
+            weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+        else:
+            scores = self.query(hidden).to(_wide(hidden.dtype))
+            weights = scores.masked_fill(~real, torch.finfo(scores.dtype).min).softmax(1)
+        return (hidden * weights).sum(1)
+
+
+class TokenHead(nn.Module):
+    """Score the classes of each letter by an MLP."""
+
+    def __init__(self, width: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits, (rows, length, classes), of (rows, length, width)."""
+        hidden = F.gelu(self.hidden(self.dropout(hidden)))
+        out: Tensor = self.out(self.dropout(hidden))
+        return out
+
+
+class NextTokenHead(nn.Module):
+    """Score what comes after each token, or what a masked one was."""
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, vocab_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits, (rows, length, vocab), of (rows, length, width)."""
+        out: Tensor = self.out(hidden)
+        return out
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

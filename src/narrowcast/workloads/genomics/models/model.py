@@ -1,0 +1,122 @@
+"""A model of sequences: `model(tokens, mask)` gives a hidden state for each token."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.models.blocks import Block
+from narrowcast.workloads.genomics.models.byte_lm import ByteLM
+from narrowcast.workloads.genomics.models.config import GenomicConfig
+from narrowcast.workloads.genomics.models.latent import PatchBack, PatchFront
+from narrowcast.workloads.genomics.models.patches import Patches, bounded, cut_at, every, in_doubt
+
+
+class GenomicModel(nn.Module):
+    """Letters in, hidden states out, by the blocks of a backbone.
+
+    With `reverse_complement` the states are those of both strands, the other one read backwards and
+    turned round again, on average: the other strand has the same ones in reverse. `complement` is
+    the id of the complementary token of every id.
+
+    With `patching` the blocks see patches; `byte_lm` finds those of entropy. Without one they are
+    found by a model that knows nothing, until the weights of another are loaded.
+    """
+
+    def __init__(
+        self,
+        config: GenomicConfig,
+        complement: Sequence[int] | None = None,
+        byte_lm: ByteLM | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.byte_lm = None
+        if config.patching == "entropy":
+            self.byte_lm = byte_lm or ByteLM(config.vocab_size)
+        self.front = None if config.patching == "none" else PatchFront(config)
+        self.back = None if config.patching == "none" else PatchBack(config)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        table = _complement_table(config, complement)
+        self.register_buffer("complement", table, persistent=False)
+        self.complement: Tensor
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return hidden states, (rows, length, width), of (rows, length) tokens.
+
+        `mask` is true for the tokens of a row, which come first, and false for what fills it up:
+        the states of the former do not depend on the latter.
+        """
+        if not self.config.reverse_complement:
+            return self._states(tokens, mask)
+        places = _reversed_places(tokens, mask)
+        other = self.complement[tokens.gather(1, places)]
+        masks = None if mask is None else torch.cat([mask, mask])
+        strand, opposite = self._states(torch.cat([tokens, other]), masks).chunk(2)
+        turned = opposite.gather(1, places[..., None].expand_as(opposite))
+        return (strand + turned) / 2
+
+    def stages(self) -> list[nn.Module]:
+        """Return what a sequence passes, from input to output: together, all parameters."""
+        around = (self.embed, self.front, *self.blocks, self.back, self.norm)
+        return [stage for stage in around if stage is not None]
+
+    def patches(self, tokens: Tensor, mask: Tensor | None = None) -> Patches:
+        """Cut rows of tokens into patches, as `forward` does."""
+        config = self.config
+        if self.byte_lm is None:
+            starts = every(config.least_patch, tokens)
+        else:
+            entropy, rises = self.byte_lm.entropy(tokens), config.entropy_rule == "monotonic"
+            wanted = in_doubt(entropy, threshold=config.entropy_threshold, rises=rises)
+            starts = bounded(wanted, least=config.min_patch, most=config.max_patch)
+        return cut_at(starts, mask, bound=config.patches_of(tokens.shape[1]))
+
+    def _states(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.dropout(self.embed(tokens))
+        if self.front is None or self.back is None:
+            x = self._mixed(x, mask)
+        else:
+            patches = self.patches(tokens, mask)
+            letters, latent = self.front(x, patches, mask)
+            x = self.back(letters, self._mixed(latent, patches.mask), patches, mask)
+        out: Tensor = self.norm(x)
+        return out
+
+    def _mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -> Tensor:
+    if not config.reverse_complement:
+        return torch.zeros(0, dtype=torch.int64)
+    if complement is None:
+        raise RecipeError(
+            "reverse_complement=true needs an alphabet with complements; use DNA or RNA with one "
+            "letter a token, or set it to false"
+        )
+    table = torch.tensor([int(each) for each in complement], device="cpu")
+    whole = len(table) == config.vocab_size and bool((table < len(table)).all())
+    if not whole or not torch.equal(table[table], torch.arange(config.vocab_size)):
+        raise RecipeError(
+            f"the table of complements must have an entry for each of {config.vocab_size} tokens, "
+            "and the complement of a complement must be the token itself"
+        )
+    return table
+
+
+def _reversed_places(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """Return where each token of a row read backwards comes from; what fills it up stays."""
+    rows, length = tokens.shape
+    place = torch.arange(length, device=tokens.device).expand(rows, length)
+    if mask is None:
+        return place.flip(1)
+    backwards = mask.sum(1, keepdim=True) - 1 - place
+    return torch.where(backwards < 0, place, backwards)

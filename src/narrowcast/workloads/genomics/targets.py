@@ -1,0 +1,195 @@
+"""What can be predicted of a sequence: head, loss, and measures of each kind of target.
+
+Of every kind: `metrics` are what it is judged by, the headline first; `per_letter` says whether
+letters are judged, of which batches hold unequally many; `head(width)` makes predictions of hidden
+states; `loss` is the mean over `count(batch)`, `found` being what a network returns, in fp32;
+`predicted` and `truth` are what is kept of each row; `measured` are the metrics of all rows, but
+for the loss and what follows from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.workloads.genomics import metrics
+from narrowcast.workloads.genomics.data.examples import Batch
+from narrowcast.workloads.genomics.data.rows import UNLABELLED
+from narrowcast.workloads.genomics.models.heads import (
+    NextTokenHead,
+    Pool,
+    SequenceHead,
+    TokenHead,
+)
+
+Found: TypeAlias = npt.NDArray[Any]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OneClass:
+    """One class of several for a sequence; chances are what is kept."""
+
+    metrics: ClassVar = metrics.OF_CLASSES
+    per_letter: ClassVar = False
+    classes: tuple[str, ...]
+    smoothing: float = 0.0
+
+    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
+        return SequenceHead(width, len(self.classes), pool=pool, dropout=dropout)
+
+    def loss(self, found: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(found, batch["targets"], label_smoothing=self.smoothing)
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["tokens"])
+
+    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
+        return list(found.softmax(-1).cpu().numpy())
+
+    def truth(self, batch: Batch) -> list[Found]:
+        return list(batch["targets"].cpu().numpy())
+
+    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+        return metrics.of_classes(np.array(truth), np.stack(list(predicted)))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """Any number of labels for a sequence."""
+
+    metrics: ClassVar = metrics.OF_LABELS
+    per_letter: ClassVar = False
+    classes: tuple[str, ...]
+
+    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
+        return SequenceHead(width, len(self.classes), pool=pool, dropout=dropout)
+
+    def loss(self, found: Tensor, batch: Batch) -> Tensor:
+        return F.binary_cross_entropy_with_logits(found, batch["targets"])
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["tokens"])
+
+    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
+        return list(found.sigmoid().cpu().numpy())
+
+    def truth(self, batch: Batch) -> list[Found]:
+        return list(batch["targets"].cpu().numpy())
+
+    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+        return metrics.of_labels(np.stack(list(truth)), np.stack(list(predicted)))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A number for a sequence; the network works with mean 0 and deviation 1."""
+
+    metrics: ClassVar = metrics.OF_VALUES
+    per_letter: ClassVar = False
+    centre: float = 0.0
+    spread: float = 1.0
+
+    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
+        return SequenceHead(width, 1, pool=pool, dropout=dropout)
+
+    def loss(self, found: Tensor, batch: Batch) -> Tensor:
+        return F.mse_loss(found.squeeze(-1), (batch["targets"] - self.centre) / self.spread)
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["tokens"])
+
+    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
+        return list((found.squeeze(-1) * self.spread + self.centre).cpu().numpy())
+
+    def truth(self, batch: Batch) -> list[Found]:
+        return list(batch["targets"].cpu().numpy())
+
+    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+        return metrics.of_values(np.array(truth), np.array(predicted))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EveryLetter:
+    """A class for every letter, or for every token where one has more letters."""
+
+    metrics: ClassVar = metrics.OF_LETTERS
+    per_letter: ClassVar = True
+    classes: tuple[str, ...]
+    smoothing: float = 0.0
+
+    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
+        return TokenHead(width, len(self.classes), dropout=dropout)
+
+    def loss(self, found: Tensor, batch: Batch) -> Tensor:
+        total = F.cross_entropy(
+            found.flatten(0, 1),
+            batch["targets"].flatten(),
+            ignore_index=UNLABELLED,
+            label_smoothing=self.smoothing,
+            reduction="sum",
+        )
+        # A batch without any label, which a mean would make no number of.
+        return total / (batch["targets"] != UNLABELLED).sum().clamp_min(1)
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["targets"] != UNLABELLED).sum())
+
+    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
+        return _rows(found.argmax(-1), batch["targets"] != UNLABELLED)
+
+    def truth(self, batch: Batch) -> list[Found]:
+        return _rows(batch["targets"], batch["targets"] != UNLABELLED)
+
+    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+        return metrics.of_letters(truth, predicted)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NextToken:
+    """The token after each one."""
+
+    metrics: ClassVar = metrics.OF_NEXT
+    per_letter: ClassVar = True
+    vocab_size: int
+
+    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
+        return NextTokenHead(width, self.vocab_size)
+
+    def loss(self, found: Tensor, batch: Batch) -> Tensor:
+        real = batch["mask"][:, 1:]
+        targets = batch["tokens"][:, 1:].masked_fill(~real, UNLABELLED)
+        total = F.cross_entropy(
+            found[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=UNLABELLED, reduction="sum"
+        )
+        return total / real.sum().clamp_min(1)
+
+    def count(self, batch: Batch) -> int:
+        return int(batch["mask"][:, 1:].sum())
+
+    def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
+        return _rows(found[:, :-1].argmax(-1), batch["mask"][:, 1:])
+
+    def truth(self, batch: Batch) -> list[Found]:
+        return _rows(batch["tokens"][:, 1:], batch["mask"][:, 1:])
+
+    def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
+        right = sum(int((a == b).sum()) for a, b in zip(truth, predicted, strict=True))
+        return {"letter_accuracy": right / max(1, sum(len(row) for row in truth))}
+
+
+Target: TypeAlias = OneClass | Labels | Value | EveryLetter | NextToken
+
+
+def _rows(table: Tensor, kept: Tensor) -> list[Found]:
+    """Return the kept numbers of each row."""
+    pairs = zip(table.cpu(), kept.cpu(), strict=True)
+    return [row[known].numpy() for row, known in pairs]

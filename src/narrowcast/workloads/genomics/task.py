@@ -1,0 +1,153 @@
+"""The tasks of genomics: a network, the sequences it learns, and how it is judged on others."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from narrowcast.config.sections import Recipe
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import TaskInfo
+from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.training.task import ParameterGroup, Task
+from narrowcast.workloads.genomics.build import Parts, build_parts
+from narrowcast.workloads.genomics.data.examples import Batch, Examples
+from narrowcast.workloads.genomics.models.filters import filter_parameters
+from narrowcast.workloads.genomics.results import Judged, write_judged
+from narrowcast.workloads.genomics.settings import GenomicData, Tuning
+from narrowcast.workloads.genomics.targets import Found
+
+WEIGHT = "weight"
+"""Of a batch: how much it counts among those of its step."""
+
+
+def build_task(recipe: Recipe, *, device: torch.device) -> Task:
+    """Return the task that a recipe of genomics names."""
+    return Genomic(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Genomic:
+    """A network and the sequences it learns and is judged on."""
+
+    recipe: Recipe
+    parts: Parts
+    device: torch.device
+
+    def task(self) -> Task:
+        """Return what the engine trains."""
+        train, target = self.parts.train, self.parts.target
+        passes = 1 if train.alternatives is None else 2
+        return Task(
+            model=self.parts.network,
+            train_data=train,
+            loss=self.loss,
+            evaluate=lambda model: self.judged(model, self.parts.validation).measured,
+            items=lambda batch: int(batch["mask"].sum()),
+            info=TaskInfo(unit=self.parts.unit, metrics=target.metrics, notes=self.parts.notes),
+            gemm_rows=max(1, self.recipe.batch_size * train.width * passes),
+            data_digest=self.digest,
+            together=self.weigh if target.per_letter else None,
+            parameter_groups=self.parameter_groups,
+            write_results=self.write_results,
+        )
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        """Return the head, which learns at the full rate, and the stages below it.
+
+        The last stage thaws first, the embedding when `unfreeze_over` is over.
+        """
+        tuning = self.recipe.section(Tuning)
+        *base, head = self.parts.network.stages()
+        groups, seen = [ParameterGroup(parameters=list(head.parameters()))], set(head.parameters())
+        for depth, stage in enumerate(reversed(base), start=1):
+            fresh = [p for p in stage.parameters() if p not in seen]
+            seen.update(fresh)
+            share = tuning.unfreeze_over * depth / len(base)
+            groups += self._stage(fresh, tuning.layerwise_decay**depth, frozen_until=share)
+        return groups
+
+    def _stage(
+        self, parameters: Sequence[nn.Parameter], lr_factor: float, *, frozen_until: float
+    ) -> Iterator[ParameterGroup]:
+        """Yield the groups of a stage: what implicit filters are made by is not decayed."""
+        frozen = self.recipe.section(Tuning).freeze
+        filters = set(filter_parameters(self.parts.network))
+        usual = [p for p in parameters if p not in filters]
+        for decay, of in ((None, usual), (0.0, [p for p in parameters if p in filters])):
+            if of:
+                yield ParameterGroup(
+                    parameters=of,
+                    lr_factor=lr_factor,
+                    weight_decay=decay,
+                    frozen=frozen,
+                    frozen_until=frozen_until,
+                )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss of a batch, in fp32, by what it counts in its step."""
+        given = self._mutated(batch) if model.training else batch
+        found = model(given["tokens"], given["mask"], given.get("alternative"))
+        loss = self.parts.target.loss(found.float(), given)
+        return loss * batch[WEIGHT] if WEIGHT in batch else loss
+
+    def _mutated(self, batch: Batch) -> Batch:
+        """Exchange some letters for others, in both sequences of a pair alike."""
+        share, letters = self.recipe.section(GenomicData).mutate, self.parts.letters
+        if not share:
+            return batch
+        tokens, device = batch["tokens"], batch["tokens"].device
+        drawn = letters.to(device)[torch.randint(len(letters), tokens.shape, device=device)]
+        chosen = (torch.rand(tokens.shape, device=device) < share) & batch["mask"]
+        if "alternative" not in batch:
+            return {**batch, "tokens": torch.where(chosen, drawn, tokens)}
+        chosen &= tokens == batch["alternative"]  # not the variant itself
+        pair = {key: torch.where(chosen, drawn, batch[key]) for key in ("tokens", "alternative")}
+        return {**batch, **pair}
+
+    def weigh(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Let every letter count alike, in whichever micro-batch of a step it is."""
+        if len(batches) == 1:
+            return list(batches)
+        counts = torch.stack([batch["mask"].sum() for batch in batches]).float()
+        shares = counts / counts.mean()
+        return [{**batch, WEIGHT: shares[at]} for at, batch in enumerate(batches)]
+
+    def judged(self, model: nn.Module, examples: Examples) -> Judged:
+        """Return what a network makes of examples, and how good that is; waits for the device."""
+        target = self.parts.target
+        predicted, truth, nats, count = list[Found](), list[Found](), 0.0, 0
+        for batch in examples.batches(self.recipe.batch_size):
+            there = {key: value.to(self.device) for key, value in batch.items()}
+            found = model(there["tokens"], there["mask"], there.get("alternative")).float()
+            counted = target.count(batch)
+            nats += target.loss(found, there).item() * counted
+            count += counted
+            predicted += target.predicted(found, there)
+            truth += target.truth(batch)
+        loss = nats / max(count, 1)
+        measured = target.measured(truth, predicted) | {"loss": loss}
+        if any(metric.name == "perplexity" for metric in target.metrics):
+            measured["perplexity"] = float(np.exp(loss))
+        return Judged(measured=measured, truth=truth, predicted=predicted)
+
+    def digest(self) -> str:
+        """Identify what is trained and judged on."""
+        parts = (self.parts.train, self.parts.validation, self.parts.test)
+        return " ".join(part.digest() for part in parts if part is not None)
+
+    def write_results(self, folder: Path, prepared: Prepared) -> None:
+        """Write what another run or a prediction needs, and what the report draws."""
+        model = prepared.model
+        self.parts.kept.write(folder)
+        sets = {"validation": self.parts.validation, "test": self.parts.test}
+        with torch.no_grad(), in_eval_mode(model), prepared.compute():
+            judged = {
+                name: self.judged(model, part) for name, part in sets.items() if part is not None
+            }
+        write_judged(folder, self.parts, judged)
