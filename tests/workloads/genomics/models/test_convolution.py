@@ -7,11 +7,8 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers
 
 from narrowcast.errors import RecipeError
-from narrowcast.workloads.genomics.models.convolution import (
-    fast_length,
-    fft_convolution,
-    gated_convolution,
-)
+from narrowcast.workloads.genomics.models.convolution import fft_convolution, gated_convolution
+from narrowcast.workloads.genomics.models.transforms import fast_length
 
 
 def direct(u, filters, *, causal):
