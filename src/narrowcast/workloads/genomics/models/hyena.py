@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from narrowcast.workloads.genomics.models.convolution import gated_convolution
+from narrowcast.workloads.genomics.models.convolution import Method, gated_convolution
 from narrowcast.workloads.genomics.models.filters import ImplicitFilter
 from narrowcast.workloads.genomics.models.short import short_convolution
 
@@ -23,9 +23,10 @@ class HyenaOperator(nn.Module):
         causal: bool = True,
         filter_width: int = 64,
         dropout: float = 0.0,
+        method: Method | None = None,
     ) -> None:
         super().__init__()
-        self.width, self.order, self.causal = width, order, causal
+        self.width, self.order, self.causal, self.method = width, order, causal, method
         self.project = nn.Linear(width, (order + 1) * width)
         self.short = ShortConvolution((order + 1) * width, causal=causal)
         self.filter = ImplicitFilter(
@@ -51,6 +52,7 @@ class HyenaOperator(nn.Module):
                 before=gate,
                 after=last if index == len(gates) - 1 else None,
                 causal=self.causal,
+                method=self.method,
             )
         out: Tensor = self.out(value.transpose(1, 2))
         return out

@@ -38,7 +38,7 @@ def short_backward(
     sums = torch.empty((rows * blocks, TAPS + 1, channels), device=x.device)
     _backward[(blocks, triton.cdiv(channels, _CHANNELS), rows)](
         grad, x, weight, to_x, sums, length, channels, *x.stride()[:2], *grad.stride()[:2], left,
-        LENGTH=_LENGTH, CHANNELS=_CHANNELS, num_warps=4,
+        LENGTH=_LENGTH, CHANNELS=_CHANNELS, num_warps=8,
     )  # fmt: skip
     summed = sums.sum(0)
     return to_x, summed[:TAPS].t().to(weight.dtype), summed[TAPS].to(weight.dtype)
