@@ -119,7 +119,9 @@ def _forward(
     chunk: int,
     method: str,
 ) -> Tensor:
-    return _way(method, value).forward(value, filters, bias, before, after, causal, chunk)
+    way = _way(method, value)
+    result: Tensor = way.forward(value, filters, bias, before, after, causal, chunk)
+    return result
 
 
 def _backward(
@@ -133,7 +135,9 @@ def _backward(
     chunk: int,
     method: str,
 ) -> list[Tensor]:
-    return _way(method, value).backward(grad, value, filters, bias, before, after, causal, chunk)
+    way = _way(method, value)
+    grads: list[Tensor] = way.backward(grad, value, filters, bias, before, after, causal, chunk)
+    return grads
 
 
 def _way(method: str, value: Tensor) -> Any:

@@ -1,12 +1,14 @@
-"""Convolutions by FFT in plain torch, some channels at a time."""
+"""Convolutions by FFT in plain torch, a piece at a time."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-NUMBERS_AT_ONCE = 2**23
-"""Complex numbers of a spectrum that are alive together: 64 MiB, a few of which a pass needs."""
+NUMBERS_AT_ONCE = 2**22
+"""Complex numbers of the spectra of a piece, 32 MiB: what one pass over them writes, the next still
+finds in the cache of a large GPU."""
 
 
 def forward(
@@ -21,14 +23,17 @@ def forward(
     """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value."""
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
     turns = turns_of(value)
-    for some in chunks(value, chunk):
-        z = _gated(value[:, some], before, some)
-        spectrum = _spectrum(z, turns)
-        spectrum *= filter_spectrum(filters[some], turns, causal=causal)
-        y = _back(spectrum, turns, value.shape[-1]).real
-        if bias is not None:
-            y = y + _column(bias[some]) * z
-        result[:, some] = y if after is None else y * after[:, some]
+    for channels, parts in pieces(value, chunk):
+        of_filter = filter_spectrum(filters[channels], turns, causal=causal)
+        for rows in parts:
+            here = (rows, channels)
+            z = _gated(value, before, here)
+            spectrum = _spectrum(z, turns)
+            spectrum *= of_filter
+            y = _back(spectrum, turns, value.shape[-1]).real
+            if bias is not None:
+                y = y + bias[channels, None] * z
+            result[here] = y if after is None else y * after[here]
     return result
 
 
@@ -46,29 +51,32 @@ def backward(
     grads = empty_grads(value, filters, bias, before, after)
     to_value, to_filters, to_bias, to_before, to_after = grads
     turns, length = turns_of(value), value.shape[-1]
-    for some in chunks(value, chunk):
-        z = _gated(value[:, some], before, some)
-        of_filter = filter_spectrum(filters[some], turns, causal=causal)
-        of_z = _spectrum(z, turns)
-        to_y = grad[:, some].to(z.dtype)
-        if after is not None:
-            y = _back(of_z * of_filter, turns, length).real
-            y = y if bias is None else y + _column(bias[some]) * z
-            to_after[:, some] = to_y * y
-            to_y = to_y * after[:, some]
-        of_grad = _spectrum(to_y, turns)
-        summed = (of_grad * of_z.conj_physical_()).sum(0)
-        to_filters[some] = filter_part(summed, turns, filters.shape[-1], causal=causal)
-        of_grad *= of_filter.conj_physical_()
-        to_z = _back(of_grad, turns, length).real
+    for channels, parts in pieces(value, chunk):
+        of_filter = filter_spectrum(filters[channels], turns, causal=causal)
+        summed, to_bias_here = torch.zeros_like(of_filter), turns.real.new_zeros(len(of_filter))
+        for rows in parts:
+            here = (rows, channels)
+            z = _gated(value, before, here)
+            of_z = _spectrum(z, turns)
+            to_y = grad[here].to(z.dtype)
+            if after is not None:
+                y = _back(of_z * of_filter, turns, length).real
+                y = y if bias is None else y + bias[channels, None] * z
+                to_after[here] = to_y * y
+                to_y = to_y * after[here]
+            of_grad = _spectrum(to_y, turns)
+            summed += (of_grad * of_z.conj_physical_()).sum(0)
+            of_grad *= of_filter.conj_physical()
+            to_z = _back(of_grad, turns, length).real
+            if bias is not None:
+                to_bias_here += (to_y * z).sum((0, 2))
+                to_z = to_z + bias[channels, None] * to_y
+            to_value[here] = to_z if before is None else to_z * before[here]
+            if before is not None:
+                to_before[here] = to_z * value[here]
+        to_filters[channels] = filter_part(summed, turns, filters.shape[-1], causal=causal)
         if bias is not None:
-            to_bias[some] = (to_y * z).sum((0, 2))
-            to_z = to_z + _column(bias[some]) * to_y
-        if before is None:
-            to_value[:, some] = to_z
-        else:
-            to_value[:, some] = to_z * before[:, some]
-            to_before[:, some] = to_z * value[:, some]
+            to_bias[channels] = to_bias_here
     return grads
 
 
@@ -87,16 +95,20 @@ def fast_length(length: int) -> int:
     return min(odd << max((length - 1) // odd, 0).bit_length() for odd in odds)
 
 
-def chunks(value: Tensor, chunk: int) -> list[slice]:
-    """Cut the channels so that a chunk's spectra fit the memory they are meant to take."""
+def pieces(value: Tensor, chunk: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield channels that are transformed together, `chunk` or as many as fit, and their rows."""
     rows, channels, length = value.shape
-    step = chunk or max(NUMBERS_AT_ONCE // max(rows * fast_length(length), 1), 1)
-    return [slice(start, min(start + step, channels)) for start in range(0, channels, step)]
+    size = fast_length(length)
+    step = chunk or max(NUMBERS_AT_ONCE // size, 1)
+    together = max(NUMBERS_AT_ONCE // (min(step, channels) * size), 1)
+    parts = [slice(start, min(start + together, rows)) for start in range(0, rows, together)]
+    for start in range(0, channels, step):
+        yield slice(start, min(start + step, channels)), parts
 
 
-def _gated(value: Tensor, before: Tensor | None, some: slice) -> Tensor:
-    wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
-    return wide if before is None else wide * before[:, some]
+def _gated(value: Tensor, before: Tensor | None, here: tuple[slice, slice]) -> Tensor:
+    wide = value[here].to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+    return wide if before is None else wide * before[here]
 
 
 def turns_of(value: Tensor) -> Tensor:
@@ -143,7 +155,3 @@ def filter_part(spectrum: Tensor, turns: Tensor, taps: int, *, causal: bool) -> 
     middle = taps // 2
     ahead = both.imag[:, len(turns) - middle :]
     return torch.cat([-ahead, both.real[:, : middle + 1]], dim=1)
-
-
-def _column(bias: Tensor) -> Tensor:
-    return bias[:, None]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from narrowcast.kernels.launch import interpreted
+from narrowcast.workloads.genomics.models import transforms
 from narrowcast.workloads.genomics.models.convolution import gated_convolution
 
 pytest.importorskip("triton")
@@ -34,8 +35,11 @@ def given(gates, *, causal, dtype, rows=2, channels=3, length=1100):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("gates", [(), ("before",), ("bias", "after"), ("bias", "before", "after")])
-def test_fused_convolutions_and_their_gradients_are_those_of_torch(gates, causal, dtype):
+def test_fused_convolutions_and_their_gradients_are_those_of_torch(
+    gates, causal, dtype, monkeypatch
+):
     value, filters, named, whole = given(gates, causal=causal, dtype=dtype)
+    monkeypatch.setattr(transforms, "NUMBERS_AT_ONCE", 2 * 1152)  # a row at a time
     weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     wanted = [whole, filters, *(t for name, t in named.items() if name == "bias")]
     results = []

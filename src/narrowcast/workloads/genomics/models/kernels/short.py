@@ -19,7 +19,7 @@ def short_forward(x: Tensor, weight: Tensor, bias: Tensor, left: int) -> Tensor:
     rows, length, channels = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty((rows, channels, length))
-    _forward[(triton.cdiv(length, _LENGTH), triton.cdiv(channels, _CHANNELS), rows)](
+    _forward[(rows, triton.cdiv(length, _LENGTH), triton.cdiv(channels, _CHANNELS))](
         x, weight, bias, out, length, channels, *x.stride()[:2], left,
         LENGTH=_LENGTH, CHANNELS=_CHANNELS, num_warps=4,
     )  # fmt: skip
@@ -36,7 +36,7 @@ def short_backward(
     to_x = x.new_empty((rows, length, channels))
     blocks = triton.cdiv(length, _LENGTH)
     sums = torch.empty((rows * blocks, TAPS + 1, channels), device=x.device)
-    _backward[(blocks, triton.cdiv(channels, _CHANNELS), rows)](
+    _backward[(rows, blocks, triton.cdiv(channels, _CHANNELS))](
         grad, x, weight, to_x, sums, length, channels, *x.stride()[:2], *grad.stride()[:2], left,
         LENGTH=_LENGTH, CHANNELS=_CHANNELS, num_warps=8,
     )  # fmt: skip
@@ -58,9 +58,9 @@ def _forward(
     LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    row = tl.program_id(2).to(tl.int64)
-    position = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     total = tl.zeros([LENGTH, CHANNELS], tl.float32)
     total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -92,15 +92,15 @@ def _backward(
     LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    row = tl.program_id(2).to(tl.int64)
-    position = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(1) * LENGTH + tl.arange(0, LENGTH)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     here = (position < length)[:, None] & known[None, :]
     at = row * x_row + position.to(tl.int64)[:, None] * x_position + channel[None, :]
     seen = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
     total = tl.zeros([LENGTH, CHANNELS], tl.float32)
-    line = sums + (row * tl.num_programs(0) + tl.program_id(0)) * 4 * channels + channel
+    line = sums + (row * tl.num_programs(1) + tl.program_id(1)) * 4 * channels + channel
     for tap in tl.static_range(3):
         place = position + left - tap
         inside = ((place >= 0) & (place < length))[:, None] & here

@@ -23,7 +23,7 @@ def turn_in(value: Tensor, before: Tensor | None, turns: Tensor, *, out: Tensor)
     value, before = _lined_up(value), None if before is None else _lined_up(before)
     second = value if before is None else before
     size = len(turns)
-    _turn_in[(triton.cdiv(size, _BLOCK), rows * channels)](
+    _turn_in[(rows * channels, triton.cdiv(size, _BLOCK))](
         value,
         second,
         torch.view_as_real(turns),
@@ -53,12 +53,12 @@ def turn_out(
     """Write gates ⊙ (y + bias ⊙ z) to `outs`, for y the real part of `turned` times a^−t.
 
     z is value ⊙ before. To `products`, (rows, channels, blocks), sums of z ⊙ gates[0] ⊙ gates[1]
-    are written for each block of letters.
+    are written for each block of letters, where there is a bias.
     """
     rows, channels, length = value.shape
     given = [_lined_up(value if t is None else t) for t in (value, before, *gates)]
     first, second = outs[0], outs[0] if outs[1] is None else outs[1]
-    _turn_out[(triton.cdiv(length, _BLOCK), rows * channels)](
+    _turn_out[(rows * channels, triton.cdiv(length, _BLOCK))](
         torch.view_as_real(turned),
         torch.view_as_real(turns),
         *given,
@@ -70,6 +70,7 @@ def turn_out(
         length,
         len(turns),
         *[step for each in (*given, first, second) for step in each.stride()[:2]],
+        *((0, 0) if products is None else products.stride()[:2]),
         GATED=before is not None,
         BIASED=bias is not None,
         FIRST=gates[0] is not None,
@@ -82,17 +83,18 @@ def turn_out(
 
 def blocks_of(length: int) -> int:
     """Return how many sums `turn_out` writes for a sequence."""
-    return triton.cdiv(length, _BLOCK)
+    return -(-length // _BLOCK)
 
 
-def mix_spectra(of_z: Tensor, of_grad: Tensor, of_filter: Tensor, *, forward: bool) -> Tensor:
+def mix_spectra(
+    of_z: Tensor, of_grad: Tensor, of_filter: Tensor, summed: Tensor, *, forward: bool
+) -> None:
     """Multiply spectra of gradients by the conjugate of their filter's, in place.
 
-    With `forward`, those of sequences by the filter's too. Return the sum over rows of gradients
-    times conjugate sequences: (channels, size), the spectra of the gradients of filters.
+    With `forward`, those of sequences by the filter's too. Add the sum over rows of gradients times
+    conjugate sequences to `summed`, (channels, size): the spectra of the gradients of filters.
     """
     rows, channels, size = of_z.shape
-    summed = torch.empty_like(of_filter)
     _mix_spectra[(triton.cdiv(size, _BLOCK // 2), channels)](
         *(torch.view_as_real(each) for each in (of_z, of_grad, of_filter, summed)),
         rows,
@@ -103,7 +105,6 @@ def mix_spectra(of_z: Tensor, of_grad: Tensor, of_filter: Tensor, *, forward: bo
         BLOCK=_BLOCK // 2,
         num_warps=4,
     )
-    return summed
 
 
 def _lined_up(x: Tensor) -> Tensor:
@@ -127,17 +128,18 @@ def _turn_in(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    line = tl.program_id(1).to(tl.int64)
+    line = tl.program_id(0).to(tl.int64)
     row, channel = line // channels, line % channels
-    letter = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(1) * BLOCK
+    letter = start + tl.arange(0, BLOCK)
     there = letter < length
     at = row * value_row + channel * value_channel
     z = tl.load(value + at + letter, mask=there, other=0.0).to(tl.float32)
     if GATED:
         at = row * before_row + channel * before_channel
         z = z * tl.load(before + at + letter, mask=there, other=0.0).to(tl.float32)
-    cosine, sine = _complex(turns, tl.program_id(0) * BLOCK, size, BLOCK)
-    _write(out + line * size * 2, tl.program_id(0) * BLOCK, size, z * cosine, z * sine, BLOCK)
+    cosine, sine = _complex(turns, start, size, BLOCK)
+    _write(out + line * size * 2, start, size, z * cosine, z * sine, BLOCK)
 
 
 @triton.jit
@@ -167,6 +169,8 @@ def _turn_out(
     first_channel,
     second_row,
     second_channel,
+    products_row,
+    products_channel,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     FIRST: tl.constexpr,
@@ -174,9 +178,9 @@ def _turn_out(
     SUMMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    line = tl.program_id(1).to(tl.int64)
+    line = tl.program_id(0).to(tl.int64)
     row, channel = line // channels, line % channels
-    start = tl.program_id(0) * BLOCK
+    start = tl.program_id(1) * BLOCK
     letter = start + tl.arange(0, BLOCK)
     there = letter < length
     real, imaginary = _complex(turned + line * size * 2, start, size, BLOCK)
@@ -206,7 +210,8 @@ def _turn_out(
         z = z * other
         if FIRST:
             z = z * gate
-        tl.store(products + line * tl.num_programs(0) + tl.program_id(0), tl.sum(z))
+        at = row * products_row + channel * products_channel
+        tl.store(products + at + tl.program_id(1), tl.sum(z))
 
 
 @triton.jit
@@ -225,8 +230,7 @@ def _mix_spectra(
     start = tl.program_id(0) * BLOCK
     line = tl.program_id(1).to(tl.int64) * size * 2
     real, imaginary = _complex(of_filter + line, start, size, BLOCK)
-    sum_real = tl.zeros([BLOCK], tl.float32)
-    sum_imaginary = tl.zeros([BLOCK], tl.float32)
+    sum_real, sum_imaginary = _complex(summed + line, start, size, BLOCK)
     z, grad = of_z + line, of_grad + line
     row = 0  # a range would not do for the interpreter
     while row < rows:
