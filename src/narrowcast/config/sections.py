@@ -21,7 +21,6 @@ from narrowcast.config.common_sections import (
     FaultSection,
     HealthSection,
     LrScheduleSection,
-    MemorySection,
     OptimizerSection,
     PrecisionSection,
 )
@@ -38,6 +37,7 @@ from narrowcast.config.limits import (
     MOST_WORKERS,
     UNSETTLED,
 )
+from narrowcast.config.memory import MemorySection
 from narrowcast.config.phases import misplaced
 from narrowcast.config.section import Section as Section
 from narrowcast.config.section import refuse_conflicts as refuse_conflicts

@@ -120,6 +120,7 @@ def trained(run, steps=STEPS, first=0):
 def tensors(value, where=""):
     if isinstance(value, Tensor):
         yield where, value
+        return
     items = enumerate(value) if isinstance(value, list | tuple) else getattr(value, "items", list)()
     for key, item in items:
         yield from tensors(item, f"{where}/{key}")

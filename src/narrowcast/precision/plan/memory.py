@@ -76,6 +76,11 @@ class MemoryPlan:
     on_host: int = 0
     """Bytes of the optimizer's moments that lie in the host's memory."""
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether moments are kept on the host."""
+        return "optimizer" in self.asked.offload
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {
@@ -98,9 +103,9 @@ class MemoryPlan:
         if "activations" in self.asked.offload:
             text = "what their backward pass needs waits for it in pinned host memory"
             shown.append(("blocks", f"{self._names}: {text}"))
-        if "optimizer" in self.asked.offload:
+        if self.offloads_optimizer:
             mib = self.on_host / 2**20
-            text = f"moments, {mib:.1f} MiB, are kept in pinned host memory, and not on the device"
+            text = f"moments, {mib:.1f} MiB, lie in pinned host memory, and a few on the device"
             shown.append(("offload", text))
         return shown
 

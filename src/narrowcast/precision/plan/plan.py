@@ -41,7 +41,7 @@ class Plan:
     emulate: bool | None = None
     """What was asked: emulate where needed, everywhere, nowhere."""
     bytes: Mapping[str, int] = field(default_factory=dict)
-    """What weights, gradients, master weights and moments will take, by role."""
+    """What weights, gradients, master weights and moments will take on the device, by role."""
     fuse: Fuse = AUTO
     """What was asked to be computed as one."""
     fused: tuple[FusedPiece, ...] = ()
@@ -152,6 +152,9 @@ def make_plan(
         modules=modules,
         emulated=functional.how == "emulated" or widens(whole),
     )
+    saving = plan_memory(model, memory, hardware=hardware, sizes=totals)
+    if saving.on_host:
+        totals["moments"] -= saving.on_host
     return Plan(
         policy=whole,
         hardware=hardware,
@@ -161,7 +164,7 @@ def make_plan(
         bytes=totals,
         fuse=fuse if isinstance(fuse, str) else tuple(fuse),
         fused=fused,
-        memory=plan_memory(model, memory, hardware=hardware, sizes=totals),
+        memory=saving,
     )
 
 
