@@ -79,7 +79,7 @@ class Engine:
         )
         scales, self._fused_asked = self._request.first(plan.policy), fused_optimizer
         fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
-        self.weights.refuse_impossible(plan)
+        self.weights.refuse_impossible(plan, fused=fused, path=path)
         self.weights.apply(plan, fused=fused)
         self.buffers = BufferGuard(model)
         self._take(plan, scales, path)
@@ -259,8 +259,8 @@ class Engine:
         """Return whether the update would be fused, and why, and the loss scales; or refuse."""
         refuse_foreign_plan(self.model, plan, mine=self.plan)
         refuse_buckets(self.model, plan)
-        self.weights.refuse_impossible(plan)
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
+        self.weights.refuse_impossible(plan, fused=fused, path=path)
         scales = self._request.next(
             plan.policy, scales=self.scales, settings=loss_scale, keep=keep_scale
         )

@@ -109,8 +109,14 @@ class Prepared:
             )
         before, plan = self.plan, policy
         if not isinstance(plan, Plan):
-            hardware, emulate = before.hardware, self.engine.emulate
-            plan = make_plan(self.model, plan, hardware=hardware, emulate=emulate, fuse=before.fuse)
+            plan = make_plan(
+                self.model,
+                plan,
+                hardware=before.hardware,
+                emulate=self.engine.emulate,
+                fuse=before.fuse,
+                memory=before.memory.asked,
+            )
         self.engine.change(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)
         return changes_between(before, plan)
 
