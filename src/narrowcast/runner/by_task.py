@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from narrowcast.config import LoadedRecipe, Recipe
-from narrowcast.config.wording import written
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.kernels import launch
 from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
+from narrowcast.report.settings_text import written
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.workloads import build_task
 
@@ -56,8 +56,9 @@ def decided(loaded: LoadedRecipe, hardware: Hardware) -> Decided:
             _refuse_unfit(with_some.recipe, hardware)
             plan_phases(with_some.recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
         except (RecipeError, UnsupportedError) as error:
-            asked = ", ".join(f"{key}={written(value)}" for key, value in some.items())
-            left_out.append(f"{asked}: {error}")
+            asked = some[group[0]]
+            text = written(list(asked) if isinstance(asked, tuple) else asked)
+            left_out.append(f"{group[0]}={text}: {error}")
         else:
             after = with_some
     return Decided(
