@@ -73,13 +73,25 @@ class Cancelling(nn.Module):
 def run(ready):
     """Train a model whose gradients overflow in the passes it is told; return records and it."""
 
-    def go(policy="fp16", *, first=4, last=9, kind=Steep, folder=None, resume=None, **settings):
-        plain = ready().task
+    def go(
+        policy="fp16",
+        *,
+        first=4,
+        last=9,
+        kind=Steep,
+        folder=None,
+        resume=None,
+        device="cpu",
+        **settings,
+    ):
+        plain = ready(device=device).task
         torch.manual_seed(0)
-        task = replace(plain, model=kind(first=first, last=last))
+        task = replace(plain, model=kind(first=first, last=last).to(device))
         usual = {"health": {"every": 0, "verdicts": False}, "optimizer": {"lr": 1e-3}}
         precision = {"policy": policy, **settings.pop("precision", ADAPT)}
-        made = ready(task=task, steps=STEPS, precision=precision, **{**usual, **settings})
+        made = ready(
+            task=task, steps=STEPS, device=device, precision=precision, **{**usual, **settings}
+        )
         records = []
         with contextlib.suppress(DivergedError):
             for record in train(made.prepared, task, made.recipe, folder=folder, resume=resume):
@@ -149,17 +161,17 @@ def test_the_scale_goes_on_where_it_was_when_fp16_returns(run):
     assert scale[10] == scale[19] == 2.0**4  # six overflows below
 
 
-@pytest.mark.parametrize("stop", [6, 9, 12, 18, 25])
-def test_a_run_resumed_anywhere_is_the_run_bit_for_bit(run, tmp_path, stop):
-    checkpoint = {"every": 1, "keep": 100}
-    straight, prepared = run(folder=tmp_path, checkpoint=checkpoint)
-    state = load_checkpoint(tmp_path / "checkpoints" / f"step-{stop:06d}")
-    rest, again = run(resume=state, folder=tmp_path / "again", checkpoint=checkpoint)
-    after = [r for r in straight if isinstance(r, StepRecord | PrecisionRecord) and r.step > stop]
-    found = [r for r in rest if isinstance(r, StepRecord | PrecisionRecord)]
-    assert len(found) == len(after) > 0
-    assert all(map(same_trajectory, found, after))
-    assert first_difference(prepared.state_dict(), again.state_dict(), where="") is None
+def test_a_run_resumed_anywhere_is_the_run_bit_for_bit(run, tmp_path):
+    straight, prepared = run(folder=tmp_path, checkpoint={"every": 3, "keep": 100})
+    # Counting overflows, due, in bf16, due to return, and back.
+    for stop in (6, 9, 12, 18, 24):
+        state = load_checkpoint(tmp_path / "checkpoints" / f"step-{stop:06d}")
+        rest, again = run(resume=state)
+        kinds = (StepRecord, PrecisionRecord)
+        after = [r for r in straight if isinstance(r, kinds) and r.step > stop]
+        found = [r for r in rest if isinstance(r, kinds)]
+        assert all(same_trajectory(a, b) for a, b in zip(after, found, strict=True)), stop
+        assert first_difference(prepared.state_dict(), again.state_dict(), where="") is None
 
 
 def test_a_phase_begins_with_its_own_policy_and_without_a_scale_that_was_kept(run, tmp_path):
@@ -186,8 +198,37 @@ def test_a_rehearsed_fault_widens_nothing(run):
     assert changes(records) == []
 
 
+def test_modules_and_the_whole_policy_adapt_side_by_side(run, tmp_path):
+    adapt = {"overflows": 5, "calm": 8, "enabled": True, "cooldown": 1}
+    told = {"precision": {**ADAPT, "adapt": adapt}, "health": {"every": 1}}
+    records, prepared = run(folder=tmp_path, checkpoint={"every": 3, "keep": 100}, **told)
+    assert (10, "*", "fp16", "bf16") in [change[:4] for change in changes(records)]
+    for stop in (9, 15):
+        state = load_checkpoint(tmp_path / "checkpoints" / f"step-{stop:06d}")
+        _, again = run(resume=state, **told)
+        assert first_difference(prepared.state_dict(), again.state_dict(), where="") is None
+
+
 def test_scales_of_parts_go_on_as_well(run):
     precision = {**ADAPT, "loss_scale": {**SCALE, "scale_groups": ("rise",)}}
     records, prepared = run(precision=precision)
     assert [after for _, _, _, after, _ in changes(records)] == ["bf16", "fp16"]
     assert str(prepared.plan.policy) == "compute=fp16"
+
+
+def test_a_gpu_decides_as_a_cpu_and_resumes_bit_for_bit(run, tmp_path, cuda):
+    expected, _ = run()
+    told = {"device": "cuda", "deterministic": True, "checkpoint": {"every": 3, "keep": 100}}
+    straight, prepared = run(folder=tmp_path, **told)
+    assert changes(straight) == changes(expected)
+    for stop in (6, 12):
+        state = load_checkpoint(tmp_path / "checkpoints" / f"step-{stop:06d}")
+        rest, again = run(resume=state, **told)
+        assert changes(rest) == [change for change in changes(straight) if change[0] > stop]
+        assert first_difference(prepared.state_dict(), again.state_dict(), where="") is None
+
+
+def test_a_gpu_that_is_not_waited_for_decides_the_same(run, cuda):
+    expected, _ = run()
+    records, _ = run(device="cuda")
+    assert changes(records) == changes(expected)
