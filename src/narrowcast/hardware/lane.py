@@ -35,6 +35,11 @@ class Lane:
         done: torch.cuda.Event = self._stream.record_event()
         return done
 
+    def uses(self, tensor: Tensor) -> None:
+        """Keep memory from others until this queue is past what it holds now."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
 
 def mark_now(device: torch.device) -> Mark:
     """Return where the computation is now."""

@@ -81,6 +81,11 @@ class MemoryPlan:
         """Whether moments are kept on the host."""
         return "optimizer" in self.asked.offload
 
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what blocks keep for their backward pass waits on the host."""
+        return "activations" in self.asked.offload
+
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         return {
@@ -100,7 +105,7 @@ class MemoryPlan:
                 "selective": "computed again in the backward pass, but for products and attention",
             }[self.asked.checkpoint]
             shown.append(("blocks", f"{self._names}: {what}"))
-        if "activations" in self.asked.offload:
+        if self.offloads_activations:
             text = "what their backward pass needs waits for it in pinned host memory"
             shown.append(("blocks", f"{self._names}: {text}"))
         if self.offloads_optimizer:

@@ -17,6 +17,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.lane import Lane, Mark, mark_now, on_host, wait_for
 from narrowcast.kernels.adamw.twin import Hyper, Weight, share_of
 from narrowcast.precision.dtensor import as_sharded
+from narrowcast.precision.plan.plan import Plan
 
 BUCKET_BYTES = 2**26
 """Moments that are copied together; there are two such places on the device."""
@@ -24,8 +25,10 @@ ALIGNED = 256
 MOMENTS = ("first", "second", "first_scale", "second_scale")
 
 
-def refuse_host_moments(weights: Sequence[Tensor], *, fused: bool, path: str) -> None:
-    """Refuse to keep moments on the host that the fused optimizer does not keep."""
+def refuse_host_moments(weights: Sequence[Tensor], plan: Plan, *, fused: bool, path: str) -> None:
+    """Refuse a plan to keep moments on the host that the fused optimizer does not keep."""
+    if not plan.memory.offloads_optimizer:
+        return
     if not fused:
         raise UnsupportedError(
             "memory.offload=[optimizer] moves the moments of the fused optimizer, and the update "

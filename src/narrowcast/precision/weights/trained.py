@@ -67,21 +67,17 @@ class TrainedWeights:
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         trained = self._trained()
         lowered = rewrite(self._model, plan, trained)
-        for p, full in lowered:
+        for p, value in lowered:
             if as_sharded(p) is not None:
-                replace_values(p, full.to(p.dtype))
+                replace_values(p, value.to(p.dtype))
         self._lowered = {p for p, _ in lowered}
         show_in_full(self._model, self._lowered, self._shown, self._take)
         self._storage = _storage(self._model, plan, trained)
         narrow = (torch.bfloat16, torch.float16)
         named = zip(self.names, self.all, strict=True)
         self._narrow = {n: p for n, p in named if p not in self._lowered and p.dtype in narrow}
-        self.masters = MasterWeights(
-            [p for p, _ in lowered],
-            [full for _, full in lowered],
-            plan.policy.master or "none",
-            seed=seed,
-        )
+        params, full = [p for p, _ in lowered], [value for _, value in lowered]
+        self.masters = MasterWeights(params, full, plan.policy.master or "none", seed=seed)
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self.optimizer)
         self._emulated = plan.emulated and plan.policy.master == "none"
@@ -99,8 +95,7 @@ class TrainedWeights:
     def refuse_impossible(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
         refuse_hidden_weights(self.optimizer, set(self.all), plan)
-        if plan.memory.offloads_optimizer:
-            refuse_host_moments(self.all, fused=fused, path=path)
+        refuse_host_moments(self.all, plan, fused=fused, path=path)
 
     @property
     def ownership(self) -> Ownership:
@@ -133,8 +128,7 @@ class TrainedWeights:
     def restore(self, *, keep_codes: bool = False, stay_on_host: bool = False) -> None:
         """Undo `apply`: plain modules, fp32 weights with all digits, the optimizer on them.
 
-        With `keep_codes` moments of 8 bits stay what they are, and with `stay_on_host` where they
-        are; torch itself cannot go on with either.
+        With `keep_codes` or `stay_on_host` moments are left as no optimizer of torch's takes them.
         """
         if self._ownership is not None:
             self._ownership.give_back()
