@@ -1,7 +1,7 @@
 """The tasks of genomics: a network, the sequences it learns, and how it is judged on others."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import TaskInfo
+from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import ParameterGroup, Task
 from narrowcast.workloads.genomics.build import Parts, build_parts
@@ -22,8 +22,11 @@ from narrowcast.workloads.genomics.results import Judged, write_judged
 from narrowcast.workloads.genomics.saliency import salient_variants
 from narrowcast.workloads.genomics.samples import written_samples
 from narrowcast.workloads.genomics.settings import GenomicData, Tuning
+from narrowcast.workloads.genomics.source import on
 from narrowcast.workloads.genomics.targets import Found, NextToken
 
+OF_SOURCE = "of_source"
+"""The headline, for sequences of the domain that is adapted from."""
 WEIGHT = "weight"
 """Of a batch: how much it counts among those of its step."""
 
@@ -50,9 +53,9 @@ class Genomic:
             model=self.parts.network,
             train_data=train,
             loss=self.loss,
-            evaluate=lambda model: self.judged(model, self.parts.validation).measured,
+            evaluate=self.evaluate,
             items=lambda batch: int(batch["mask"].sum()),
-            info=TaskInfo(unit=self.parts.unit, metrics=target.metrics, notes=self.parts.notes),
+            info=TaskInfo(unit=self.parts.unit, metrics=self.metrics, notes=self.parts.notes),
             gemm_rows=max(1, self.recipe.batch_size * train.width * passes),
             data_digest=self.digest,
             together=self.weigh if target.per_letter else None,
@@ -121,12 +124,27 @@ class Genomic:
         shares = counts / counts.mean()
         return [{**batch, WEIGHT: shares[at]} for at, batch in enumerate(batches)]
 
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What it is judged by; of a domain that is left, how much is still known."""
+        own = self.parts.target.metrics
+        return own if self.parts.source is None else (*own, replace(own[0], name=OF_SOURCE))
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Judge the sequences that are held out, and those of the domain that is left."""
+        measured = self.judged(model, self.parts.validation).measured
+        if self.parts.source is not None:
+            headline = self.parts.target.metrics[0].name
+            left = self.judged(model, self.parts.source[1]).measured
+            measured[OF_SOURCE] = left[headline]
+        return measured
+
     def judged(self, model: nn.Module, examples: Examples) -> Judged:
         """Return what a network makes of examples, and how good that is; waits for the device."""
         target = self.parts.target
         predicted, truth, nats, count = list[Found](), list[Found](), 0.0, 0
         for batch in examples.batches(self.recipe.batch_size):
-            there = {key: value.to(self.device) for key, value in batch.items()}
+            there = on(self.device, batch)
             found = model(there["tokens"], there["mask"], there.get("alternative")).float()
             counted = target.count(batch)
             nats += target.loss(found, there).item() * counted
@@ -161,7 +179,7 @@ class Genomic:
         """Return what the report shows beside the measures, and the network is needed for."""
 
         def predict(batch: Batch) -> Tensor:
-            there = {key: value.to(self.device) for key, value in batch.items()}
+            there = on(self.device, batch)
             out: Tensor = model(there["tokens"], there["mask"], there.get("alternative"))
             return out.float()
 
