@@ -9,7 +9,7 @@ the command line says wins over it.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -141,6 +141,21 @@ class TaskPrecision:
     left_out: tuple[str, ...] = ()
     """What the task would have, and cannot or need not have here, with the reason."""
 
+    @property
+    def origin(self) -> str:
+        """What `resolved.json` calls it."""
+        return f"task {self.task}"
+
+    def defaults_for(self, recipe: LoadedRecipe) -> dict[str, Any]:
+        """Return its settings, as far as they belong to what a recipe says itself.
+
+        Who names a policy does not get what another one would have been widened by.
+        """
+        settings = self.settings()
+        if recipe.origins["precision.policy"] not in ("default", self.origin):
+            del settings["precision.adapt.overflows"]
+        return settings
+
     def settings(self) -> dict[str, Any]:
         """Return it as settings of a recipe, by dotted key."""
         return {
@@ -183,15 +198,9 @@ def optimal_precision(task: str, model_size: Size | int, hardware: Hardware) -> 
     )
 
 
-def apply_task(
-    recipe: LoadedRecipe, chosen: TaskPrecision, *, without: Collection[str] = ()
-) -> LoadedRecipe:
-    """Return a recipe with what suits a task where nobody has said anything else.
-
-    `without` are settings, by dotted key, that stay as they are.
-    """
-    settings = {key: value for key, value in chosen.settings().items() if key not in without}
-    return recipe.with_defaults(settings, origin=f"task {chosen.task}")
+def apply_task(recipe: LoadedRecipe, chosen: TaskPrecision) -> LoadedRecipe:
+    """Return a recipe with what suits a task where nobody has said anything else."""
+    return recipe.with_defaults(chosen.defaults_for(recipe), origin=chosen.origin)
 
 
 def size_of(model_size: Size | int) -> Size:
