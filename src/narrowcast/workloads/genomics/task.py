@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -17,10 +17,13 @@ from narrowcast.training.task import ParameterGroup, Task
 from narrowcast.workloads.genomics.build import Parts, build_parts
 from narrowcast.workloads.genomics.data.examples import Batch, Examples
 from narrowcast.workloads.genomics.models.filters import filter_parameters
+from narrowcast.workloads.genomics.network import Network
 from narrowcast.workloads.genomics.results import Judged, write_judged
+from narrowcast.workloads.genomics.saliency import salient_variants
+from narrowcast.workloads.genomics.samples import written_samples
 from narrowcast.workloads.genomics.settings import GenomicData, Tuning
 from narrowcast.workloads.genomics.source import on
-from narrowcast.workloads.genomics.targets import Found
+from narrowcast.workloads.genomics.targets import Found, NextToken
 
 OF_SOURCE = "of_source"
 """The headline, for sequences of the domain that is adapted from."""
@@ -152,7 +155,7 @@ class Genomic:
         measured = target.measured(truth, predicted) | {"loss": loss}
         if any(metric.name == "perplexity" for metric in target.metrics):
             measured["perplexity"] = float(np.exp(loss))
-        return Judged(measured=measured, truth=truth, predicted=predicted)
+        return Judged(measured=measured, truth=truth, predicted=predicted, names=examples.names)
 
     def digest(self) -> str:
         """Identify what is trained and judged on."""
@@ -164,8 +167,26 @@ class Genomic:
         model = prepared.model
         self.parts.kept.write(folder)
         sets = {"validation": self.parts.validation, "test": self.parts.test}
+        there = {name: part for name, part in sets.items() if part is not None}
         with torch.no_grad(), in_eval_mode(model), prepared.compute():
-            judged = {
-                name: self.judged(model, part) for name, part in sets.items() if part is not None
+            judged = {name: self.judged(model, part) for name, part in there.items()}
+            pictures = {
+                name: self._pictures(model, part, judged[name]) for name, part in there.items()
             }
-        write_judged(folder, self.parts, judged)
+        write_judged(folder, self.parts, judged, pictures)
+
+    def _pictures(self, model: nn.Module, examples: Examples, judged: Judged) -> dict[str, Any]:
+        """Return what the report shows beside the measures, and the network is needed for."""
+
+        def predict(batch: Batch) -> Tensor:
+            there = on(self.device, batch)
+            out: Tensor = model(there["tokens"], there["mask"], there.get("alternative"))
+            return out.float()
+
+        parts = self.parts
+        if isinstance(parts.target, NextToken):
+            assert isinstance(model, Network)
+            told = written_samples(model, examples, parts.tokenizer, seed=self.recipe.seed)
+            return {"written": told} if told else {}
+        shown = salient_variants(predict, examples, judged, parts.tokenizer, parts.target)
+        return {"saliency": shown} if shown else {}
