@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
         linear_cross_entropy as linear_cross_entropy,
     )
     from narrowcast.precision.gradients.loss_scale import LossScale as LossScale
+    from narrowcast.precision.plan.memory import Memory as Memory
     from narrowcast.precision.plan.plan import Plan as Plan
     from narrowcast.precision.plan.plan import make_plan as plan  # noqa: F401
     from narrowcast.precision.plan.policy import Policy as Policy
@@ -54,6 +55,7 @@ _HOMES = {
     "Hook": "training.task",
     "LossParts": "training.task",
     "LossScale": "precision.gradients.loss_scale",
+    "Memory": "precision.plan.memory",
     "Metric": "runs",
     "Outcome": "precision.step.outcome",
     "ParameterGroup": "training.task",

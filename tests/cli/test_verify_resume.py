@@ -1,6 +1,8 @@
 import tempfile
 from pathlib import Path
 
+import pytest
+
 
 def test_a_recipe_that_changes_its_policy_resumes_bit_for_bit_and_leaves_nothing(
     narrowcast, tiny, tmp_path, monkeypatch
@@ -17,3 +19,17 @@ def test_a_bad_setting_is_refused_before_anything_runs(narrowcast, tiny):
     ended = narrowcast("verify-resume", tiny, "stesp=3")
     assert ended.code == 2
     assert "did you mean steps" in ended.err
+
+
+@pytest.mark.parametrize("again", ["blocks", "selective"])
+def test_a_run_whose_blocks_are_computed_again_resumes_bit_for_bit(narrowcast, tiny, again):
+    words = ["precision.policy=fp8-delayed", f"memory.checkpoint={again}", "model.layers=2"]
+    ended = narrowcast("verify-resume", tiny, *words)
+    assert (ended.code, ended.err) == (0, "")
+    assert "equal, bit for bit: killed after step" in ended.out
+
+
+def test_what_a_machine_without_a_gpu_cannot_offload_is_refused(narrowcast, tiny):
+    ended = narrowcast("verify-resume", tiny, "memory.offload=[optimizer]", "device=cpu")
+    assert ended.code == 3
+    assert "leave memory.offload out" in ended.err

@@ -21,6 +21,28 @@ def test_words_win_over_the_file_and_the_file_over_defaults(load):
     }
 
 
+def test_defaults_of_somebody_else_are_below_the_file_and_the_command_line(load):
+    loaded = load("clip_norm=1.0", more="seed: 5\n")
+    given = {"clip_norm": 2.0, "seed": 6, "precision.loss_scale.growth_interval": 7, "no.such": 1}
+    after = loaded.with_defaults(given, origin="a preset")
+    assert (after.recipe.clip_norm, after.recipe.seed) == (1.0, 5)
+    assert after.recipe.precision.loss_scale.growth_interval == 7
+    assert after.resolved()["precision.loss_scale.growth_interval"]["origin"] == "a preset"
+    assert loaded.recipe.precision.loss_scale.growth_interval == 2000
+    assert "no.such" not in after.resolved()
+
+
+def test_a_default_of_a_workloads_section_can_be_another(load):
+    after = load().with_defaults({"model.head.tied": False, "model.width": 3}, origin="a preset")
+    assert (after.recipe.model.head.tied, after.recipe.model.width) == (False, 3)
+    assert after.recipe.model.sizes == [1, 2]
+
+
+def test_defaults_that_cannot_be_are_refused(load):
+    with pytest.raises(RecipeError, match="a preset: initial 65536 is above max 2"):
+        load().with_defaults({"precision.loss_scale.max": 2.0}, origin="a preset")
+
+
 def test_the_last_of_two_words_for_one_setting_wins(load):
     assert load("steps=7", "steps=8").recipe.steps == 8
 

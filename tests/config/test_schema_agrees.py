@@ -34,7 +34,7 @@ TOGETHER = {
     "data.columns.instruction", "data.columns.response", "data.columns.context",
     "data.columns.system", "data.instruction_template", "data.pretokenize_cache_dir",
     "eval.patience", "eval.min_delta", "model.base", "epochs", "lr_schedule.warmup_ratio",
-    "ica.scale", "ica.ica_two_sided",
+    "ica.scale", "ica.ica_two_sided", "memory.blocks",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 

@@ -28,7 +28,7 @@ def bare(tmp_path):
     """A recipe that sets little."""
     path = tmp_path / "bare.yaml"
     path.write_text(
-        "workload: lm\nsteps: 4\nbatch_size: 4\nmodel: {layers: 1, width: 32, heads: 2}\n"
+        "workload: lm\nsteps: 4\nbatch_size: 4\nmodel: {layers: 2, width: 32, heads: 2}\n"
         "data: {length: 16}\n"
     )
     return path
@@ -82,16 +82,54 @@ def test_a_row_tells_size_machine_and_who_has_set_what(bare, h200):
 
 def test_a_policy_that_would_be_refused_is_left_out_and_told(bare, h200):
     # An exception without a scale is fine in bf16, and none for a policy in fp8.
-    model = "{layers: 12, width: 1024, heads: 16, tied: false, vocab: 50304}"
-    words = [f"model={model}", "data.text=synthetic", "precision.task=pretrain"]
+    words = [f"model={MEDIUM}", "data.text=synthetic", "precision.task=pretrain"]
     loaded = nc.load_recipe(bare, [*words, "precision.overrides={head: scaling=none}"])
     found = decided(loaded, h200)
     assert (
         decided(nc.load_recipe(bare, words), h200).loaded.recipe.precision.policy == "fp8-delayed"
     )
     assert found.loaded.recipe.precision.policy == "default"
-    assert "policy fp8-delayed: " in found.row["left_out"][-1]
-    assert "needs a scale" in found.row["left_out"][-1]
+    (told,) = found.row["left_out"]
+    assert told.startswith("precision.policy=fp8-delayed: ")
+    assert "needs a scale" in told
+
+
+MEDIUM = "{layers: 12, width: 1024, heads: 16, tied: false, vocab: 50304}"
+
+
+def memory_of(bare, hardware, *words):
+    loaded = nc.load_recipe(bare, [f"model={MEDIUM}", "data.text=synthetic", *words])
+    found = decided(loaded, hardware)
+    return found.loaded.recipe.memory, found.row["left_out"]
+
+
+def test_a_task_saves_memory_where_that_can_be(bare, h200):
+    memory, left_out = memory_of(bare, h200, "precision.task=generation")
+    assert (memory.checkpoint, memory.offload) == ("blocks", ("optimizer",))
+    assert left_out == []
+
+
+@pytest.mark.parametrize(
+    ("words", "checkpoint", "told"),
+    [
+        (["cuda_graph=true"], "none", "memory.checkpoint=blocks: cuda_graph=true"),
+        (["model.layers=1"], "none", "memory.checkpoint=blocks: memory: the model has no list"),
+        (["optimizer.name=sgd"], "blocks", "memory.offload=[optimizer]: sgd keeps"),
+    ],
+)
+def test_memory_that_cannot_be_saved_is_left_out_and_told(bare, h200, words, checkpoint, told):
+    memory, left_out = memory_of(bare, h200, *words, "precision.task=generation")
+    assert memory.checkpoint == checkpoint
+    assert any(text.startswith(told) for text in left_out)
+
+
+def test_who_names_a_policy_gets_no_wider_ones_unasked(bare, h200):
+    words = ["precision.task=generation", "precision.policy=fp16"]
+    assert decided(nc.load_recipe(bare, words), h200).loaded.recipe.precision.adapt.overflows == 0
+    loaded = decided(nc.load_recipe(bare, words[:1]), h200).loaded
+    assert loaded.recipe.precision.adapt.overflows == 5
+    asked = [*words, "precision.adapt.overflows=3"]
+    assert decided(nc.load_recipe(bare, asked), h200).loaded.recipe.precision.adapt.overflows == 3
 
 
 def test_a_run_goes_on_with_what_its_task_decided_when_it_began(tmp_path, bare):

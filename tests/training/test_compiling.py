@@ -10,8 +10,9 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.config.sections import DataSection, Recipe, Section
 from narrowcast.hardware import Hardware
+from narrowcast.precision.plan.memory import repeated_blocks
 from narrowcast.precision.plan.plan import make_plan
-from narrowcast.training.compiling import compiled, repeated_blocks
+from narrowcast.training.compiling import compiled
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.settings import LmModel
 
@@ -56,7 +57,7 @@ def graphs(monkeypatch):
 
 def test_the_blocks_of_a_gpt_are_found_and_nothing_else():
     model = gpt()
-    found = repeated_blocks(model)
+    found = [block for _, block in repeated_blocks(model)]
     assert len(found) == LAYERS
     assert all(a is b for a, b in zip(found, model.blocks, strict=True))
 
@@ -92,8 +93,9 @@ MODELS = {
 @pytest.mark.parametrize(("build", "names"), MODELS.values(), ids=MODELS)
 def test_the_outermost_lists_of_modules_of_one_class_are_blocks(build, names):
     model = build()
-    found = repeated_blocks(model)
-    assert [next(n for n, m in model.named_modules() if m is b) for b in found] == names
+    found = list(repeated_blocks(model))
+    assert [name for name, _ in found] == names
+    assert all(model.get_submodule(name) is block for name, block in found)
 
 
 def test_nothing_is_compiled_that_was_not_asked_for(graphs):

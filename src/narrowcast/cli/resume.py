@@ -22,7 +22,8 @@ def resume(folder: str, overrides: tuple[str, ...], accept: tuple[str, ...], qui
     """Continue the run in DIR, bit for bit.
 
     It goes on from its last checkpoint; without one it begins again, in the same folder.
-    KEY=VALUE may set steps, device, checkpoint.*, eval.*, data.workers, data.prefetch and trackers.
+    KEY=VALUE may set steps, device, checkpoint.*, eval.*, memory.*, data.workers, data.prefetch and
+    trackers.
     Data, settings and records that are not those of the checkpoint are refused.
     """
     from narrowcast.cli.output import outlive_output

@@ -207,6 +207,12 @@ class AdaptSection(Section):
     calm: int = Field(
         default=1000, ge=1, le=MOST_STEPS, description="steps without trouble before it returns"
     )
+    overflows: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="overflows in a row that widen the whole policy, until it is calm; 0: never",
+    )
 
 
 class PrecisionSection(Section):

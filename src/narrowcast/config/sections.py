@@ -37,6 +37,7 @@ from narrowcast.config.limits import (
     MOST_WORKERS,
     UNSETTLED,
 )
+from narrowcast.config.memory import MemorySection
 from narrowcast.config.phases import misplaced
 from narrowcast.config.section import Section as Section
 from narrowcast.config.section import refuse_conflicts as refuse_conflicts
@@ -134,7 +135,8 @@ class CommonSettings(Section):
     compile: bool = Field(default=False, description="run the model through torch.compile")
     cuda_graph: bool | None = Field(
         default=None,
-        description="replay each step as a CUDA graph; none: up to a billion parameters",
+        description="replay each step as a CUDA graph; none: up to a billion parameters, without "
+        "memory.checkpoint",
     )
     deterministic: bool = Field(
         default=False, description="the same bits in every run on a GPU too, up to twice as slow"
@@ -146,6 +148,9 @@ class CommonSettings(Section):
     ema: EmaSection = Field(default_factory=EmaSection, description="moving average of weights")
     precision: PrecisionSection = Field(
         default_factory=PrecisionSection, description="formats and loss scale"
+    )
+    memory: MemorySection = Field(
+        default_factory=MemorySection, description="less memory on the device"
     )
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="saving")
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")

@@ -6,15 +6,21 @@ from typing import Any
 
 import torch
 
-from narrowcast.config import LoadedRecipe
+from narrowcast.config import LoadedRecipe, Recipe
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
-from narrowcast.precision.plan.tasks import TaskPrecision, apply_task, optimal_precision
+from narrowcast.kernels import launch
+from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
+from narrowcast.report.settings_text import written
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.workloads import build_task
 
-FORMATS = ("precision.policy", "precision.adapt.overflows")
-"""The settings of a row that a plan may refuse."""
+REFUSABLE = (
+    ("precision.policy", "precision.adapt.overflows"),
+    ("memory.checkpoint",),
+    ("memory.offload",),
+)
+"""Settings of a row that a plan may refuse; those in one group stand and fall together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +43,42 @@ def decided(loaded: LoadedRecipe, hardware: Hardware) -> Decided:
     task = build_task(recipe, device=torch.device("meta"))
     parameters = sum(parameter.numel() for parameter in task.model.parameters())
     chosen = optimal_precision(recipe.precision.task, parameters, hardware)
-    after = apply_task(loaded, chosen)
-    try:
-        plan_phases(after.recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
-    except (RecipeError, UnsupportedError) as error:
-        left_out = (*chosen.left_out, f"policy {chosen.policy}: {error}")
-        chosen = replace(chosen, left_out=left_out)
-        after = apply_task(loaded, chosen, without=FORMATS)
-    return Decided(loaded=after, row=_told(chosen, parameters, after))
+    defaults, left_out = chosen.defaults_for(loaded), list(chosen.left_out)
+    refusable = {key for group in REFUSABLE for key in group}
+    after = loaded.with_defaults(
+        {key: value for key, value in defaults.items() if key not in refusable},
+        origin=chosen.origin,
+    )
+    for group in REFUSABLE:
+        some = {key: defaults[key] for key in group if key in defaults}
+        try:
+            with_some = after.with_defaults(some, origin=chosen.origin)
+            _refuse_unfit(with_some.recipe, hardware)
+            plan_phases(with_some.recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
+        except (RecipeError, UnsupportedError) as error:
+            asked = some[group[0]]
+            text = written(list(asked) if isinstance(asked, tuple) else asked)
+            left_out.append(f"{group[0]}={text}: {error}")
+        else:
+            after = with_some
+    return Decided(
+        loaded=after, row=_told(replace(chosen, left_out=tuple(left_out)), parameters, after)
+    )
+
+
+def _refuse_unfit(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuse what saves memory and would be refused once the model is prepared."""
+    memory = recipe.memory
+    if recipe.cuda_graph and (memory.checkpoint != "none" or memory.offload):
+        raise UnsupportedError("cuda_graph=true: a captured step holds its memory")
+    if "optimizer" not in memory.offload:
+        return
+    if recipe.optimizer.name not in ("adamw", "adam"):
+        raise UnsupportedError(f"{recipe.optimizer.name} keeps its own moments where they are")
+    if torch.cuda.is_available() and (
+        why := launch.unsupported_reason(torch.device(hardware.device))
+    ):
+        raise UnsupportedError(why)
 
 
 def _told(chosen: TaskPrecision, parameters: int, loaded: LoadedRecipe) -> dict[str, Any]:

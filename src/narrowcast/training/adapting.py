@@ -1,24 +1,30 @@
 """Adaptive precision in a run: what its tensors show decides the formats of its modules.
 
-What a reading shows takes effect one step later than it could: on a GPU that is when the host has
-it without waiting, and a run that was resumed must decide as one that was not.
+With `precision.adapt.overflows`, overflows in a row decide those of the whole model. What a reading
+or a record shows takes effect one step later than it could: on a GPU that is when the host has it
+without waiting, and a run that was resumed must decide as one that was not.
 """
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, final
 
 from narrowcast.config.sections import Recipe
 from narrowcast.health.adapt import Adaptation, Limits
 from narrowcast.health.diagnose.investigator import StepDiagnosis
+from narrowcast.health.ladder import Ladder
 from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.presets import short_text
 from narrowcast.precision.plan.roles import GRADIENTS
+from narrowcast.precision.plan.widening import rungs
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord, Record, StepRecord
 from narrowcast.training.observing import Observer
 from narrowcast.training.phase_plans import plan_recipe_model
+from narrowcast.training.precision_schedule import WHOLE
 
 Issues = list[tuple[str, str, str]]
 
@@ -34,11 +40,22 @@ class Adapter:
 
     def begin(self) -> None:
         """Take the plan that is in force as the policy's own: at the start, and in each phase."""
+        self._ladder = Ladder()
+        own = self._prepared.plan
+        self._rungs: tuple[Policy, ...] = (own.policy,)
+        if self._recipe.precision.adapt.overflows:
+            self._rungs = rungs(own.policy, own.hardware)
+        self._stand_on(own)
+        for wider in self._rungs[1:]:  # refused before the run, not in it
+            self._prepared.engine.refuse_impossible(self._planned(wider), keep_scale=True)
+
+    def _stand_on(self, plan: Plan) -> None:
+        """Let this plan be what modules are raised from, and return to."""
         settings = self._recipe.precision.adapt
         self._seen.clear()  # in other formats
-        self._own = self._prepared.plan
+        self._own = plan
         self._adaptation = Adaptation(
-            {m.name: m.policy.forward for m in self._own.modules if multiplies(m.kind)},
+            {m.name: m.policy.forward for m in plan.modules if multiplies(m.kind)},
             Limits(most=settings.most, cooldown=settings.cooldown, calm=settings.calm),
         )
 
@@ -54,6 +71,16 @@ class Adapter:
         yield from observer.account(record, explained=told.explained)
         if told.injected:
             return  # what was put there on purpose is no reason to change a format
+        if record.step < self._ladder.since:
+            return  # in the formats of another rung
+        adapt = self._recipe.precision.adapt
+        self._ladder = self._ladder.after(
+            record.step,
+            applied=record.applied,
+            limit=adapt.overflows,
+            calm=adapt.calm,
+            top=len(self._rungs) - 1,
+        )
         if told.overflowed_at is not None:
             module, role = told.overflowed_at
             self.blame(record.step, module, role, loss_scale=record.loss_scale)
@@ -85,6 +112,8 @@ class Adapter:
 
     def decide(self, step: int) -> list[PrecisionRecord]:
         """Return the changes that hold from the step after this one; `apply` makes them."""
+        if self._ladder.is_due(step):
+            return [self._climb(step)]
         found = []
         while self._seen and self._seen[0][0] < step:
             seen, issues, unsafe_to_lower = self._seen.popleft()
@@ -105,7 +134,8 @@ class Adapter:
 
     def apply(self) -> None:
         """Let the model have the formats decided on."""
-        self._prepared.change(self._planned())
+        # A scale that fp16 needs goes on in wider formats, and is there when it returns.
+        self._prepared.change(self._planned(), keep_scale=self._ladder.rung > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the changes to come."""
@@ -113,17 +143,21 @@ class Adapter:
             [step, [list(t) for t in found], list(unsafe_to_lower)]
             for step, found, unsafe_to_lower in self._seen
         ]
-        return {"adaptation": self._adaptation.state_dict(), "seen": seen}
+        ladder = asdict(self._ladder)
+        return {"adaptation": self._adaptation.state_dict(), "seen": seen, "ladder": ladder}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up where a run stood, and bring the model into the formats it had there."""
         self.begin()
+        self._ladder = Ladder(**state["ladder"])
+        if self._ladder.rung:
+            self._stand_on(self._planned(self._rungs[self._ladder.rung]))
         self._adaptation.load_state_dict(state["adaptation"])
         self._seen = deque(
             (step, [(kind, module, role) for kind, module, role in issues], list(unsafe_to_lower))
             for step, issues, unsafe_to_lower in state["seen"]
         )
-        if self._adaptation.overrides:
+        if self._adaptation.overrides or self._ladder.rung:
             self.apply()
 
     def _is_left_to_scale(self, kind: str, role: str, loss_scale: float) -> bool:
@@ -132,11 +166,26 @@ class Adapter:
         scaled = self._own.policy.needs_loss_scale and room
         return scaled and kind == "overflow" and role in GRADIENTS
 
-    def _planned(self) -> Plan:
+    def _climb(self, step: int) -> PrecisionRecord:
+        """Go to the rung that is due, up or down; modules begin there in its own formats."""
+        before, reason = self._own.policy, self._ladder.reason
+        self._ladder = self._ladder.moved(step)
+        after = self._rungs[self._ladder.rung]
+        self._adaptation.overrides.clear()
+        self._stand_on(self._planned(after))
+        return PrecisionRecord(
+            step=step + 1,
+            module=WHOLE,
+            before=short_text(before),
+            after=short_text(after),
+            reason=reason,
+        )
+
+    def _planned(self, policy: Policy | None = None) -> Plan:
         return plan_recipe_model(
             self._recipe,
             self._prepared.model,
-            policy=self._own.policy,
+            policy=self._own.policy if policy is None else policy,
             overrides=self._adaptation.overrides,
             hardware=self._own.hardware,
             gemm_rows=self._gemm_rows,

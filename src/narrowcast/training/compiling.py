@@ -4,7 +4,6 @@ A GPT of 24 blocks is compiled in the time of one, and what lies between the blo
 the fused loss) runs its own kernels as they are.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import UnsupportedError
+from narrowcast.precision.plan.memory import repeated_blocks
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.products.emulated import TRACED_RIGHTLY
 
@@ -31,13 +31,13 @@ def compiled(model: nn.Module, recipe: Recipe) -> nn.Module:
 
         limits: Any = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, VERSIONS)
-        for block in repeated_blocks(model) or [model]:
+        for block in [block for _, block in repeated_blocks(model)] or [model]:
             block.compile()
     return model
 
 
 def refuse_untraceable(plan: Plan, recipe: Recipe) -> None:
-    """Refuse to compile products whose gradients this version of torch would lose."""
+    """Refuse to compile what would lose gradients with this torch, or keep less than was asked."""
     emulated = plan.emulated or any(module.how == "emulated" for module in plan.modules)
     if recipe.compile and emulated and not TRACED_RIGHTLY:
         raise UnsupportedError(
@@ -45,18 +45,8 @@ def refuse_untraceable(plan: Plan, recipe: Recipe) -> None:
             "emulated products; write compile=false, use torch 2.13, or a policy that this machine "
             "multiplies natively"
         )
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that a model holds a list of, all of one class; the outermost such."""
-    return list(_blocks_in(model))
-
-
-def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        inside = list(child.children())
-        alike = len({type(each) for each in inside}) == 1
-        if isinstance(child, nn.ModuleList | nn.Sequential) and len(inside) > 1 and alike:
-            yield from inside
-        else:
-            yield from _blocks_in(child)
+    if recipe.compile and plan.memory.asked.checkpoint == "selective":
+        raise UnsupportedError(
+            "compile=true: memory.checkpoint=selective keeps the results of single products, which "
+            "a compiled block does not show; write memory.checkpoint=blocks, or compile=false"
+        )

@@ -12,6 +12,7 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.diff import formats_text
+from narrowcast.precision.plan.memory import Memory
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.training.optimizers import moments_of
@@ -72,6 +73,7 @@ def plan_recipe_model(
         gemm_rows=gemm_rows,
         only_faster=precision.only_faster,
         fuse=precision.fuse,
+        memory=Memory(**recipe.memory.model_dump()),
     )
 
 

@@ -104,7 +104,12 @@ class PrecisionSchedule:
 
     def apply_phase(self) -> None:
         """Let the model have the policy of its phase, whatever it has now."""
-        if self._phases and self._prepared.plan.policy != self._plan.policy:
+        if not self._phases:
+            return
+        policy, engine = self._plan.policy, self._prepared.engine
+        # A policy that was widened to this one has kept a scale, to return with.
+        needless = engine.scales.value is not None and not policy.needs_loss_scale
+        if self._prepared.plan.policy != policy or needless:
             self._prepared.change(self._plan, loss_scale=self._scale)
 
     def state_dict(self) -> dict[str, Any]:

@@ -124,4 +124,6 @@ def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:
             f"cuda_graph=true: {why}; write cuda_graph=null to have it where it can be"
         )
     small = sum(p.numel() for p in prepared.model.parameters()) <= LARGEST_CAPTURED
+    # Who saves memory wants none held by a graph, and random numbers cannot be drawn again in one.
+    small = small and prepared.plan.memory.asked.checkpoint == "none"
     return not why and (recipe.cuda_graph or (recipe.cuda_graph is None and small))

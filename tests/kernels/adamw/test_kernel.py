@@ -457,3 +457,26 @@ def test_a_graph_replays_the_step_with_the_learning_rate_of_the_moment():
     for a, b in zip(*pair, strict=True):
         assert all(map(torch.equal, tensors_of(a), tensors_of(b)))
     assert float(pair[0][2].step) == 4
+
+
+@pytest.mark.parametrize("make", ["kernel", "twin"])
+def test_weights_cut_into_several_kernels_are_updated_as_in_one(make):
+    """Chance draws by a weight's place among all of them."""
+    whole, cut = (weights_of(torch.bfloat16, "stochastic", "int8") for _ in range(2))
+    given = gradients_of(torch.Generator().manual_seed(1), torch.bfloat16)
+    yes, middle = torch.tensor(True, device=DEVICE), len(SIZES) // 2
+
+    def stepped(weights, gradients, before):
+        if make == "kernel":
+            each = AdamKernel(weights, device=DEVICE, groups=2, before=before)
+        else:
+            each = AdamTwin(weights, before=before)
+        each.write_hyper([ADAMW, ADAM])
+        each.step(gradients, factor=None, finite=yes, metered=True)
+        return each.counts()
+
+    counts = stepped(whole, given, 0)
+    parts = stepped(cut[:middle], given[:middle], 0), stepped(cut[middle:], given[middle:], middle)
+    assert torch.equal(parts[0] + parts[1], counts)
+    for one, other in zip(whole, cut, strict=True):
+        assert all(map(torch.equal, tensors_of(one), tensors_of(other)))

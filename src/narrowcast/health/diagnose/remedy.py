@@ -101,7 +101,12 @@ class Trials:
         # What is named but cannot be here is no reason to refuse a remedy.
         fuse = NONE if plan.fuse == NONE else AUTO
         return make_plan(
-            model, policy, hardware=plan.hardware, emulate=plan.emulate or None, fuse=fuse
+            model,
+            policy,
+            hardware=plan.hardware,
+            emulate=plan.emulate or None,
+            fuse=fuse,
+            memory=plan.memory.asked,
         )
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw.programs import begin, update
-from narrowcast.kernels.adamw.twin import Hyper, Weight
+from narrowcast.kernels.adamw.twin import Hyper, Weight, share_of
 from narrowcast.kernels.launch import interpreted, is_capturing
 from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, upload
 
@@ -72,7 +72,8 @@ class AdamKernel:
     """The tables of a set of weights, and the launches that update them all.
 
     It holds the tensors whose addresses it keeps: none is freed while it can be written to. An
-    average of a weight goes `share` of its way to it in each step.
+    average of a weight goes `share` of its way to it in each step. Chance draws for each weight by
+    its place among all: `before` are in other kernels, and come first.
     """
 
     def __init__(
@@ -82,9 +83,11 @@ class AdamKernel:
         device: torch.device,
         groups: int,
         share: float = 0.0,
+        before: int = 0,
         tiling: Tiling | None = None,
     ) -> None:
         self.weights, self._device, self._tiling = list(weights), device, tiling
+        self._before = before
         count = len(self.weights)
         self._addresses = HostTable(count * ROW, device, dtype=torch.int64)
         self._gradients = HostTable(count, device, dtype=torch.int64)
@@ -158,7 +161,11 @@ class AdamKernel:
                 COUPLED=self._coupled,
                 METER=metered,
             )
-        return self._lost_share() if metered else None
+        return share_of(self.counts()) if metered else None
+
+    def counts(self) -> Tensor:
+        """Return how many updates the last step has lost, and how many were due."""
+        return torch.stack([(self._counters & 0xFFFFFFFF).sum(), (self._counters >> 32).sum()])
 
     def _make(self, i: int, gradient: Tensor | None) -> _Make:
         w = self.weights[i]
@@ -206,14 +213,11 @@ class AdamKernel:
             self._seeds,
             self._counters,
             count,
+            self._before,
             FACTORS="one" if factor is None else "all" if factor.dim() == 0 else "each",
             PLACES=COUNTERS,
             WIDTH=width,
         )
-
-    def _lost_share(self) -> Tensor:
-        due = (self._counters >> 32).sum()
-        return (self._counters & 0xFFFFFFFF).sum() / due.clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ def begin(
     seeds,
     counters,
     count,
+    before,
     FACTORS: tl.constexpr,
     PLACES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -74,7 +75,7 @@ def begin(
     tl.store(out + 8, (lr * decay * decoupled).to(tl.float32), mask=mask)
     tl.store(out + 9, (decay * (1.0 - decoupled)).to(tl.float32), mask=mask)
     tl.store(out + 10, live.to(tl.float32), mask=mask)
-    seed = mix(step.to(tl.int32).to(tl.uint32) * 0x9E3779B9 ^ mix(place.to(tl.uint32)))
+    seed = mix(step.to(tl.int32).to(tl.uint32) * 0x9E3779B9 ^ mix((place + before).to(tl.uint32)))
     tl.store(seeds + t, seed.to(tl.int32, bitcast=True), mask=mask)
     if tl.program_id(0) == 0:
         slot = tl.arange(0, PLACES)

@@ -94,9 +94,10 @@ class Weight:
 class AdamTwin:
     """As `AdamKernel`, in plain torch. Looks at `finite`, so it is for the CPU and for tests."""
 
-    def __init__(self, weights: Sequence[Weight], *, share: float = 0.0) -> None:
-        self.weights, self._share = list(weights), share
+    def __init__(self, weights: Sequence[Weight], *, share: float = 0.0, before: int = 0) -> None:
+        self.weights, self._share, self._before = list(weights), share, before
         self._groups: Sequence[Hyper] = []
+        self._counts = torch.zeros(2, dtype=torch.int64)
 
     def write_hyper(self, groups: Sequence[Hyper]) -> None:
         """Let the next step use these."""
@@ -120,14 +121,24 @@ class AdamTwin:
                     continue
                 one = factor if factor is None or factor.dim() == 0 else factor[i]
                 w.step.add_(1)
-                same = _update(w, g, one, self._groups[w.group], place=i)
+                same = _update(w, g, one, self._groups[w.group], place=self._before + i)
                 if w.average is not None:
                     average = _flat(w.average)
                     average += self._share * (_full(w) - average)
                 moving = _flat(g) != 0
                 due += moving.sum()
                 lost += (moving & same).sum()
-        return lost / due.clamp(min=1) if metered else None
+        self._counts = torch.stack([lost, due])
+        return share_of(self._counts) if metered else None
+
+    def counts(self) -> Tensor:
+        """As `AdamKernel.counts`."""
+        return self._counts
+
+
+def share_of(counts: Tensor) -> Tensor:
+    """Return lost over due updates, from how many there are of both."""
+    return counts[0] / counts[1].clamp(min=1)
 
 
 def encode(values: Tensor, random: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:

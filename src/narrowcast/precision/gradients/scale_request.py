@@ -73,15 +73,16 @@ class ScaleRequest:
         return _lossless(self._begun(self._settings), policy)
 
     def next(
-        self, policy: Policy, *, before: Policy, scales: Scales, settings: Settings | None
+        self, policy: Policy, *, scales: Scales, settings: Settings | None, keep: bool
     ) -> Scales:
         """Return the scales after a change of policy: those in force where they can go on.
 
-        Where one begins, it has these settings, or those given before, or the default.
+        Where one begins, it has these settings, or those given before, or the default. `keep` lets
+        one go on that the policy does not need.
         """
         if policy.needs_loss_scale and scales.value is None:
             scales = self._begun(settings or self._settings or LossScale())
-        elif not (policy.needs_loss_scale or self._wanted_anyway) and before.needs_loss_scale:
+        elif not (policy.needs_loss_scale or self._wanted_anyway or keep):
             scales = self._begun(None)
         return _lossless(scales, policy)  # needed before and after, or by nobody but asked for
 

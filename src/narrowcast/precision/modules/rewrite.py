@@ -17,6 +17,8 @@ from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp, can_fuse
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
+from narrowcast.precision.memory.checkpointing import recompute_blocks
+from narrowcast.precision.memory.host_activations import offload_blocks
 from narrowcast.precision.modules.wrappers import (
     Bf16Recurrent,
     EmulatedLinear,
@@ -57,6 +59,8 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
         fuse_pieces(model, plan)
         _allow_kernels(model, plan)
         _give_entries(model, regions)
+        recompute_blocks(model, plan.memory)
+        offload_blocks(model, plan.memory)  # around the former: of those, inputs are kept
     except BaseException:
         restore(model)  # all or nothing
         raise

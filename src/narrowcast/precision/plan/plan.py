@@ -14,6 +14,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.kept import KeptLayer
 from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
+from narrowcast.precision.plan.memory import AS_IT_IS, Memory, MemoryPlan, plan_memory
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
 from narrowcast.precision.plan.policy import ITSELF, Policy, matches, suggestion
@@ -40,11 +41,13 @@ class Plan:
     emulate: bool | None = None
     """What was asked: emulate where needed, everywhere, nowhere."""
     bytes: Mapping[str, int] = field(default_factory=dict)
-    """What weights, gradients, master weights and moments will take, by role."""
+    """What weights, gradients, master weights and moments will take on the device, by role."""
     fuse: Fuse = AUTO
     """What was asked to be computed as one."""
     fused: tuple[FusedPiece, ...] = ()
     """What is, and what is left as it is though it could be, each with the reason."""
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
+    """What is computed again, and what waits in the host's memory, to need less on the device."""
 
     @property
     def emulated(self) -> bool:
@@ -64,7 +67,7 @@ class Plan:
     @property
     def _table(self) -> Table:
         whole = table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
-        return whole._replace(notes=[*whole.notes, *lines_of(self.fused)])
+        return whole._replace(notes=[*whole.notes, *self.memory.lines, *lines_of(self.fused)])
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
@@ -83,6 +86,7 @@ class Plan:
             },
             "bytes": dict(self.bytes),
             "fused": [each.to_json() for each in self.fused],
+            "memory": self.memory.to_json(),
         }
 
 
@@ -97,6 +101,7 @@ def make_plan(
     gemm_rows: int = ASSUMED_ROWS,
     only_faster: bool = True,
     fuse: Fuse = AUTO,
+    memory: Memory = AS_IT_IS,
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
@@ -105,7 +110,8 @@ def make_plan(
     is how many rows a linear layer multiplies at once; with `only_faster` a layer that gains
     nothing from fp8 at that number, as measured on this GPU, is kept in the wider format. `fuse`
     says which pieces are computed as one, where a model is known to have them: `auto` in 16 bits on
-    a GPU, `none`, or names of pieces, which are done or refused.
+    a GPU, `none`, or names of pieces, which are done or refused. `memory` says what is computed
+    again or kept on the host, to need less memory on the device.
     """
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
@@ -146,6 +152,9 @@ def make_plan(
         modules=modules,
         emulated=functional.how == "emulated" or widens(whole),
     )
+    saving = plan_memory(model, memory, hardware=hardware, sizes=totals)
+    if saving.on_host:
+        totals["moments"] -= saving.on_host
     return Plan(
         policy=whole,
         hardware=hardware,
@@ -155,6 +164,7 @@ def make_plan(
         bytes=totals,
         fuse=fuse if isinstance(fuse, str) else tuple(fuse),
         fused=fused,
+        memory=saving,
     )
 
 

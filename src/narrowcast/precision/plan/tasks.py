@@ -9,12 +9,13 @@ the command line says wins over it.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware
+from narrowcast.precision.plan.memory import Checkpoint, Offload
 from narrowcast.precision.plan.policy import suggestion
 
 if TYPE_CHECKING:  # pydantic is not needed to ask for a row
@@ -41,9 +42,9 @@ class TaskRow:
     clip_norm: float | None = 1.0
     growth_interval: int = 2000
     """Calm steps before a loss scale grows, where there is one."""
-    checkpoint: Literal["none", "blocks"] = "none"
+    checkpoint: Checkpoint = "none"
     """What is computed again in the backward pass instead of being kept."""
-    offload: tuple[str, ...] = ()
+    offload: tuple[Offload, ...] = ()
     """What is kept in the memory of the host."""
     offload_from: Size = "medium"
     """The smallest model it is offloaded for."""
@@ -132,14 +133,29 @@ class TaskPrecision:
     """Overflows in a row after which the run goes over to a wider format; 0: never."""
     clip_norm: float | None
     growth_interval: int
-    checkpoint: str
-    offload: tuple[str, ...]
+    checkpoint: Checkpoint
+    offload: tuple[Offload, ...]
     row: str
     """Why the task is trained so."""
     reason: str
     """Why in this format, here."""
     left_out: tuple[str, ...] = ()
     """What the task would have, and cannot or need not have here, with the reason."""
+
+    @property
+    def origin(self) -> str:
+        """What `resolved.json` calls it."""
+        return f"task {self.task}"
+
+    def defaults_for(self, recipe: LoadedRecipe) -> dict[str, Any]:
+        """Return its settings, as far as they belong to what a recipe says itself.
+
+        Who names a policy does not get what another one would have been widened by.
+        """
+        settings = self.settings()
+        if recipe.origins["precision.policy"] not in ("default", self.origin):
+            del settings["precision.adapt.overflows"]
+        return settings
 
     def settings(self) -> dict[str, Any]:
         """Return it as settings of a recipe, by dotted key."""
@@ -183,15 +199,9 @@ def optimal_precision(task: str, model_size: Size | int, hardware: Hardware) -> 
     )
 
 
-def apply_task(
-    recipe: LoadedRecipe, chosen: TaskPrecision, *, without: Collection[str] = ()
-) -> LoadedRecipe:
-    """Return a recipe with what suits a task where nobody has said anything else.
-
-    `without` are settings, by dotted key, that stay as they are.
-    """
-    settings = {key: value for key, value in chosen.settings().items() if key not in without}
-    return recipe.with_defaults(settings, origin=f"task {chosen.task}")
+def apply_task(recipe: LoadedRecipe, chosen: TaskPrecision) -> LoadedRecipe:
+    """Return a recipe with what suits a task where nobody has said anything else."""
+    return recipe.with_defaults(chosen.defaults_for(recipe), origin=chosen.origin)
 
 
 def size_of(model_size: Size | int) -> Size:
@@ -274,7 +284,7 @@ def _no_fp16(hardware: Hardware) -> str:
 
 def _offload(
     row: TaskRow, size: Size, hardware: Hardware
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[Offload, ...], tuple[str, ...]]:
     """Return what is offloaded here, and what is not with the reason."""
     if not row.offload:
         return (), ()

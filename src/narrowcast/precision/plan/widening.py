@@ -1,8 +1,9 @@
-"""Policies with wider formats for a module or for the whole model: what advice is made of."""
+"""Policies with wider formats, for a module or for the whole model: advice, and what adapts."""
 
 from dataclasses import replace
 
-from narrowcast.precision.plan.policy import Policy
+from narrowcast.hardware import Hardware
+from narrowcast.precision.plan.policy import PRODUCTS, Policy
 
 WHOLE = ""
 """The model itself, whose own products, and those of the loss, have the policy's format."""
@@ -37,6 +38,59 @@ def in_fp32(policy: Policy) -> Policy:
     kept = [(glob, ", ".join(_kept(text))) for glob, text in policy.exceptions]
     exceptions = tuple((glob, text) for glob, text in kept if text)
     return replace(widened(policy, WHOLE, "fp32"), exceptions=exceptions)
+
+
+def rungs(policy: Policy, hardware: Hardware) -> tuple[Policy, ...]:
+    """Return a policy and the wider ones above it: in bf16, then in fp32.
+
+    bf16 is left out where it would be emulated and what is multiplied now is not: fp32 has its
+    range, and is faster there.
+    """
+    found = [policy]
+    native = {one: hardware.support(one).how == "native" for one in (policy.forward, "bf16")}
+    for one in ("bf16", "fp32"):
+        wider = _nowhere_below(found[-1], one)
+        emulated = one == "bf16" and native[policy.forward] and not native["bf16"]
+        if wider != found[-1] and not emulated:
+            found.append(wider)
+    return tuple(found)
+
+
+_WIDTHS = {"bf16": 1, "tf32": 1, "fp32": 2}
+"""All others have less range."""
+
+
+def _nowhere_below(policy: Policy, one: str) -> Policy:
+    """Return a policy whose products are in no format narrower than this, and nothing is fp16.
+
+    What weights, gradients and sums are kept in needs the range of bf16, and no more digits.
+    """
+    wider = replace(
+        policy,
+        params=_in_range(policy.params),
+        grads=_in_range(policy.grads),
+        reduce=_in_range(policy.reduce),
+        exceptions=(),
+    )
+    if not _is_wide(policy, one):
+        head = policy.head if _WIDTHS.get(policy.head, 0) > _WIDTHS[one] else ""
+        output = policy.output if policy.output == "fp32" else ""
+        wider = replace(in_one_format(wider, one), head=head, output=output)
+    exceptions = []
+    for glob, text in policy.exceptions:
+        given = replace(policy, exceptions=((glob, text),)).for_module(glob)
+        words = text if _is_wide(given, one) else ", ".join([one, *_kept(text)])
+        exceptions.append((glob, _in_range(words)))
+    return replace(wider, exceptions=tuple(exceptions))
+
+
+def _is_wide(policy: Policy, one: str) -> bool:
+    least = min(_WIDTHS.get(getattr(policy, role), 0) for role in PRODUCTS)
+    return least >= _WIDTHS[one]
+
+
+def _in_range(text: str) -> str:
+    return text.replace("fp16", "bf16")
 
 
 def _kept(text: str) -> list[str]:

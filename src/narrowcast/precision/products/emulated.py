@@ -133,7 +133,8 @@ class _LinearProduct(torch.autograd.Function):
         elif needs_scale(formats.forward.name):
             # An 8-bit product returns 16 bits, and the bias is added to those.
             output = torch.ops.aten.mm.default(rounded_x, transposed)
-            output = _rounded_fresh(output, formats.output).add_(rounded_bias)
+            output = _rounded_fresh(output, formats.output)
+            output = output + rounded_bias if _are_kept() else output.add_(rounded_bias)
         else:
             output = torch.ops.aten.addmm.default(rounded_bias, rounded_x, transposed)
         kept = (rounded_x, rounded_weight) if formats.one_rounding else (rows, wide_weight)
@@ -292,12 +293,17 @@ def _rounded_fresh(x: Tensor, target: Format) -> Tensor:
     """Round a tensor that nobody else holds: in place where that is faster, which is on a CPU."""
     sixteen_bits = target.dtype in (torch.bfloat16, torch.float16)
     eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not (sixteen_bits and eager_cpu and x.is_contiguous()):
+    if not (sixteen_bits and eager_cpu and x.is_contiguous()) or _are_kept():
         return rounded(x, target)
     assert target.dtype is not None
     for piece in x.view(-1).split(CHUNK):  # stays in the cache between the two casts
         piece.copy_(piece.to(target.dtype))
     return x
+
+
+def _are_kept() -> bool:
+    """Say whether results of products may be kept by a mode, as selective checkpointing does."""
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def _in_carrier(

@@ -193,3 +193,8 @@ def refuse_foreign_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:
             f"the plan was made for {plan.hardware.device}, and the model is prepared on "
             f"{mine.hardware.device}; make it with hardware=prepared.plan.hardware"
         )
+    if plan.memory.asked != mine.memory.asked:
+        raise RecipeError(
+            "the plan saves memory in another way than the run does, and that is settled by "
+            "prepare(); make it with memory=prepared.plan.memory.asked"
+        )

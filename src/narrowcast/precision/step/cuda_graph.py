@@ -37,6 +37,9 @@ def unsupported_reason(engine: Engine) -> str:
         return f"CUDA graphs are not for {engine.weights.device.type}"
     if engine.weights.fused is None:
         return f"the update is not the fused kernel ({engine.update_path})"
+    if offloaded := engine.plan.memory.asked.offload:
+        named = " and ".join(offloaded)
+        return f"a captured step holds its memory, and memory.offload moves {named} out of it"
     return ""
 
 

@@ -79,7 +79,7 @@ class Engine:
         )
         scales, self._fused_asked = self._request.first(plan.policy), fused_optimizer
         fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
-        self.weights.refuse_impossible(plan)
+        self.weights.refuse_impossible(plan, fused=fused, path=path)
         self.weights.apply(plan, fused=fused)
         self.buffers = BufferGuard(model)
         self._take(plan, scales, path)
@@ -97,16 +97,17 @@ class Engine:
         self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
         self.begin_first_scales(step=0, applied_before=0)
 
-    def change(self, plan: Plan, *, loss_scale: Settings | None) -> None:
+    def change(self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool = False) -> None:
         """Put another plan in the place of the one in force. Waits for the device.
 
         What cannot be is refused before anything is changed. A loss scale that both policies need
-        goes on; one that begins has the settings given here, or those given before, or the default.
+        goes on, with `keep_scale` also one that the new policy does not need; one that begins has
+        the settings given here, or those given before, or the default.
         Histories of delayed scaling go on where a module of the same name had one.
         """
         applied = self.log.counts().applied
         refuse_watched(self.model, doing="change()")
-        fused, path, scales = self._terms_of(plan, loss_scale=loss_scale)
+        fused, path, scales = self._terms_of(plan, loss_scale=loss_scale, keep_scale=keep_scale)
         before = self.fp8
         self.weights.change(self.plan, plan, fused=fused, seed=self.steps_begun)
         self._take(plan, scales, path)
@@ -116,9 +117,11 @@ class Engine:
         self.log.wording = replace(self.log.wording, policy=plan.policy)
         self.begin_first_scales(step=self.steps_begun, applied_before=applied)
 
-    def refuse_impossible(self, plan: Plan, *, loss_scale: Settings | None = None) -> None:
+    def refuse_impossible(
+        self, plan: Plan, *, loss_scale: Settings | None = None, keep_scale: bool = False
+    ) -> None:
         """Raise what `change` to this plan would raise; change nothing."""
-        self._terms_of(plan, loss_scale=loss_scale)
+        self._terms_of(plan, loss_scale=loss_scale, keep_scale=keep_scale)
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Return what holds over the forward pass and the loss; make fp8 weights ready for it."""
@@ -250,15 +253,16 @@ class Engine:
         """Forget the delayed scales that skipped steps alone have decided."""
         self.first_scales.take_back(step=self.steps_begun)
 
-    def _terms_of(self, plan: Plan, *, loss_scale: Settings | None) -> tuple[bool, str, Scales]:
+    def _terms_of(
+        self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool
+    ) -> tuple[bool, str, Scales]:
         """Return whether the update would be fused, and why, and the loss scales; or refuse."""
         refuse_foreign_plan(self.model, plan, mine=self.plan)
         refuse_buckets(self.model, plan)
-        self.weights.refuse_impossible(plan)
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
-        before = self.plan.policy
+        self.weights.refuse_impossible(plan, fused=fused, path=path)
         scales = self._request.next(
-            plan.policy, before=before, scales=self.scales, settings=loss_scale
+            plan.policy, scales=self.scales, settings=loss_scale, keep=keep_scale
         )
         return fused, path, scales
 

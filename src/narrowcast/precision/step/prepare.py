@@ -9,6 +9,7 @@ from narrowcast.hardware import probe
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.fusing import AUTO, Fuse
+from narrowcast.precision.plan.memory import AS_IT_IS, Memory
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.checks import (
@@ -42,6 +43,7 @@ def prepare(
     emulate: bool | None = None,
     fused_optimizer: bool | None = None,
     fuse: Fuse = AUTO,
+    memory: Memory = AS_IT_IS,
 ) -> Prepared:
     """Make a model train in a policy's formats, with any torch optimizer.
 
@@ -51,11 +53,11 @@ def prepare(
     `ReduceLROnPlateau` does by `Prepared.plateau`. `loss_scale` is a scale's settings, the number
     it begins with, or several by the name of the loss; left out, a policy that needs one gets the
     default. `scale_groups` are globs of modules that have a further scale of their own.
-    `meter_every=0` turns off the lost-update meter. `emulate` and `fuse` are as for `plan`, unless
-    a plan is given. `fused_optimizer` says whether AdamW and Adam are taken over by a kernel that
-    updates all weights in one pass over memory: None where that runs and can stand in, False
-    nowhere, True or it is refused (without a GPU its arithmetic is then done in plain torch).
-    `Prepared.update_path` tells what is in force.
+    `meter_every=0` turns off the lost-update meter. `emulate`, `fuse` and `memory` are as for
+    `plan`, unless a plan is given. `fused_optimizer` says whether AdamW and Adam are taken over by
+    a kernel that updates all weights in one pass over memory: None where that runs and can stand
+    in, False nowhere, True or it is refused (without a GPU its arithmetic is then done in plain
+    torch). `Prepared.update_path` tells what is in force.
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
@@ -67,7 +69,9 @@ def prepare(
         plan = policy
     else:
         hardware = probe(str(next(model.parameters()).device))
-        plan = make_plan(model, policy, hardware=hardware, emulate=emulate, fuse=fuse)
+        plan = make_plan(
+            model, policy, hardware=hardware, emulate=emulate, fuse=fuse, memory=memory
+        )
     refuse_buckets(model, plan)
     if settings is None and plan.policy.needs_loss_scale:
         settings = LossScale()

@@ -81,7 +81,11 @@ class Prepared:
         return self.engine.scales.settings
 
     def change(
-        self, policy: AnyPolicy | Plan, *, loss_scale: Asked | None = None
+        self,
+        policy: AnyPolicy | Plan,
+        *,
+        loss_scale: Asked | None = None,
+        keep_scale: bool = False,
     ) -> list[PrecisionChange]:
         """Carry out another policy or plan from the next step on; return the modules it changes.
 
@@ -89,8 +93,9 @@ class Prepared:
         average of the weights and what buffers hold stay what they are; weights, master weights and
         moments are converted as exactly as the new formats allow (see `TrainedWeights.change`). A
         loss scale that both policies need goes on where it is; one that only the new one needs
-        begins with `loss_scale`, or the settings `prepare` was given, or the default. Delayed fp8
-        scales go on in the modules that have had them. Waits for the device.
+        begins with `loss_scale`, or the settings `prepare` was given, or the default; one that the
+        new one does not need ends, unless `keep_scale` is set. Delayed fp8 scales go on in the
+        modules that have had them. Waits for the device.
 
         Of a policy a plan is made for this run's device, emulated as `prepare` was told. Plans of
         your own are made with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
@@ -104,9 +109,15 @@ class Prepared:
             )
         before, plan = self.plan, policy
         if not isinstance(plan, Plan):
-            hardware, emulate = before.hardware, self.engine.emulate
-            plan = make_plan(self.model, plan, hardware=hardware, emulate=emulate, fuse=before.fuse)
-        self.engine.change(plan, loss_scale=settings_from(loss_scale))
+            plan = make_plan(
+                self.model,
+                plan,
+                hardware=before.hardware,
+                emulate=self.engine.emulate,
+                fuse=before.fuse,
+                memory=before.memory.asked,
+            )
+        self.engine.change(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)
         return changes_between(before, plan)
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:

@@ -29,6 +29,7 @@ from narrowcast.precision.dtensor import local_part, shards_of
 from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
+from narrowcast.precision.weights.host_moments import OffloadedAdam, keep_on_host
 from narrowcast.precision.weights.master import SCALE, MasterWeights
 from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
 
@@ -47,7 +48,9 @@ class FusedAdamW:
         *,
         policy: Policy,
         kernel: bool | None = None,
+        offloaded: bool = False,
     ) -> None:
+        self._offloaded = offloaded
         self._optimizer, self._weights, self._masters = optimizer, list(weights), masters
         # In the formats that torch keeps too, each weight has that of its own dtype or master.
         self._moments = policy.moments if policy.needs_fused_optimizer else ""
@@ -122,14 +125,15 @@ class FusedAdamW:
             state = self._optimizer.state[keys[number]]
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    state[name] = value.detach().to(self._device, copy=True)
+                    place = "cpu" if self._offloaded and name != STEP else self._device
+                    state[name] = value.detach().to(place, copy=True)
         self.forget_bindings()
 
     def forget_bindings(self) -> None:
         """Look for every tensor again at the next step."""
         self._bound = []
 
-    def release(self) -> None:
+    def release(self, *, stay_on_host: bool = False) -> None:
         """Leave the optimizer a state that torch itself can go on with: fp32, nothing beside it."""
         self._refresh([])
         for bound in self._bound:
@@ -138,6 +142,8 @@ class FusedAdamW:
                 if state[name].dtype != torch.float32:
                     state[name] = _like(state[name], flat)
                 state.pop(name + SCALE, None)
+                if self._offloaded and not stay_on_host:
+                    state[name] = state[name].to(self._device)
             group = self._optimizer.param_groups[w.group]
             if not (group["fused"] or group["capturable"]):
                 state[STEP] = state[STEP].cpu()  # where torch keeps it
@@ -163,15 +169,22 @@ class FusedAdamW:
         self._bound_places = set(wanted)
         weights = [bound.weight for bound in self._bound]
         self._layouts = _layouts([w.weight for w in weights])
-        share = 0.0 if self._average is None else self._average.share
-        if self._kernel:
-            from narrowcast.kernels.adamw.kernel import AdamKernel
-
-            count = len(self._optimizer.param_groups)
-            self._adam = AdamKernel(weights, device=self._device, groups=count, share=share)
-        else:
-            self._adam = AdamTwin(weights, share=share)
+        self._adam = (
+            OffloadedAdam(weights, self._updating, device=self._device)
+            if self._offloaded
+            else self._updating(weights, 0)
+        )
         self._seen = self._tensors()
+
+    def _updating(self, weights: Sequence[Weight], before: int) -> Any:
+        """Return what updates some weights, given how many come before them."""
+        share = 0.0 if self._average is None else self._average.share
+        if not self._kernel:
+            return AdamTwin(weights, share=share, before=before)
+        from narrowcast.kernels.adamw.kernel import AdamKernel
+
+        groups = len(self._optimizer.param_groups)
+        return AdamKernel(weights, device=self._device, groups=groups, share=share, before=before)
 
     def _tensors(self) -> list[int]:
         """Return which tensors the optimizer's state and the weights are now, as numbers.
@@ -240,6 +253,8 @@ class FusedAdamW:
                 local_part(state[name]), local_part(p)
             ):
                 self._convert(state, name, p, dtype)
+        if self._offloaded:
+            keep_on_host(state, [FIRST, SECOND, FIRST + SCALE, SECOND + SCALE])
         return state
 
     def _convert(
@@ -249,7 +264,7 @@ class FusedAdamW:
         local = laid_like(given, local_part(p)).as_strided((given.numel(),), (1,))
         state[name] = torch.zeros_like(p.detach(), dtype=dtype)
         if dtype in (torch.int8, torch.uint8):
-            middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=self._device)
+            middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=local.device)
             local, state[name + SCALE] = encode(local.float(), middle, signed=name == FIRST)
         local_part(state[name]).as_strided((local.numel(),), (1,)).copy_(local)
 

@@ -4,6 +4,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from narrowcast.precision.weights.side_by_side import parts_of
 from narrowcast.precision.weights.trained import TrainedWeights
 
@@ -25,7 +27,17 @@ def load_optimizer_states(weights: TrainedWeights, states: Sequence[Mapping[str,
     """Give the optimizers saved states, bit for bit."""
     for each, state in zip(parts_of(weights.optimizer), states, strict=True):
         theirs = {key: state[key] for key in state if key not in ("class", "weights")}
-        # torch keeps the tensors it is given, and another run may be using them.
-        each.load_state_dict(copy.deepcopy(theirs))
         if weights.fused is not None:
+            # It takes the tensors itself: torch would cast them, and put them on the device.
+            each.load_state_dict({**theirs, "state": _without_tensors(theirs["state"])})
             weights.fused.restore(theirs)
+        else:
+            # torch keeps the tensors it is given, and another run may be using them.
+            each.load_state_dict(copy.deepcopy(theirs))
+
+
+def _without_tensors(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    return {
+        key: {name: copy.deepcopy(v) for name, v in values.items() if not isinstance(v, Tensor)}
+        for key, values in state.items()
+    }

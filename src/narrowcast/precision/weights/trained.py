@@ -25,6 +25,7 @@ from narrowcast.precision.swap import restore as restore_modules
 from narrowcast.precision.weights.copies import show_as_it_is, show_in_full
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
+from narrowcast.precision.weights.host_moments import refuse_host_moments
 from narrowcast.precision.weights.lost_updates import LostUpdates
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
 from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
@@ -66,35 +67,35 @@ class TrainedWeights:
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         trained = self._trained()
         lowered = rewrite(self._model, plan, trained)
-        for p, full in lowered:
+        for p, value in lowered:
             if as_sharded(p) is not None:
-                replace_values(p, full.to(p.dtype))
+                replace_values(p, value.to(p.dtype))
         self._lowered = {p for p, _ in lowered}
         show_in_full(self._model, self._lowered, self._shown, self._take)
         self._storage = _storage(self._model, plan, trained)
         narrow = (torch.bfloat16, torch.float16)
         named = zip(self.names, self.all, strict=True)
         self._narrow = {n: p for n, p in named if p not in self._lowered and p.dtype in narrow}
-        self.masters = MasterWeights(
-            [p for p, _ in lowered],
-            [full for _, full in lowered],
-            plan.policy.master or "none",
-            seed=seed,
-        )
+        params, full = [p for p, _ in lowered], [value for _, value in lowered]
+        self.masters = MasterWeights(params, full, plan.policy.master or "none", seed=seed)
         self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
         self.masters.adopt(self.optimizer)
         self._emulated = plan.emulated and plan.policy.master == "none"
         self.fused = None
         if fused:
-            self.fused = FusedAdamW(self.optimizer, self.all, self.masters, policy=plan.policy)
+            host = plan.memory.offloads_optimizer
+            self.fused = FusedAdamW(
+                self.optimizer, self.all, self.masters, policy=plan.policy, offloaded=host
+            )
         self._ownership = Ownership(
             self._model, self.optimizer, self.all, self.names, held=self.held
         )
         self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
 
-    def refuse_impossible(self, plan: Plan) -> None:
+    def refuse_impossible(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
         refuse_hidden_weights(self.optimizer, set(self.all), plan)
+        refuse_host_moments(self.all, plan, fused=fused, path=path)
 
     @property
     def ownership(self) -> Ownership:
@@ -120,14 +121,14 @@ class TrainedWeights:
             return
         codes = "int8"  # by themselves: made into numbers and back they would round once more
         both = before.policy.moments_format == plan.policy.moments_format == codes
-        self.restore(keep_codes=both and fused)
+        self.restore(keep_codes=both and fused, stay_on_host=plan.memory.offloads_optimizer)
         self.masters, self._master_index = MasterWeights([], [], "none"), {}
         self.apply(plan, fused=fused, seed=seed)
 
-    def restore(self, *, keep_codes: bool = False) -> None:
+    def restore(self, *, keep_codes: bool = False, stay_on_host: bool = False) -> None:
         """Undo `apply`: plain modules, fp32 weights with all digits, the optimizer on them.
 
-        With `keep_codes` moments of 8 bits stay what they are; torch itself cannot go on with them.
+        With `keep_codes` or `stay_on_host` moments are left as no optimizer of torch's takes them.
         """
         if self._ownership is not None:
             self._ownership.give_back()
@@ -135,7 +136,7 @@ class TrainedWeights:
         if self._own_writes is not None:
             self._own_writes.give_back()
         if self.fused is not None and not keep_codes:
-            self.fused.release()
+            self.fused.release(stay_on_host=stay_on_host)
         full = [(p, self.full(p)) for p in self._lowered]
         restore_modules(self._model)
         originals = dict(zip(self.masters.fp32_params, self.masters.parameters, strict=True))
@@ -297,7 +298,7 @@ def _last_uses(
 
 
 def bytes_of(weights: TrainedWeights) -> dict[str, int]:
-    """Return what is held now, by role; gradients as if they were there."""
+    """Return what is held on the device now, by role; gradients as if they were there."""
     states = weights.optimizer.state.values()
     moments = [t for state in states for t in state.values() if isinstance(t, Tensor)]
     graded = [p for p in weights.all if p.requires_grad]
@@ -305,7 +306,7 @@ def bytes_of(weights: TrainedWeights) -> dict[str, int]:
         "params": sum(map(_size, weights.all)),
         "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in graded),
         "master": weights.masters.bytes(),
-        "moments": sum(map(_size, moments)),
+        "moments": sum(_size(t) for t in moments if t.device == weights.device or not t.dim()),
     }
 
 

@@ -1,8 +1,10 @@
 """What a recipe of genomics names, made: sequences, their targets, and a network for them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,12 +14,14 @@ from narrowcast.workloads.genomics.data.examples import Examples
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
 from narrowcast.workloads.genomics.data.rows import values_of
 from narrowcast.workloads.genomics.kept import Kept, load_into, read_kept, read_weights
+from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
 from narrowcast.workloads.genomics.models.model import GenomicModel
 from narrowcast.workloads.genomics.network import Network
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
 from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer, tokenizer_of
 from narrowcast.workloads.genomics.settings import GenomicData, GenomicModelSection, Objective
+from narrowcast.workloads.genomics.source import learn_source
 from narrowcast.workloads.genomics.targets import (
     EveryLetter,
     Labels,
@@ -26,6 +30,9 @@ from narrowcast.workloads.genomics.targets import (
     Target,
     Value,
 )
+
+LETTERS_FOR_PATCHES = 2**17
+"""Of the sequences to learn, that tell where patches begin."""
 
 
 @final
@@ -62,10 +69,14 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     width = max(part.width for part in sets)
     train, validation, *others = (replace(part, width=width) for part in sets)
     kept = _kept(recipe, tokenizer, target, rows, width=width, base=base)
-    network = network_of(kept, tokenizer, target, seed=recipe.seed, device=device)
+    byte_lm = None
+    if kept.config.patching == "entropy" and base is None and device.type != "meta":
+        byte_lm, kept = _find_patches(train, kept, seed=recipe.seed)
+    network = network_of(kept, tokenizer, target, seed=recipe.seed, device=device, byte_lm=byte_lm)
+    source = (others[-2], others[-1]) if rows.source else None
     notes = list(rows.notes)
-    if device.type != "meta" and base is not None:
-        notes.append(_begin_with(network, recipe, base, kept))
+    if device.type != "meta":
+        notes += _begin(network, recipe, base, kept, target=target, source=source)
     return Parts(
         network=network,
         tokenizer=tokenizer,
@@ -73,7 +84,7 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         train=train,
         validation=validation,
         test=others[0] if rows.test is not None else None,
-        source=(others[-2], others[-1]) if rows.source else None,
+        source=source,
         kept=kept,
         unit="residue" if data.alphabet == "protein" else "base",
         letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)),
@@ -103,15 +114,31 @@ def target_of(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Tar
             return OneClass(classes=classes, smoothing=smoothing)
 
 
+def _find_patches(train: Examples, kept: Kept, *, seed: int) -> tuple[ByteLM, Kept]:
+    """Learn which letters are in doubt, and from how much doubt on a patch begins."""
+    letters = torch.from_numpy(train.tokens.values[:LETTERS_FOR_PATCHES].astype(np.int64))
+    generator = torch.Generator().manual_seed(seed)
+    model = train_byte_lm(letters, vocab_size=kept.config.vocab_size, generator=generator)
+    doubt = model.entropy(letters[None])
+    threshold = threshold_for(doubt, patch_size=kept.config.patch_size)
+    return model, replace(kept, config=replace(kept.config, entropy_threshold=threshold))
+
+
 def network_of(
-    kept: Kept, tokenizer: Tokenizer, target: Target, *, seed: int, device: torch.device
+    kept: Kept,
+    tokenizer: Tokenizer,
+    target: Target,
+    *,
+    seed: int,
+    device: torch.device,
+    byte_lm: ByteLM | None = None,
 ) -> Network:
     """Return a network on `device` with weights drawn by a seed, the same on every device."""
     table = tokenizer.complement
     complement = None if table is None else table.tolist()
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(seed)
-        backbone = GenomicModel(kept.config, complement=complement)
+        backbone = GenomicModel(kept.config, complement=complement, byte_lm=byte_lm)
         width = kept.config.width * (2 if kept.pairs else 1)
         # A token has a letter or more, so that there are no more tokens than letters.
         length, dropout = kept.max_length, kept.config.dropout
@@ -163,10 +190,9 @@ def _config(
     named = {field.name for field in fields(GenomicConfig)}
     asked = {key: value for key, value in model.model_dump().items() if key in named}
     shape |= {key: value for key, value in asked.items() if value is not None}
-    shape |= {"max_length": max(length, int(shape.get("max_length", 0)))}
-    return GenomicConfig(
-        **{**shape, "vocab_size": vocab_size, "causal": objective.task == "generation"}
-    )
+    # Filters fade over the length that there is: over a longer one, near letters look alike.
+    shape |= {"max_length": length, "vocab_size": vocab_size}
+    return GenomicConfig(**{**shape, "causal": objective.task == "generation"})
 
 
 def _refuse_other_tokens(base: Kept | None, data: GenomicData) -> None:
@@ -191,8 +217,31 @@ def _refuse_no_sense(base: Kept | None, objective: Objective) -> None:
         )
 
 
-def _begin_with(network: Network, recipe: Recipe, base: Kept, kept: Kept) -> str:
-    """Give a network the weights of a finished run; return what it says of it."""
+def _begin(
+    network: Network,
+    recipe: Recipe,
+    base: Kept | None,
+    kept: Kept,
+    *,
+    target: Target,
+    source: tuple[Examples, Examples] | None,
+) -> Iterator[str]:
+    """Give a network what it is to begin with; yield what there is to say of that."""
+    device = next(network.parameters()).device
+    if base is not None:
+        yield _go_on(network, recipe, base, kept)
+    elif source is not None:
+        learn_source(network, target, source[0], seed=recipe.seed, device=device)
+        yield f"the network has learnt {len(source[0]):,} sequences of the source domain"
+    elif recipe.section(Objective).task == "domain_adaptation":
+        raise RecipeError(
+            "objective.task=domain_adaptation: there is nothing to adapt; name a finished run with "
+            "model.path, or sequences of the domain it comes from with data.source"
+        )
+
+
+def _go_on(network: Network, recipe: Recipe, base: Kept, kept: Kept) -> str:
+    """Give a network the weights of a finished run; return what there is to say of that."""
     name = recipe.section(GenomicModelSection).path
     _, folder = read_kept(name)
     places = ["max_length"] if kept.pool == "position" else []

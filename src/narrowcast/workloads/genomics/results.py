@@ -1,7 +1,6 @@
 """What is left of a run beside its weights: how it judged the sequences it was not trained on."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -9,18 +8,22 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from sklearn import metrics as sk
 
+from narrowcast.runs import strict_json
 from narrowcast.workloads.genomics.targets import EveryLetter, Found, Labels, OneClass, Value
 
 if TYPE_CHECKING:
     from narrowcast.workloads.genomics.build import Parts
 
 FILE = "judged.json"
-CURVE_POINTS = 200
-"""Of a curve that is drawn."""
-SHOWN_LETTERS = 2000
-"""Of a row whose letters are drawn."""
+CURVES, CURVE_POINTS = 8, 200
+"""Curves that a picture can tell apart, and points of each."""
+SHOWN_CLASSES = 20
+"""Of a table of who was taken for whom; the rarer ones are one row."""
+TRACKS, SHOWN_LETTERS = 3, 2000
+"""Rows whose letters are drawn, and letters of each."""
 SHOWN_POINTS = 2000
 """Of a cloud of predictions."""
+OTHERS = "others"
 
 
 @final
@@ -31,16 +34,26 @@ class Judged:
     measured: dict[str, float]
     truth: list[Found]
     predicted: list[Found]
+    names: Sequence[str] = ()
+    """Of the rows."""
 
 
-def write_judged(folder: Path, parts: "Parts", judged: Mapping[str, Judged]) -> None:
-    """Write what the report draws: measures, and the picture that belongs to the target."""
-    data = {name: _told(parts, each) for name, each in judged.items()}
-    (folder / FILE).write_text(json.dumps(data) + "\n")
+def write_judged(
+    folder: Path,
+    parts: "Parts",
+    judged: Mapping[str, Judged],
+    pictures: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Write what the report draws: measures, and the picture that belongs to the target.
+
+    Both mappings are by the set that was judged; of `pictures`, what took the network to make.
+    """
+    told = {name: {**_told(parts, each), **pictures.get(name, {})} for name, each in judged.items()}
+    (folder / FILE).write_text(strict_json.dumps(told) + "\n")
 
 
 def _told(parts: "Parts", judged: Judged) -> dict[str, Any]:
-    told: dict[str, Any] = {"measured": judged.measured}
+    told: dict[str, Any] = {"measured": judged.measured, "rows": len(judged.truth)}
     target = parts.target
     if isinstance(target, OneClass):
         truth, chances = np.array(judged.truth), np.stack(judged.predicted)
@@ -56,46 +69,82 @@ def _told(parts: "Parts", judged: Judged) -> dict[str, Any]:
     elif isinstance(target, EveryLetter):
         truth, found = np.concatenate(judged.truth), np.concatenate(judged.predicted)
         told["confusion"] = _confusion(target.classes, truth, found)
-        told["track"] = _track(target.classes, judged)
+        told["tracks"] = _tracks(target.classes, judged)
+        told["unit"] = parts.unit if parts.kept.tokenizer == "byte" else "token"
     elif isinstance(target, Value):
-        every = max(1, len(judged.truth) // SHOWN_POINTS)
-        pairs = zip(judged.truth[::every], judged.predicted[::every], strict=True)
-        told["points"] = [[float(a), float(b)] for a, b in pairs]
+        picked = np.linspace(0, len(judged.truth) - 1, min(SHOWN_POINTS, len(judged.truth)))
+        told["points"] = [
+            [_digits(judged.truth[at]), _digits(judged.predicted[at])] for at in picked.astype(int)
+        ]
     return told
 
 
 def _confusion(classes: tuple[str, ...], truth: Found, chosen: Found) -> dict[str, Any]:
     """Count who was taken for whom, of the classes that occur."""
-    present = sorted({*np.unique(truth).tolist(), *np.unique(chosen).tolist()})
-    table = sk.confusion_matrix(truth, chosen, labels=present)
-    return {"classes": [classes[at] for at in present], "counts": table.tolist()}
+    counts = np.bincount(np.concatenate([truth, chosen]), minlength=len(classes))
+    present = np.flatnonzero(counts)
+    if len(present) > SHOWN_CLASSES:
+        frequent = np.argsort(-counts, kind="stable")[: SHOWN_CLASSES - 1]
+        numbers = np.full(len(classes), SHOWN_CLASSES - 1)
+        present = np.sort(frequent)
+    else:
+        numbers = np.zeros(len(classes), dtype=np.int64)
+    numbers[present] = np.arange(len(present))
+    rare = len(np.flatnonzero(counts)) - len(present)
+    names = [classes[at] for at in present] + ([f"{rare:,} {OTHERS}"] if rare else [])
+    table = sk.confusion_matrix(numbers[truth], numbers[chosen], labels=range(len(names)))
+    return {"classes": names, "counts": table.tolist()}
 
 
 def _curves(of: Mapping[str, tuple[Found, Found]]) -> dict[str, Any]:
-    """Return precision by recall for each class that occurs, thinned to what a picture shows."""
-    curves = {}
-    for name, (truth, score) in of.items():
-        if not 0 < truth.sum() < len(truth):
+    """Return precision by recall for each class that occurs, thinned to what a picture shows.
+
+    Of many classes the most frequent; the areas of all others are one number.
+    """
+    there = {name: pair for name, pair in of.items() if 0 < pair[0].sum() < len(pair[0])}
+    frequent = set(sorted(there, key=lambda name: -int(there[name][0].sum()))[:CURVES])
+    curves, rest = dict[str, Any](), list[float]()
+    for name, (truth, score) in there.items():
+        area = float(sk.average_precision_score(truth, score))
+        if name not in frequent:
+            rest.append(area)
             continue
         precision, recall, _ = sk.precision_recall_curve(truth, score)
         picked = np.linspace(0, len(recall) - 1, min(CURVE_POINTS, len(recall))).astype(int)
         curves[name] = {
-            "area": float(sk.average_precision_score(truth, score)),
+            "area": area,
             "share": float(truth.mean()),
             "points": [
                 [round(float(recall[at]), 4), round(float(precision[at]), 4)] for at in picked
             ],
         }
-    return curves
+    more = {"classes": len(rest), "area": float(np.mean(rest))} if rest else None
+    return {"classes": curves, "others": more}
 
 
-def _track(classes: tuple[str, ...], judged: Judged) -> dict[str, Any]:
-    """Return the letters of the row with most classes in it, as they are and as they were found."""
-    variety = [len(np.unique(row)) for row in judged.truth]
-    row = int(np.argmax(variety))
+def _tracks(classes: tuple[str, ...], judged: Judged) -> dict[str, Any]:
+    """Return the letters of the rows with most classes in them, as they are and were found."""
+    variety = np.array([len(np.unique(row)) for row in judged.truth])
+    rows = np.sort(np.argsort(-variety, kind="stable")[:TRACKS])
     return {
-        "row": row,
         "classes": list(classes),
-        "truth": judged.truth[row][:SHOWN_LETTERS].tolist(),
-        "found": judged.predicted[row][:SHOWN_LETTERS].tolist(),
+        "rows": [
+            {
+                "name": judged.names[row] if judged.names else "",
+                "truth": _runs(judged.truth[row][:SHOWN_LETTERS]),
+                "found": _runs(judged.predicted[row][:SHOWN_LETTERS]),
+            }
+            for row in rows
+        ],
     }
+
+
+def _runs(numbers: Found) -> list[list[int]]:
+    """Return how often each number comes before the next one does: [class, letters], in order."""
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    lengths = np.diff(starts, append=len(numbers))
+    return [[int(numbers[at]), int(n)] for at, n in zip(starts, lengths, strict=True)]
+
+
+def _digits(number: Any) -> float:
+    return float(f"{float(number):.6g}")

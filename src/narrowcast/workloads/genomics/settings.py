@@ -72,6 +72,9 @@ class GenomicData(DataSection):
         default="",
         description="FASTA that variants given by chrom, pos, ref and alt are variants of",
     )
+    position: Column = Field(
+        default="pos", description="column of the position of a variant, counted from 1"
+    )
     features: Text = Field(
         default="", description="GFF with the features of a FASTA (annotation); empty: in path"
     )

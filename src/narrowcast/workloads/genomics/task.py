@@ -1,9 +1,9 @@
 """The tasks of genomics: a network, the sequences it learns, and how it is judged on others."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -11,16 +11,22 @@ from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import TaskInfo
+from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import ParameterGroup, Task
 from narrowcast.workloads.genomics.build import Parts, build_parts
 from narrowcast.workloads.genomics.data.examples import Batch, Examples
 from narrowcast.workloads.genomics.models.filters import filter_parameters
+from narrowcast.workloads.genomics.network import Network
 from narrowcast.workloads.genomics.results import Judged, write_judged
+from narrowcast.workloads.genomics.saliency import salient_variants
+from narrowcast.workloads.genomics.samples import written_samples
 from narrowcast.workloads.genomics.settings import GenomicData, Tuning
-from narrowcast.workloads.genomics.targets import Found
+from narrowcast.workloads.genomics.source import on
+from narrowcast.workloads.genomics.targets import Found, NextToken
 
+OF_SOURCE = "of_source"
+"""The headline, for sequences of the domain that is adapted from."""
 WEIGHT = "weight"
 """Of a batch: how much it counts among those of its step."""
 
@@ -47,9 +53,9 @@ class Genomic:
             model=self.parts.network,
             train_data=train,
             loss=self.loss,
-            evaluate=lambda model: self.judged(model, self.parts.validation).measured,
+            evaluate=self.evaluate,
             items=lambda batch: int(batch["mask"].sum()),
-            info=TaskInfo(unit=self.parts.unit, metrics=target.metrics, notes=self.parts.notes),
+            info=TaskInfo(unit=self.parts.unit, metrics=self.metrics, notes=self.parts.notes),
             gemm_rows=max(1, self.recipe.batch_size * train.width * passes),
             data_digest=self.digest,
             together=self.weigh if target.per_letter else None,
@@ -118,12 +124,27 @@ class Genomic:
         shares = counts / counts.mean()
         return [{**batch, WEIGHT: shares[at]} for at, batch in enumerate(batches)]
 
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What it is judged by; of a domain that is left, how much is still known."""
+        own = self.parts.target.metrics
+        return own if self.parts.source is None else (*own, replace(own[0], name=OF_SOURCE))
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Judge the sequences that are held out, and those of the domain that is left."""
+        measured = self.judged(model, self.parts.validation).measured
+        if self.parts.source is not None:
+            headline = self.parts.target.metrics[0].name
+            left = self.judged(model, self.parts.source[1]).measured
+            measured[OF_SOURCE] = left[headline]
+        return measured
+
     def judged(self, model: nn.Module, examples: Examples) -> Judged:
         """Return what a network makes of examples, and how good that is; waits for the device."""
         target = self.parts.target
         predicted, truth, nats, count = list[Found](), list[Found](), 0.0, 0
         for batch in examples.batches(self.recipe.batch_size):
-            there = {key: value.to(self.device) for key, value in batch.items()}
+            there = on(self.device, batch)
             found = model(there["tokens"], there["mask"], there.get("alternative")).float()
             counted = target.count(batch)
             nats += target.loss(found, there).item() * counted
@@ -134,7 +155,7 @@ class Genomic:
         measured = target.measured(truth, predicted) | {"loss": loss}
         if any(metric.name == "perplexity" for metric in target.metrics):
             measured["perplexity"] = float(np.exp(loss))
-        return Judged(measured=measured, truth=truth, predicted=predicted)
+        return Judged(measured=measured, truth=truth, predicted=predicted, names=examples.names)
 
     def digest(self) -> str:
         """Identify what is trained and judged on."""
@@ -146,8 +167,26 @@ class Genomic:
         model = prepared.model
         self.parts.kept.write(folder)
         sets = {"validation": self.parts.validation, "test": self.parts.test}
+        there = {name: part for name, part in sets.items() if part is not None}
         with torch.no_grad(), in_eval_mode(model), prepared.compute():
-            judged = {
-                name: self.judged(model, part) for name, part in sets.items() if part is not None
+            judged = {name: self.judged(model, part) for name, part in there.items()}
+            pictures = {
+                name: self._pictures(model, part, judged[name]) for name, part in there.items()
             }
-        write_judged(folder, self.parts, judged)
+        write_judged(folder, self.parts, judged, pictures)
+
+    def _pictures(self, model: nn.Module, examples: Examples, judged: Judged) -> dict[str, Any]:
+        """Return what the report shows beside the measures, and the network is needed for."""
+
+        def predict(batch: Batch) -> Tensor:
+            there = on(self.device, batch)
+            out: Tensor = model(there["tokens"], there["mask"], there.get("alternative"))
+            return out.float()
+
+        parts = self.parts
+        if isinstance(parts.target, NextToken):
+            assert isinstance(model, Network)
+            told = written_samples(model, examples, parts.tokenizer, seed=self.recipe.seed)
+            return {"written": told} if told else {}
+        shown = salient_variants(predict, examples, judged, parts.tokenizer, parts.target)
+        return {"saliency": shown} if shown else {}

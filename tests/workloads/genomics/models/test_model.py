@@ -150,9 +150,8 @@ def test_filters_are_computed_in_fp32_under_any_policy(policy):
         assert torch.equal(model.blocks[0].mixer.filter(64), plain)
 
 
-@pytest.mark.parametrize("patching", ["none", "entropy"])
-def test_compiles_into_one_graph(patching):
-    model, tokens = model_of("hyena", patching=patching), some_tokens()
+def test_compiles_into_one_graph():
+    model, tokens = model_of("hyena", patching="entropy", layers=1), some_tokens()
     mask = torch.arange(41) < torch.tensor([[41], [23], [7]])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(tokens, mask), model(tokens, mask))

@@ -69,6 +69,8 @@ def test_what_is_no_letter_is_refused(alphabet, sequence, message):
 def test_strict_takes_letters_of_the_alphabet_only(alphabet, letter):
     with pytest.raises(RecipeError, match=f"letter 4 is '{letter}'"):
         alphabet.clean("ACG" + letter, strict=True)
+    with pytest.raises(RecipeError, match="row 3: letter 4"):
+        alphabet.clean("ACG" + letter, strict=True, place="row 3")
 
 
 @pytest.mark.parametrize(

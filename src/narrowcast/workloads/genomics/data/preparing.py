@@ -76,6 +76,9 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     for name, group in (("to learn", train), ("to judge on", validation)):
         if not group:
             raise RecipeError(f"data.path={data.path}: there are no sequences {name}; give more")
+    if data.path == MADE and objective.task == "generation":
+        nats = made.markov_entropy()
+        notes.append(f"the made genome has {nats:.4f} nats a base: no loss can stay below that")
     tested = "" if test is None else f", {len(test):,} to test on"
     notes.insert(0, f"{len(train):,} sequences to learn, {len(validation):,} to judge on{tested}")
     return Examined(

@@ -14,7 +14,7 @@ from narrowcast.workloads.genomics.sequences.labels import base_labels, letter_l
 from narrowcast.workloads.genomics.sequences.readers.gff import read_features
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.record import Record
-from narrowcast.workloads.genomics.sequences.readers.vcf import read_variants
+from narrowcast.workloads.genomics.sequences.readers.vcf import VariantColumns, read_variants
 from narrowcast.workloads.genomics.sequences.variants import Reference, variant_pairs
 from narrowcast.workloads.genomics.settings import GenomicData, Objective
 
@@ -85,7 +85,13 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
         if data.label in record.fields:
             letters = letter_labels(record, data.label, classes)
         elif lying or features is not None:
-            letters = base_labels(len(record.sequence), lying, numbers, place=record.place)
+            letters = base_labels(
+                len(record.sequence),
+                lying,
+                numbers,
+                circular=bool(record.fields.get("circular", False)),
+                place=record.place,
+            )
         else:
             raise RecipeError(
                 f"{record.place} has neither a column {data.label!r} nor features; give a GenBank "
@@ -122,7 +128,8 @@ def _variants(path: Path, data: GenomicData) -> Iterator[Row]:
 def _beside_reference(path: Path, data: GenomicData) -> Iterator[Row]:
     """Yield the surroundings of variants, without and with them."""
     reference = Reference.read(path_of(data.reference))
-    for pair in variant_pairs(read_variants(path), reference, data.max_length):
+    columns = VariantColumns(position=data.position)
+    for pair in variant_pairs(read_variants(path, columns), reference, data.max_length):
         variant = pair.variant
         yield Row(
             sequence=pair.reference,

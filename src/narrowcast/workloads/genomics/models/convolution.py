@@ -13,17 +13,18 @@ channels at a time, so that those of all channels are never alive together. Insi
 these are the operators `narrowcast::gated_convolution` and its backward pass.
 """
 
-import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowcast.errors import RecipeError
+from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.workloads.genomics.models import transforms
 
-NUMBERS_AT_ONCE = 2**23
-"""Complex numbers of a spectrum that are alive together: 64 MiB, a few of which a pass needs."""
+Method = Literal["torch", "fused"]
+"""In plain torch, or with kernels around torch's transforms that gate and turn as they copy."""
 
 
 def fft_convolution(
@@ -47,21 +48,16 @@ def gated_convolution(
     after: Tensor | None = None,
     causal: bool = True,
     chunk: int | None = None,
+    method: Method | None = None,
 ) -> Tensor:
     """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value; what is None is left out.
 
     All but `filters` and `bias`, (channels,), are (rows, channels, length) and of one dtype, which
-    is that of the result.
+    is that of the result. Without a `method` it is the best there is for the device.
     """
     filters = _within(filters, value.shape[-1], causal=causal)
-    result: Tensor = _apply(value, filters, bias, before, after, causal, chunk or 0)
+    result: Tensor = _apply(value, filters, bias, before, after, causal, chunk or 0, method or "")
     return result
-
-
-def fast_length(length: int) -> int:
-    """Return the least length from here on that is a power of two times 1, 3, 5, 7, 9 or 15."""
-    odds = (1, 3, 5, 7, 9, 15)
-    return min(odd << max((length - 1) // odd, 0).bit_length() for odd in odds)
 
 
 def _within(filters: Tensor, length: int, *, causal: bool) -> Tensor:
@@ -89,11 +85,12 @@ class _GatedConvolution(torch.autograd.Function):
         after: Tensor | None,
         causal: bool,
         chunk: int,
+        method: str,
     ) -> Tensor:
         ctx.save_for_backward(value, filters, bias, before, after)
-        ctx.causal, ctx.chunk = causal, chunk
+        ctx.how = causal, chunk, method
         result: Tensor = torch.ops.narrowcast.gated_convolution(
-            value, filters, bias, before, after, causal, chunk
+            value, filters, bias, before, after, causal, chunk, method
         )
         return result
 
@@ -102,11 +99,11 @@ class _GatedConvolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, filters, bias, before, after = ctx.saved_tensors
         grads = torch.ops.narrowcast.gated_convolution_backward(
-            grad, value, filters, bias, before, after, ctx.causal, ctx.chunk
+            grad, value, filters, bias, before, after, *ctx.how
         )
         given = (value, filters, bias, before, after)
         wanted = (g if t is not None else None for g, t in zip(grads, given, strict=True))
-        return *wanted, None, None
+        return *wanted, None, None, None
 
 
 _apply: Any = _GatedConvolution.apply
@@ -120,17 +117,10 @@ def _forward(
     after: Tensor | None,
     causal: bool,
     chunk: int,
+    method: str,
 ) -> Tensor:
-    result = torch.empty_like(value, memory_format=torch.contiguous_format)
-    turns = _turns(value)
-    for some in _chunks(value, chunk):
-        z = _gated(value[:, some], before, some)
-        spectrum = _spectrum(z, turns)
-        spectrum *= _filter_spectrum(filters[some], turns, causal=causal)
-        y = _back(spectrum, turns, value.shape[-1]).real
-        if bias is not None:
-            y = y + _column(bias[some]) * z
-        result[:, some] = y if after is None else y * after[:, some]
+    way = _way(method, value)
+    result: Tensor = way.forward(value, filters, bias, before, after, causal, chunk)
     return result
 
 
@@ -143,34 +133,20 @@ def _backward(
     after: Tensor | None,
     causal: bool,
     chunk: int,
+    method: str,
 ) -> list[Tensor]:
-    grads = _empty_grads(grad, value, filters, bias, before, after, causal, chunk)
-    to_value, to_filters, to_bias, to_before, to_after = grads
-    turns, length = _turns(value), value.shape[-1]
-    for some in _chunks(value, chunk):
-        z = _gated(value[:, some], before, some)
-        of_filter = _filter_spectrum(filters[some], turns, causal=causal)
-        of_z = _spectrum(z, turns)
-        to_y = grad[:, some].to(z.dtype)
-        if after is not None:
-            y = _back(of_z * of_filter, turns, length).real
-            y = y if bias is None else y + _column(bias[some]) * z
-            to_after[:, some] = to_y * y
-            to_y = to_y * after[:, some]
-        of_grad = _spectrum(to_y, turns)
-        summed = (of_grad * of_z.conj_physical_()).sum(0)
-        to_filters[some] = _filter_part(summed, turns, filters.shape[-1], causal=causal)
-        of_grad *= of_filter.conj_physical_()
-        to_z = _back(of_grad, turns, length).real
-        if bias is not None:
-            to_bias[some] = (to_y * z).sum((0, 2))
-            to_z = to_z + _column(bias[some]) * to_y
-        if before is None:
-            to_value[:, some] = to_z
-        else:
-            to_value[:, some] = to_z * before[:, some]
-            to_before[:, some] = to_z * value[:, some]
+    way = _way(method, value)
+    grads: list[Tensor] = way.backward(grad, value, filters, bias, before, after, causal, chunk)
     return grads
+
+
+def _way(method: str, value: Tensor) -> Any:
+    plain = value.dtype == torch.float64 or unsupported_reason(value.device)
+    if method == "torch" or (not method and plain):
+        return transforms
+    from narrowcast.workloads.genomics.models.kernels import fused  # Triton is not everywhere
+
+    return fused
 
 
 def _empty(
@@ -181,6 +157,7 @@ def _empty(
     after: Tensor | None,
     causal: bool,
     chunk: int,
+    method: str,
 ) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
@@ -194,81 +171,20 @@ def _empty_grads(
     after: Tensor | None,
     causal: bool,
     chunk: int,
+    method: str,
 ) -> list[Tensor]:
-    """Take memory for five gradients; what was not given has an empty one."""
-    return [
-        value.new_empty(0 if t is None else t.shape, dtype=None if t is None else t.dtype)
-        for t in (value, filters, bias, before, after)
-    ]
-
-
-def _chunks(value: Tensor, chunk: int) -> list[slice]:
-    """Cut the channels so that a chunk's spectra fit the memory they are meant to take."""
-    rows, channels, length = value.shape
-    step = chunk or max(NUMBERS_AT_ONCE // max(rows * fast_length(length), 1), 1)
-    return [slice(start, min(start + step, channels)) for start in range(0, channels, step)]
-
-
-def _gated(value: Tensor, before: Tensor | None, some: slice) -> Tensor:
-    wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
-    return wide if before is None else wide * before[:, some]
-
-
-def _turns(value: Tensor) -> Tensor:
-    """Return a^t for as many t as a transform has: quarter of a turn over all of them."""
-    size = fast_length(value.shape[-1])
-    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-    angles = torch.arange(size, device=value.device, dtype=dtype) * (math.pi / 2 / size)
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def _spectrum(x: Tensor, turns: Tensor) -> Tensor:
-    spectrum: Tensor = torch.fft.fft(x * turns[: x.shape[-1]], n=len(turns))
-    return spectrum
-
-
-def _back(spectrum: Tensor, turns: Tensor, length: int) -> Tensor:
-    # Conjugated in memory: compiled graphs call operators where torch does not heed the mark that
-    # `conj()` leaves on a view (2.13).
-    turned: Tensor = torch.fft.ifft(spectrum)[..., :length]
-    return turned * turns[:length].conj_physical()
-
-
-def _filter_spectrum(filters: Tensor, turns: Tensor, *, causal: bool) -> Tensor:
-    """Return the spectra of filters, of which lags below zero are imaginary, at the far end."""
-    filters = filters.to(turns.real.dtype)
-    if causal:
-        return _spectrum(filters, turns)
-    middle = filters.shape[-1] // 2
-    both = turns.new_zeros((len(filters), len(turns)))
-    both.real[:, : middle + 1] = filters[:, middle:]
-    if middle:
-        both.imag[:, -middle:] = -filters[:, :middle]
-    return _spectrum(both, turns)
-
-
-def _filter_part(spectrum: Tensor, turns: Tensor, taps: int, *, causal: bool) -> Tensor:
-    """Return the gradients of filters from their spectra."""
-    both = _back(spectrum, turns, len(turns))
-    if causal:
-        return both.real[:, :taps]
-    middle = taps // 2
-    ahead = both.imag[:, len(turns) - middle :]
-    return torch.cat([-ahead, both.real[:, : middle + 1]], dim=1)
-
-
-def _column(bias: Tensor) -> Tensor:
-    return bias[:, None]
+    return transforms.empty_grads(value, filters, bias, before, after)
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _GIVEN = "Tensor value, Tensor filters, Tensor? bias, Tensor? before, Tensor? after"
 _library.define(
-    f"gated_convolution({_GIVEN}, bool causal, int chunk) -> Tensor",
+    f"gated_convolution({_GIVEN}, bool causal, int chunk, str method) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    f"gated_convolution_backward(Tensor grad, {_GIVEN}, bool causal, int chunk) -> Tensor[]",
+    f"gated_convolution_backward(Tensor grad, {_GIVEN}, bool causal, int chunk, str method)"
+    " -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.impl("gated_convolution", _forward, "CompositeExplicitAutograd")

@@ -49,28 +49,27 @@ class ImplicitFilter(nn.Module):
         self.output = _uniform(math.prod(self.shape), hidden, within=hidden)
         self.frequency = nn.Parameter(torch.full((hidden,), SINE_FREQUENCY))
         self.bias = nn.Parameter(torch.randn(orders, width))
-        rates = torch.linspace(-math.log(FADED) / SLOW, -math.log(FADED) / FAST, width)
-        self.register_buffer("rates", rates, persistent=False)
-        self.rates: Tensor
 
     def forward(self, length: int) -> Tensor:
         """Return filters for sequences of `length`: (orders, width, taps).
 
         Causal ones have `length` taps, two-sided ones 2 · length − 1 with lag 0 in the middle.
         """
-        with torch.autocast(self.rates.device.type, enabled=False):
+        with torch.autocast(self.bias.device.type, enabled=False):
             return self._filters(length)
 
     def _filters(self, length: int) -> Tensor:
         dtype = torch.float64 if self.frequency.dtype == torch.float64 else torch.float32
-        position = torch.arange(length, device=self.rates.device, dtype=dtype)
+        position = torch.arange(length, device=self.bias.device, dtype=dtype)
         time = position / max(self.max_length - 1, 1)
         x = self._features(position, time).t()  # (features, length)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             x = torch.addmm(bias.to(dtype)[:, None], weight.to(dtype), x)
             x = torch.sin(self.frequency.to(dtype)[:, None] * x)
         taps: Tensor = (self.output.to(dtype) @ x).unflatten(0, self.shape)
-        taps = taps * torch.exp(-self.rates.to(dtype)[:, None] * time)
+        slow, fast = -math.log(FADED) / SLOW, -math.log(FADED) / FAST
+        rates = torch.linspace(slow, fast, self.shape[-1], device=time.device, dtype=dtype)
+        taps = taps * torch.exp(-rates[:, None] * time)
         if self.shape[1] == 1:
             return taps[:, 0]
         after, ahead = taps.unbind(1)

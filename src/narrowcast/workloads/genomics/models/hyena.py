@@ -1,11 +1,11 @@
 """The Hyena operator: long convolutions and gates in the place of attention (Poli et al. 2023)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.workloads.genomics.models.convolution import gated_convolution
+from narrowcast.workloads.genomics.models.convolution import Method, gated_convolution
 from narrowcast.workloads.genomics.models.filters import ImplicitFilter
+from narrowcast.workloads.genomics.models.short import short_convolution
 
 SHORT = 3
 """Taps of the convolution on every projected channel."""
@@ -23,9 +23,10 @@ class HyenaOperator(nn.Module):
         causal: bool = True,
         filter_width: int = 64,
         dropout: float = 0.0,
+        method: Method | None = None,
     ) -> None:
         super().__init__()
-        self.width, self.order, self.causal = width, order, causal
+        self.width, self.order, self.causal, self.method = width, order, causal, method
         self.project = nn.Linear(width, (order + 1) * width)
         self.short = ShortConvolution((order + 1) * width, causal=causal)
         self.filter = ImplicitFilter(
@@ -51,6 +52,7 @@ class HyenaOperator(nn.Module):
                 before=gate,
                 after=last if index == len(gates) - 1 else None,
                 causal=self.causal,
+                method=self.method,
             )
         out: Tensor = self.out(value.transpose(1, 2))
         return out
@@ -64,9 +66,8 @@ class ShortConvolution(nn.Module):
         bound = SHORT**-0.5  # as nn.Conv1d of one channel begins
         self.weight = nn.Parameter(torch.empty(channels, SHORT).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
-        self.padding = (SHORT - 1, 0) if causal else (SHORT // 2, SHORT // 2)
+        self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (rows, channels, length) of (rows, length, channels)."""
-        x = F.pad(x.transpose(1, 2), self.padding)
-        return F.conv1d(x, self.weight[:, None], self.bias, groups=len(self.bias))
+        return short_convolution(x, self.weight, self.bias, causal=self.causal)

@@ -44,7 +44,6 @@ class GenomicModel(nn.Module):
         table = _complement_table(config, complement)
         self.register_buffer("complement", table, persistent=False)
         self.complement: Tensor
-        nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return hidden states, (rows, length, width), of (rows, length) tokens.

@@ -57,20 +57,22 @@ class Alphabet:
         if _BAD in kept:
             self._refuse_letter(_dense(sequence), kept.index(_BAD), place)
         for other, own in self.reads_as.items():
-            if _count(raw, other) and _count(raw, own):
+            if _has(raw, other) and _has(raw, own):
                 raise RecipeError(
                     f"{_begin(place)}the sequence has both {own} and {other}, so it is neither DNA "
                     "nor RNA; write one of them throughout"
                 )
-        if strict and self.unknown.encode() in kept:
-            at = kept.index(self.unknown.encode())
+        unknown = ord(self.unknown)
+        if unknown not in kept:
+            return Cleaned(kept.decode("ascii"), 0)
+        if strict:
+            at = kept.index(unknown)
             raise RecipeError(
                 f"{_begin(place)}letter {at + 1} is {_dense(sequence)[at]!r}, which may be several "
                 f"of {self.name}'s; strict takes {self.letters} only: leave such sequences out, or "
                 "write strict=false to have unknown ones"
             )
-        replaced = _count(raw, self.ambiguous)
-        return Cleaned(kept.decode("ascii"), replaced)
+        return Cleaned(kept.decode("ascii"), _count(raw, self.ambiguous))
 
     def fits(self, sequence: str | bytes) -> bool:
         """Say whether every letter of a sequence has a meaning here."""
@@ -110,7 +112,12 @@ def alphabet_of(sequence: str | bytes) -> Alphabet:
     plain = _count(raw, "ACGTUN")
     if plain < 0.9 * len(raw) or not (DNA.fits(raw) or RNA.fits(raw)):
         return PROTEIN
-    return RNA if _count(raw, "U") and not _count(raw, "T") else DNA
+    return RNA if _has(raw, "U") and not _has(raw, "T") else DNA
+
+
+def _has(raw: bytes, letter: str) -> bool:
+    """Say whether a letter is there, in either case."""
+    return ord(letter) in raw or ord(letter.lower()) in raw
 
 
 def _count(raw: bytes, letters: str) -> int:

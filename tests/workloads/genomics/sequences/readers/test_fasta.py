@@ -78,7 +78,10 @@ def test_a_fasta_needs_memory_for_a_record_and_not_for_the_file(tmp_path):
     [
         (">a\nACGT\n>b\nAC!T\n", "file, record 2: letter 3 is '!'"),
         (">a\nACGT\n>b\nGG\n>a\nTT\n", "record 3 is the second named 'a'"),
-        (">a\nACGT\n>b\nMKVLEW\n", "record 2 reads as protein, and dna is what the records before"),
+        (
+            ">a\nACGT\n>b\nMKVLEW\n",
+            "record 2 reads as protein, and dna is what the",
+        ),
         (">a\nACGT\n>b\nAUG\n", "record 2 reads as rna, and dna"),
         (">a\nACTU\n", "record 1: the sequence has both T and U"),
         (">a\rACGT\r>b\rAC\r", "record 1: lines end as on old Macs"),

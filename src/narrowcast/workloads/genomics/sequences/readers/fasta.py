@@ -9,8 +9,8 @@ from narrowcast.workloads.genomics.sequences.alphabets import WHITESPACE
 from narrowcast.workloads.genomics.sequences.readers.files import text_of
 from narrowcast.workloads.genomics.sequences.readers.record import Raw, place_of
 
-_LOWEST, _HIGHEST = ord("!"), ord("~")
-"""Of a quality: Phred 0 to 93, written as the characters from 33 on."""
+_QUALITIES = bytes(range(ord("!"), ord("~") + 1))
+"""Phred 0 to 93, written as the characters from 33 on."""
 
 
 def fasta(file: BinaryIO, path: Path) -> Iterator[Raw]:
@@ -88,6 +88,6 @@ def _quality(lines: Iterator[bytes], length: int, place: str) -> str:
         raise RecipeError(
             f"{place}: {len(quality)} qualities for {length} letters; there is one for each letter"
         )
-    if quality and not (min(quality) >= _LOWEST and max(quality) <= _HIGHEST):
+    if quality.translate(None, _QUALITIES):
         raise RecipeError(f"{place}: a quality is no character from ! to ~")
     return quality.decode("ascii")

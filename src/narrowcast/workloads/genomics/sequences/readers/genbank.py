@@ -76,11 +76,11 @@ def _raw(entry: Any, place: str) -> Raw:
         "organism": said.get("organism", ""),
         "circular": said.get("topology") == "circular",
     }
-    features = (_feature(each, entry.id, place) for each in entry.features)
+    features = (_feature(each, entry.id) for each in entry.features)
     return Raw(entry.id, letters, fields, tuple(each for each in features if each.parts))
 
 
-def _feature(feature: Any, name: str, place: str) -> Feature:
+def _feature(feature: Any, name: str) -> Feature:
     """Return a feature without the parts that lie on other records."""
     parts = [
         Part(int(part.start), int(part.end), _strand(part.strand))

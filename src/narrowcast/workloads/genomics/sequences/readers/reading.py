@@ -10,6 +10,7 @@ from narrowcast.workloads.genomics.sequences.alphabets import (
     PROTEIN,
     WHITESPACE,
     Alphabet,
+    Cleaned,
     alphabet_of,
 )
 from narrowcast.workloads.genomics.sequences.readers.fasta import fasta, fastq
@@ -143,11 +144,10 @@ class _Keeper:
         """Clean the next record."""
         self.number += 1
         sequence, replaced = self._clean(raw.letters)
-        fields = dict(raw.fields)
-        for key, value in raw.fields.items():
-            if isinstance(value, Letters):
-                fields[key], more = self._clean(value.encode("ascii", "replace"))
-                replaced += more
+        fields = raw.fields
+        for key in [key for key, value in fields.items() if isinstance(value, Letters)]:
+            fields[key], more = self._clean(fields[key].encode("ascii", "replace"))
+            replaced += more
         return Record(
             name=raw.name,
             sequence=sequence,
@@ -158,28 +158,26 @@ class _Keeper:
             replaced=replaced,
         )
 
-    def _clean(self, letters: bytes) -> tuple[str, int]:
-        place = place_of(self._path, self.number)
-        if self._alphabet is None and letters.strip():
+    def _clean(self, letters: bytes) -> Cleaned:
+        if self._alphabet is None:
+            if not letters.strip():
+                return Cleaned("", 0)
             self._alphabet = alphabet_of(letters)
-        alphabet = self._alphabet
-        if alphabet is None:
-            return "", 0
-        self._refuse_another(letters, alphabet, place)
-        return alphabet.clean(letters, strict=self._strict, place=place)
+        place = place_of(self._path, self.number)
+        self._refuse_another(letters, self._alphabet, place)
+        return self._alphabet.clean(letters, strict=self._strict, place=place)
 
     def _refuse_another(self, letters: bytes, alphabet: Alphabet, place: str) -> None:
         """Refuse what the alphabet would take, and what nobody meant by it."""
-        found = alphabet_of(letters)
         if alphabet is PROTEIN:
             # Bases are letters of protein too: without this, a gene would be read as amino acids.
-            another = _surely_bases(letters)
+            suspect = _surely_bases(letters)
         else:
             # Where it is named, clean() says which letter is wrong, and U is a way to write T.
-            sister = "".join(alphabet.reads_as).encode() in letters.upper()
-            another = not self._given and found.fits(letters) and found is not alphabet
-            another = another and (sister or found is PROTEIN)
-        if another:
+            sister = "".join(alphabet.reads_as).encode()
+            suspect = not self._given and (sister in letters.upper() or not alphabet.fits(letters))
+        found = alphabet_of(letters) if suspect else alphabet
+        if found is not alphabet and found.fits(letters):
             why = "was asked for" if self._given else "is what the records before it are"
             raise RecipeError(
                 f"{place} reads as {found.name}, and {alphabet.name} {why}; give each alphabet a "
@@ -188,6 +186,7 @@ class _Keeper:
 
 
 def _surely_bases(letters: bytes) -> bool:
+    if letters.translate(None, b"ACGTUNacgtun" + WHITESPACE):
+        return False
     dense = letters.translate(None, WHITESPACE).upper()
-    kinds = set(dense) - set(b"N")
-    return len(dense) >= SURELY_BASES and kinds in (set(b"ACGT"), set(b"ACGU"))
+    return len(dense) >= SURELY_BASES and set(dense) - set(b"N") in (set(b"ACGT"), set(b"ACGU"))

@@ -1,9 +1,9 @@
 """What readers hand over: a sequence with its name, its fields and the features on it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 from narrowcast.config.problems import shown_path
 from narrowcast.workloads.genomics.sequences.features import Feature
@@ -18,9 +18,7 @@ class Raw(NamedTuple):
     features: tuple[Feature, ...] = ()
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """One sequence of a file, cleaned."""
 
     name: str
@@ -28,7 +26,7 @@ class Record:
     number: int
     """Its place in the file, from 1."""
     file: Path
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any]
     """All else that the file says of it: columns of a table, `description`, `quality`."""
     features: tuple[Feature, ...] = ()
     replaced: int = 0
@@ -42,4 +40,8 @@ class Record:
 
 def place_of(path: Path, number: int) -> str:
     """Return a file and the number of a record in it as messages name them."""
-    return f"{shown_path(path)}, record {number}"
+    return f"{_shown(path)}, record {number}"
+
+
+_shown = lru_cache(maxsize=16)(shown_path)
+"""Asked for at each record."""

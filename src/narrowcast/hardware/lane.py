@@ -1,0 +1,58 @@
+"""Copies between host and device that go on beside the computation."""
+
+from collections.abc import Iterable
+from typing import final
+
+import torch
+from torch import Tensor
+
+Mark = torch.cuda.Event | None
+"""A place in a queue, to be waited for by another; none without a GPU, where nothing waits."""
+
+
+@final
+class Lane:
+    """A queue of copies of its own. Without a GPU each is done at once.
+
+    Nothing here keeps the host waiting: queues wait for one another's marks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: Iterable[Mark] = ()) -> Mark:
+        """Copy sources into what is paired with them, once others are done; return when it is."""
+        if self._stream is None:
+            for into, source in pairs:
+                into.copy_(source)
+            return None
+        for mark in after:
+            if mark is not None:
+                self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            for into, source in pairs:
+                into.copy_(source, non_blocking=True)
+        done: torch.cuda.Event = self._stream.record_event()
+        return done
+
+    def uses(self, tensor: Tensor) -> None:
+        """Keep memory from others until this queue is past what it holds now."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+
+def mark_now(device: torch.device) -> Mark:
+    """Return where the computation is now."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait_for(mark: Mark, device: torch.device) -> None:
+    """Let the computation, and not the host, wait for what was marked."""
+    if mark is not None:
+        torch.cuda.current_stream(device).wait_event(mark)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return an empty tensor like another in the host's memory, pinned if there is a GPU."""
+    pinned = torch.cuda.is_available()
+    return torch.empty_like(tensor, device="cpu", pin_memory=pinned)

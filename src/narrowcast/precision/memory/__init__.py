@@ -1,0 +1,1 @@
+"""Less memory on the device: blocks computed again, and what waits in the host's memory."""

@@ -1,0 +1,162 @@
+"""Blocks that a backward pass computes again: their inputs are kept, and little else.
+
+By torch's own `torch.utils.checkpoint`, without reentrance. What it does not see to is seen to
+here: what a block must not do twice (`again`), caches that a training pass has no use for, and
+random numbers inside a CUDA graph.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.precision.memory.again import Again, Once
+from narrowcast.precision.nested import tensors_in
+from narrowcast.precision.plan.memory import MemoryPlan
+from narrowcast.precision.swap import Transparent, swap
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""What blocks of transformers are given to keep keys in, which a second pass would add to again."""
+PRODUCTS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::convolution",
+        "aten::_scaled_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "narrowcast::packed_attention",
+    }
+)
+"""What `selective` keeps the results of: all that takes longer the wider a model is, squared."""
+
+
+class Recomputed(Transparent):
+    """A block whose backward pass begins by computing it again."""
+
+    nc_once: Once
+    nc_selective: bool = False
+    nc_draws: bool = False
+    """Whether a pass of it has drawn random numbers on its GPU."""
+
+    # Not `forward`: a block that is compiled by itself is computed again as it is compiled.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and keep of it what the second pass needs."""
+        kept = _without_cache(self, kwargs) if torch.is_grad_enabled() else None
+        if kept is None:
+            return super().__call__(*args, **kwargs)
+        return _recomputed(self, super().__call__, args, kept)
+
+
+def recompute_blocks(model: nn.Module, plan: MemoryPlan) -> None:
+    """Let the blocks of a plan be computed again, if it says so."""
+    if plan.asked.checkpoint != "none":
+        selective = plan.asked.checkpoint == "selective"
+        for name in plan.blocks:
+            block = model.get_submodule(name)
+            swap(block, Recomputed, nc_once=Once(block), nc_selective=selective, nc_draws=False)
+
+
+def _without_cache(block: Recomputed, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return keywords without the caches of transformers; None where one is really used."""
+    caches = [name for name in CACHES if kwargs.get(name) is not None]
+    if caches and not block.training:
+        return None
+    switched = {"use_cache": False} if kwargs.get("use_cache") else {}
+    return {**kwargs, **dict.fromkeys(caches), **switched} if caches or switched else kwargs
+
+
+@_disable_dynamo
+def _recomputed(
+    block: Recomputed, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    again = block.nc_once.before()
+    device = _gpu_of(args, kwargs)
+    captured = device is not None and torch.cuda.is_current_stream_capturing()
+    if captured and block.nc_draws:
+        raise UnsupportedError(
+            "cuda_graph=true: blocks that draw random numbers (dropout) cannot draw the same ones "
+            "again inside a CUDA graph; write cuda_graph=false, a dropout of 0, or "
+            "memory.checkpoint=none"
+        )
+    drawn = None if device is None or captured else _drawn(device)
+    result = checkpoint(
+        call,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=not captured,
+        context_fn=lambda: _contexts(again, selective=block.nc_selective),
+        **kwargs,
+    )
+    if device is not None and drawn is not None and _drawn(device) != drawn:
+        block.nc_draws = True
+    block.nc_once.after(again)
+    return result
+
+
+def _contexts(again: Again, *, selective: bool) -> tuple[Any, Any]:
+    """Return what holds over the first pass of a block, and over the second."""
+    if not selective:
+        return contextlib.nullcontext(), again
+    first, second = create_selective_checkpoint_contexts(_kept_or_not)
+    return first, _Both(again, second)
+
+
+def _kept_or_not(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is slow to compute; but what draws random numbers must draw them again."""
+    name = op.name().partition(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
+    if name not in PRODUCTS or _dropout(op, args, kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _dropout(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return float(given or 0.0)
+    return 0.0
+
+
+@final
+class _Both:
+    """Two contexts as one that can be entered more than once."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._inner.__exit__(*raised)
+        finally:
+            self._outer.__exit__(*raised)
+
+
+def _gpu_of(args: Any, kwargs: Any) -> torch.device | None:
+    found = (t.device for t in tensors_in((args, kwargs)) if t.is_cuda)
+    return next(found, None)
+
+
+def _drawn(device: torch.device) -> int:
+    """Return how many random numbers a GPU's generator has given, as the host knows."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch.cuda.default_generators[index].get_offset())

@@ -1,0 +1,200 @@
+"""What blocks keep for their backward pass, waiting for it in the host's memory.
+
+Each storage that autograd keeps of a block is copied to pinned memory while the block and the next
+compute, and let go of; when the backward pass comes to a block, its storages are on their way back
+already, sent for by the block after it. So those of two blocks are on the device at a time. Queues
+wait for one another's marks, and the host for none. The last block's never leave: they are needed
+at once.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
+
+from narrowcast.hardware.lane import Lane, Mark, mark_now, on_host, wait_for
+from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.nested import tensors_in
+from narrowcast.precision.plan.memory import MemoryPlan
+from narrowcast.precision.swap import Transparent, swap
+
+SMALLEST = 2**16
+"""Bytes of a storage that is worth a copy."""
+PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors that have a storage of their own, as it looks."""
+
+
+class Offloaded(Transparent):
+    """A block of which nothing large stays on the device between its passes."""
+
+    nc_shelf: "Shelf"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, and put what is kept of it on the shelf."""
+        if not torch.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        return _offloaded(self, super().__call__, args, kwargs)
+
+
+def offload_blocks(model: nn.Module, plan: MemoryPlan) -> None:
+    """Let what the blocks of a plan keep wait on the host, if it says so."""
+    if plan.offloads_activations:
+        shelf = Shelf(next(model.parameters()).device)
+        for name in plan.blocks:
+            swap(model.get_submodule(name), Offloaded, nc_shelf=shelf)
+
+
+@_disable_dynamo
+def _offloaded(
+    block: Offloaded, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    shelf = block.nc_shelf
+    kept = shelf.begin(_others(block, args, kwargs))
+    with saved_tensors_hooks(kept.pack, _unpack):
+        result = call(*args, **kwargs)
+    shelf.end(kept)
+    return result
+
+
+@final
+class Shelf:
+    """Where the blocks of one model put what they keep, in the order they are called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.up, self.down = Lane(device), Lane(device)
+        self._last: weakref.ref[Kept] | None = None
+
+    def begin(self, others: set[int]) -> "Kept":
+        """Return what will hold the storages of a block but those of others, by address."""
+        return Kept(self, others, before=self._last)
+
+    def end(self, kept: "Kept") -> None:
+        """Let go of what the block before kept: the copies of this one are on their way."""
+        before = None if self._last is None else self._last()
+        if before is not None:
+            before.let_go()
+        self._last = weakref.ref(kept)
+
+
+@final
+class Kept:
+    """The storages of one pass of a block: on the device, on the host, or on their way."""
+
+    def __init__(
+        self, shelf: Shelf, others: set[int], *, before: "weakref.ref[Kept] | None"
+    ) -> None:
+        self._shelf, self._others, self._before = shelf, others, before
+        self._after: weakref.ref[Kept] | None = None
+        if before is not None and (earlier := before()) is not None:
+            earlier._after = weakref.ref(self)
+        self._places: dict[tuple[int, int], int] = {}
+        self._seen: list[tuple[Tensor, int]] = []
+        """A tensor on each storage, and how often that was written to when it was copied."""
+        self._there: list[Tensor] | None = []
+        """Bytes of each storage on the device, while they are there."""
+        self._hosts: list[Tensor] = []
+        self._sent: Mark = None
+        self._ready: Mark = None
+        self._begun = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take what autograd keeps, unless it is small or somebody else's."""
+        if self._there is None or not self._is_mine(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        version = 0 if tensor.is_inference() else tensor._version
+        # Storages live until the block has ended, so none has the address of another; and one that
+        # was written to in between is another.
+        key = storage.data_ptr(), version
+        if key not in self._places:
+            self._places[key] = len(self._there)
+            there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            host, now = on_host(there), mark_now(self._shelf.device)
+            self._sent = self._shelf.down.copy([(host, there)], after=[now])
+            self._there.append(there)
+            self._hosts.append(host)
+            if not tensor.is_inference():
+                self._seen.append((tensor.detach(), version))
+        return _View(self, self._places[key], tensor)
+
+    def let_go(self) -> None:
+        """Leave the device; the computation waits until the copies are done."""
+        if self._there is not None and not self._begun:
+            wait_for(self._sent, self._shelf.device)
+            self._there, self._seen = None, []
+
+    def storage(self, place: int) -> Tensor:
+        """Return the bytes of a storage on the device, for the backward pass of the block."""
+        if not self._begun or self._there is None:
+            self._begun = True
+            if any(tensor._version != version for tensor, version in self._seen):
+                self._there = None  # written to since: the copy has what was kept
+            self._seen = []
+            self.fetch()
+            later = None if self._after is None else self._after()
+            if later is not None:
+                later._there = None
+            if self._before is not None and (earlier := self._before()) is not None:
+                earlier.fetch()
+        wait_for(self._ready, self._shelf.device)
+        assert self._there is not None
+        return self._there[place]
+
+    def fetch(self) -> None:
+        """Send for the storages, unless they are on the device or on their way there."""
+        if self._there is not None:
+            return
+        self._there = [torch.empty_like(h, device=self._shelf.device) for h in self._hosts]
+        now = mark_now(self._shelf.device)  # who had this memory before is done with it by then
+        pairs = list(zip(self._there, self._hosts, strict=True))
+        self._ready = self._shelf.up.copy(pairs, after=[now])
+        for there in self._there:
+            self._shelf.up.uses(there)
+
+    def _is_mine(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) in PLAIN
+            and tensor.layout == torch.strided
+            and tensor.device.type == self._shelf.device.type
+            and tensor.untyped_storage().nbytes() >= SMALLEST
+            and tensor.untyped_storage().data_ptr() not in self._others
+        )
+
+
+@final
+class _View:
+    """How a tensor lies in a storage that is kept."""
+
+    def __init__(self, kept: Kept, place: int, tensor: Tensor) -> None:
+        self._kept, self._place, self._dtype = kept, place, tensor.dtype
+        self._lies = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """Return the tensor as it was."""
+        whole = self._kept.storage(self._place)
+        return torch.empty(0, dtype=self._dtype, device=whole.device).set_(
+            whole.untyped_storage(), self._lies[2], self._lies[0], self._lies[1]
+        )
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed.tensor() if isinstance(packed, _View) else packed
+
+
+def _others(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+    """Return the addresses of what stays on the device whatever autograd keeps of it.
+
+    Weights and buffers, in fp8 too; and what a block is given without gradients (masks, positions):
+    every block is given it, and whoever gives it holds it.
+    """
+    held: list[Tensor] = [*block.parameters(), *block.buffers()]
+    held += [each for each in tensors_in((args, kwargs)) if not each.requires_grad]
+    for module in block.modules():
+        if isinstance(module, Fp8Linear) and module.nc_weight is not None:
+            held += [module.nc_weight.rowwise, module.nc_weight.columnwise]
+    return {each.untyped_storage().data_ptr() for each in held if type(each) in PLAIN}

@@ -1,0 +1,227 @@
+"""What is asked to save memory, and the blocks of a model it is done by: part of the plan.
+
+A block is one of several modules of one class that a model holds in a list: a transformer's layers,
+the stages of a convolutional network. Nothing is guessed beyond that: a model without such a list
+says its blocks by globs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.hardware import Hardware
+from narrowcast.precision.plan.folding import folded, groups_alike
+from narrowcast.precision.plan.policy import matches, suggestion
+from narrowcast.precision.swap import has_own_forward, plain_class
+
+Checkpoint = Literal["none", "blocks", "selective"]
+Offload = Literal["optimizer", "activations"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What a run gives up time for, to need less memory on the device."""
+
+    checkpoint: Checkpoint = "none"
+    """What a backward pass computes again: nothing, whole blocks, or all but products in them."""
+    offload: Sequence[Offload] = ()
+    """What is kept in the host's memory: moments of the optimizer, what blocks keep for it."""
+    blocks: Sequence[str] = ()
+    """Globs of the modules that are blocks; none: found by structure."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint not in get_args(Checkpoint):
+            close = suggestion(str(self.checkpoint), get_args(Checkpoint))
+            raise RecipeError(
+                f"memory.checkpoint={self.checkpoint!r}: there is no such{close}; write none, "
+                "blocks or selective"
+            )
+        for name in ("offload", "blocks"):
+            if isinstance(given := getattr(self, name), str):
+                raise RecipeError(f"memory.{name}={given!r} is a text; write a list: [{given!r}]")
+            object.__setattr__(self, name, tuple(dict.fromkeys(given)))
+        for each in self.offload:
+            if each not in get_args(Offload):
+                raise RecipeError(
+                    f"memory.offload names {each!r}{suggestion(str(each), get_args(Offload))}; "
+                    "write some of optimizer, activations"
+                )
+        if self.blocks and not self.by_block:
+            raise RecipeError(
+                "memory.blocks says what blocks are, and nothing is done by block; write "
+                "memory.checkpoint=blocks too, or leave memory.blocks out"
+            )
+
+    @property
+    def by_block(self) -> bool:
+        """Whether any of it is done block by block."""
+        return self.checkpoint != "none" or "activations" in self.offload
+
+
+AS_IT_IS = Memory()
+"""Nothing is saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What is done to save memory, and to which blocks."""
+
+    asked: Memory = AS_IT_IS
+    blocks: tuple[str, ...] = ()
+    """Names of the blocks, in the model's order; none where nothing is done by block."""
+    on_host: int = 0
+    """Bytes of the optimizer's moments that lie in the host's memory."""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether moments are kept on the host."""
+        return "optimizer" in self.asked.offload
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what blocks keep for their backward pass waits on the host."""
+        return "activations" in self.asked.offload
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "checkpoint": self.asked.checkpoint,
+            "offload": list(self.asked.offload),
+            "blocks": list(self.blocks),
+            "on_host": self.on_host,
+        }
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """What a plan says of it, each under the name of what is saved."""
+        shown = []
+        if self.asked.checkpoint != "none":
+            what = {
+                "blocks": "computed again in the backward pass, whole: only their inputs are kept",
+                "selective": "computed again in the backward pass, but for products and attention",
+            }[self.asked.checkpoint]
+            shown.append(("blocks", f"{self._names}: {what}"))
+        if self.offloads_activations:
+            text = "what their backward pass needs waits for it in pinned host memory"
+            shown.append(("blocks", f"{self._names}: {text}"))
+        if self.offloads_optimizer:
+            mib = self.on_host / 2**20
+            text = f"moments, {mib:.1f} MiB, lie in pinned host memory, and a few on the device"
+            shown.append(("offload", text))
+        return shown
+
+    @property
+    def _names(self) -> str:
+        alike = groups_alike(self.blocks, name=lambda name: name, treatment=lambda _: "")
+        names = [f"{folded(some)} ×{len(some)}" if len(some) > 1 else some[0] for some in alike]
+        return ", ".join(names)
+
+
+def plan_memory(
+    model: nn.Module, memory: Memory, *, hardware: Hardware, sizes: Mapping[str, int]
+) -> MemoryPlan:
+    """Decide what saves memory of a model, or say why that cannot be. `sizes` are by role."""
+    if memory.offload and not hardware.device.startswith("cuda"):
+        raise UnsupportedError(
+            f"memory.offload={list(memory.offload)} moves what lies on a GPU to the host's memory, "
+            f"and on {hardware.device} it lies there; leave memory.offload out"
+        )
+    names = block_names(model, memory.blocks) if memory.by_block else ()
+    if memory.checkpoint != "none":
+        _refuse_own_checkpointing(model)
+    if memory.checkpoint == "selective":
+        _refuse_written_over(model, names)
+    offloaded = "optimizer" in memory.offload
+    return MemoryPlan(
+        asked=memory, blocks=names, on_host=sizes.get("moments", 0) if offloaded else 0
+    )
+
+
+def block_names(model: nn.Module, globs: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names of a model's blocks, or refuse to guess them."""
+    if globs:
+        return _matching(model, globs)
+    # A layer by itself keeps its input and no more: to compute it again would gain nothing.
+    found = tuple(
+        name
+        for name, block in repeated_blocks(model)
+        if _is_called(block) and next(block.children(), None) is not None
+    )
+    if not found:
+        raise RecipeError(
+            "memory: the model has no list of several modules of one class that could be its "
+            'blocks; say which modules are, e.g. memory.blocks=["encoder", "layers.*"], or leave '
+            "memory out"
+        )
+    return found
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a model holds a list of, all of one class; the outermost such."""
+    yield from _blocks_in("", model)
+
+
+def _blocks_in(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    inside = [(f"{name}.{child}".lstrip("."), each) for child, each in module.named_children()]
+    if _holds_blocks(module, [each for _, each in inside]):
+        yield from inside
+        return
+    for child, each in inside:
+        yield from _blocks_in(child, each)
+
+
+def _holds_blocks(module: nn.Module, inside: Sequence[nn.Module]) -> bool:
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    if not is_list or isinstance(module, ParametrizationList):
+        return False
+    return len(inside) > 1 and len({plain_class(each) for each in inside}) == 1
+
+
+def _matching(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
+    names = [name for name, _ in model.named_modules() if name]
+    for glob in globs:
+        if not any(matches(name, glob) for name in names):
+            raise RecipeError(
+                f"memory.blocks names {glob!r}, which matches no module{suggestion(glob, names)}"
+            )
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and any(matches(name, glob) for glob in globs):
+            if not _is_called(module):
+                raise RecipeError(
+                    f"memory.blocks names {name}, a {plain_class(module).__name__}, which is never "
+                    f'called itself; name what is in it, e.g. "{name}.*"'
+                )
+            found.append(name)
+    return tuple(found)
+
+
+def _is_called(module: nn.Module) -> bool:
+    return plain_class(module).forward is not nn.Module.forward or has_own_forward(module)
+
+
+def _refuse_own_checkpointing(model: nn.Module) -> None:
+    """Refuse to compute again what a model of transformers computes again by itself."""
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise RecipeError(
+            "memory.checkpoint: the model's own gradient checkpointing is on, and blocks would be "
+            "computed three times; call model.gradient_checkpointing_disable() (in a recipe leave "
+            "model.gradient_checkpointing out), or leave memory.checkpoint out"
+        )
+
+
+def _refuse_written_over(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse to keep products that the next layer writes over."""
+    for block in names:
+        for name, module in model.get_submodule(block).named_modules():
+            if getattr(module, "inplace", False) is True:
+                raise UnsupportedError(
+                    f"memory.checkpoint=selective keeps the results of products, and {block}.{name}"
+                    " writes over what it is given; build it with inplace=False, or write "
+                    "memory.checkpoint=blocks"
+                )

@@ -1,0 +1,262 @@
+"""What is done to sequences before and after a transform, each in one pass over memory.
+
+`turn_in` gates a sequence, turns letter t by a^t and writes complex numbers in fp32: it reads 4
+bytes a letter of two gated 16-bit sequences and writes 8. `turn_out` turns back, takes the real
+part, adds the bias and gates: it reads 8 bytes and the gates, and writes 2 or 4. `mix_spectra`
+makes of two spectra all that a backward pass needs, reading and writing each once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # letters of a program, 8 for each of 128 threads
+
+
+def turn_in(value: Tensor, before: Tensor | None, turns: Tensor, *, out: Tensor) -> None:
+    """Write value ⊙ before, letter t times a^t, and then zeros, to `out`.
+
+    Sequences are (rows, channels, length), `turns` (size,) and `out` (rows, channels, size).
+    """
+    rows, channels, length = value.shape
+    value, before = _lined_up(value), None if before is None else _lined_up(before)
+    second = value if before is None else before
+    size = len(turns)
+    _turn_in[(rows * channels, triton.cdiv(size, _BLOCK))](
+        value,
+        second,
+        torch.view_as_real(turns),
+        torch.view_as_real(out),
+        channels,
+        length,
+        size,
+        *value.stride()[:2],
+        *second.stride()[:2],
+        GATED=before is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def turn_out(
+    turned: Tensor,
+    turns: Tensor,
+    *,
+    value: Tensor,
+    before: Tensor | None,
+    bias: Tensor | None,
+    gates: tuple[Tensor | None, Tensor | None],
+    outs: tuple[Tensor, Tensor | None],
+    products: Tensor | None = None,
+) -> None:
+    """Write gates ⊙ (y + bias ⊙ z) to `outs`, for y the real part of `turned` times a^−t.
+
+    z is value ⊙ before. To `products`, (rows, channels, blocks), sums of z ⊙ gates[0] ⊙ gates[1]
+    are written for each block of letters, where there is a bias.
+    """
+    rows, channels, length = value.shape
+    given = [_lined_up(value if t is None else t) for t in (value, before, *gates)]
+    first, second = outs[0], outs[0] if outs[1] is None else outs[1]
+    _turn_out[(rows * channels, triton.cdiv(length, _BLOCK))](
+        torch.view_as_real(turned),
+        torch.view_as_real(turns),
+        *given,
+        first if bias is None else bias,
+        first,
+        second,
+        first if products is None else products,
+        channels,
+        length,
+        len(turns),
+        *[step for each in (*given, first, second) for step in each.stride()[:2]],
+        *((0, 0) if products is None else products.stride()[:2]),
+        GATED=before is not None,
+        BIASED=bias is not None,
+        FIRST=gates[0] is not None,
+        SECOND=outs[1] is not None,
+        SUMMED=products is not None,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def blocks_of(length: int) -> int:
+    """Return how many sums `turn_out` writes for a sequence."""
+    return -(-length // _BLOCK)
+
+
+def mix_spectra(
+    of_z: Tensor, of_grad: Tensor, of_filter: Tensor, summed: Tensor, *, forward: bool
+) -> None:
+    """Multiply spectra of gradients by the conjugate of their filter's, in place.
+
+    With `forward`, those of sequences by the filter's too. Add the sum over rows of gradients times
+    conjugate sequences to `summed`, (channels, size): the spectra of the gradients of filters.
+    """
+    rows, channels, size = of_z.shape
+    _mix_spectra[(triton.cdiv(size, _BLOCK // 2), channels)](
+        *(torch.view_as_real(each) for each in (of_z, of_grad, of_filter, summed)),
+        rows,
+        size,
+        of_z.stride(0),
+        of_grad.stride(0),
+        FORWARD=forward,
+        BLOCK=_BLOCK // 2,
+        num_warps=4,
+    )
+
+
+def _lined_up(x: Tensor) -> Tensor:
+    """Return a tensor whose letters lie side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@triton.jit
+def _turn_in(
+    value,
+    before,
+    turns,
+    out,
+    channels,
+    length,
+    size,
+    value_row,
+    value_channel,
+    before_row,
+    before_channel,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    row, channel = line // channels, line % channels
+    start = tl.program_id(1) * BLOCK
+    letter = start + tl.arange(0, BLOCK)
+    there = letter < length
+    at = row * value_row + channel * value_channel
+    z = tl.load(value + at + letter, mask=there, other=0.0).to(tl.float32)
+    if GATED:
+        at = row * before_row + channel * before_channel
+        z = z * tl.load(before + at + letter, mask=there, other=0.0).to(tl.float32)
+    cosine, sine = _complex(turns, start, size, BLOCK)
+    _write(out + line * size * 2, start, size, z * cosine, z * sine, BLOCK)
+
+
+@triton.jit
+def _turn_out(
+    turned,
+    turns,
+    value,
+    before,
+    first_gate,
+    second_gate,
+    bias,
+    first,
+    second,
+    products,
+    channels,
+    length,
+    size,
+    value_row,
+    value_channel,
+    before_row,
+    before_channel,
+    first_gate_row,
+    first_gate_channel,
+    second_gate_row,
+    second_gate_channel,
+    first_row,
+    first_channel,
+    second_row,
+    second_channel,
+    products_row,
+    products_channel,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    row, channel = line // channels, line % channels
+    start = tl.program_id(1) * BLOCK
+    letter = start + tl.arange(0, BLOCK)
+    there = letter < length
+    real, imaginary = _complex(turned + line * size * 2, start, size, BLOCK)
+    cosine, sine = _complex(turns, start, size, BLOCK)
+    y = real * cosine + imaginary * sine
+    if BIASED:
+        at = row * value_row + channel * value_channel
+        z = tl.load(value + at + letter, mask=there, other=0.0).to(tl.float32)
+        if GATED:
+            at = row * before_row + channel * before_channel
+            z = z * tl.load(before + at + letter, mask=there, other=0.0).to(tl.float32)
+        y = y + tl.load(bias + channel).to(tl.float32) * z
+    one = y
+    if FIRST:
+        at = row * first_gate_row + channel * first_gate_channel
+        gate = tl.load(first_gate + at + letter, mask=there, other=0.0).to(tl.float32)
+        one = y * gate
+    at = row * first_row + channel * first_channel
+    tl.store(first + at + letter, one.to(first.dtype.element_ty), mask=there)
+    if SECOND or SUMMED:
+        at = row * second_gate_row + channel * second_gate_channel
+        other = tl.load(second_gate + at + letter, mask=there, other=0.0).to(tl.float32)
+    if SECOND:
+        at = row * second_row + channel * second_channel
+        tl.store(second + at + letter, (y * other).to(second.dtype.element_ty), mask=there)
+    if SUMMED:
+        z = z * other
+        if FIRST:
+            z = z * gate
+        at = row * products_row + channel * products_channel
+        tl.store(products + at + tl.program_id(1), tl.sum(z))
+
+
+@triton.jit
+def _mix_spectra(
+    of_z,
+    of_grad,
+    of_filter,
+    summed,
+    rows,
+    size,
+    z_row,
+    grad_row,
+    FORWARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0) * BLOCK
+    line = tl.program_id(1).to(tl.int64) * size * 2
+    real, imaginary = _complex(of_filter + line, start, size, BLOCK)
+    sum_real, sum_imaginary = _complex(summed + line, start, size, BLOCK)
+    z, grad = of_z + line, of_grad + line
+    row = 0  # a range would not do for the interpreter
+    while row < rows:
+        a, b = _complex(z, start, size, BLOCK)
+        c, d = _complex(grad, start, size, BLOCK)
+        sum_real += c * a + d * b
+        sum_imaginary += d * a - c * b
+        if FORWARD:
+            _write(z, start, size, a * real - b * imaginary, a * imaginary + b * real, BLOCK)
+        _write(grad, start, size, c * real + d * imaginary, d * real - c * imaginary, BLOCK)
+        z += z_row * 2
+        grad += grad_row * 2
+        row += 1
+    _write(summed + line, start, size, sum_real, sum_imaginary, BLOCK)
+
+
+@triton.jit
+def _complex(source, start, size, BLOCK: tl.constexpr):
+    """Real and imaginary parts of neighbours in memory"""
+    place = 2 * start + tl.arange(0, 2 * BLOCK)
+    pairs = tl.load(source + place, mask=place < 2 * size, other=0.0)
+    return tl.split(tl.reshape(pairs, [BLOCK, 2]))
+
+
+@triton.jit
+def _write(target, start, size, real, imaginary, BLOCK: tl.constexpr):
+    place = 2 * start + tl.arange(0, 2 * BLOCK)
+    pairs = tl.reshape(tl.join(real, imaginary), [2 * BLOCK])
+    tl.store(target + place, pairs, mask=place < 2 * size)

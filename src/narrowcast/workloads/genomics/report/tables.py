@@ -1,0 +1,92 @@
+"""The tables of a run: measures by what they were measured on, and who was taken for whom."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from narrowcast.runs import TaskInfo
+from narrowcast.runs.strict_json import NONFINITE
+
+MOST_TINT = 45
+"""Per cent of a colour below words: the words stay readable on it, in light and dark."""
+
+
+def measures(sets: Mapping[str, Mapping[str, Any]], info: TaskInfo) -> str:
+    """Write the measures of each set, as the task writes them, its headline first."""
+    known = {metric.name: metric for metric in info.metrics}
+    found = {name for told in sets.values() for name in told["measured"]}
+    names = [name for name in known if name in found] + sorted(found - set(known))
+    rows = []
+    for name in names:
+        cells = []
+        for told in sets.values():
+            value = told["measured"].get(name)
+            number = None if value is None else _number(value)
+            text = (
+                ""
+                if number is None
+                else _written(number, known[name].text if name in known else "")
+            )
+            cells.append(f'<td class="number">{escape(text)}</td>')
+        rows.append(f'<tr><th scope="row">{escape(_spoken(name))}</th>{"".join(cells)}</tr>')
+    heads = "".join(
+        f'<th scope="col" class="number">{escape(name)}, {_count(told)}</th>'
+        for name, told in sets.items()
+    )
+    return (
+        f'<div class="scroll"><table class="narrow"><thead><tr><th scope="col">measure</th>'
+        f"{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _count(told: Mapping[str, Any]) -> str:
+    rows = int(told["rows"])
+    return f"{rows:,} row{'' if rows == 1 else 's'}"
+
+
+def _spoken(name: str) -> str:
+    upper = {"mcc": "MCC", "f1": "F1", "auroc": "AUROC", "auprc": "AUPRC", "rmse": "RMSE"}
+    return upper.get(name, name.replace("_", " "))
+
+
+def _number(value: Any) -> float:
+    return NONFINITE[value] if isinstance(value, str) else float(value)
+
+
+def _written(value: float, form: str) -> str:
+    return f"{value:{form or '.4f'}}" if math.isfinite(value) else f"{value}"
+
+
+def confusion(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
+    """Write who was taken for whom; a cell is as dark as its share of its row."""
+    rows = []
+    for at, row in enumerate(counts):
+        total = sum(int(count) for count in row)
+        cells = [_cell(int(count), total, right=at == there) for there, count in enumerate(row)]
+        name, shown = escape(str(classes[at])), f"{total:,}"
+        rows.append(
+            f'<tr><th scope="row">{name}</th>{"".join(cells)}'
+            f'<td class="number quiet" style="padding-left:.75rem">{shown}</td></tr>'
+        )
+    heads = "".join(
+        f'<th scope="col" class="number" style="padding:.25rem .625rem">{escape(str(name))}</th>'
+        for name in classes
+    )
+    return (
+        '<div class="scroll"><table class="narrow"><thead><tr><th scope="col">true \\ found</th>'
+        f'{heads}<th scope="col" class="number">all</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _cell(count: int, total: int, *, right: bool) -> str:
+    share = count / total if total else 0.0
+    shade = "var(--series)" if right else "var(--evaluated)"
+    tint = f"color-mix(in srgb,{shade} {MOST_TINT * share:.0f}%,transparent)"
+    weight = ";font-weight:600" if right else ""
+    said = f"{share:.1%} of the row"
+    return (
+        f'<td class="number" title="{said}" style="padding:.375rem .625rem;background:{tint}'
+        f'{weight}">{count:,}</td>'
+    )
