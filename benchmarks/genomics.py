@@ -35,7 +35,7 @@ from narrowcast.runs import describe_environment
 
 CHOOSING_SEED = 1000
 """Not one of those that are reported."""
-CHOOSING_FOLDS = 2
+CHOOSING_FOLDS = 4
 """Of a question with folds, how many candidates are chosen by."""
 QUICK = ("epochs=none", "steps=2", "eval.every=0", "batch_size=64", "model.width=16",
          "model.layers=1")  # fmt: skip
