@@ -37,7 +37,7 @@ CHOOSING_SEED = 1000
 """Not one of those that are reported."""
 CHOOSING_FOLDS = 4
 """Of a question with folds, how many candidates are chosen by."""
-QUICK = ("epochs=none", "steps=2", "eval.every=0", "batch_size=64", "model.width=16",
+QUICK = ("epochs=none", "steps=2", "eval.every=0", "batch_size=16", "model.width=16",
          "model.layers=1")  # fmt: skip
 
 
