@@ -12,7 +12,7 @@ largest `torch.cuda.max_memory_allocated` of a step after the first two, the tim
 those steps, with the device waited for. The last loss says whether numbers moved: narrowcast's must
 be one and the same, up to sums that a GPU takes in another order each time.
 `--quick` takes tiny models on a CPU in seconds: there the bytes are those that the graph holds
-after a forward pass, by torch's profiler, and what is offloaded is refused.
+after a forward pass, and what is offloaded is refused.
 """
 
 import argparse
@@ -30,6 +30,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
@@ -160,15 +163,16 @@ def work(how: str, name: str, shape: Shape, *, steps: int, device: torch.device)
             else nullcontext()
         )
         begun = time.perf_counter()
-        held = _Held(not gpu)
-        with saved, held, loop.forward():
+        held = None if gpu else _Held()
+        with saved, held or nullcontext(), loop.forward():
             loss = loss_of(model, tokens)
+        kept = 0 if held is None else held.bytes
         loop.finish(loss)
         if gpu:
             torch.cuda.synchronize()
         if step >= 2:
             seconds.append(time.perf_counter() - begun)
-            peaks.append(torch.cuda.max_memory_allocated() if gpu else held.bytes)
+            peaks.append(torch.cuda.max_memory_allocated() if gpu else kept)
     return {
         "parameters": parameters,
         "peak_bytes": max(peaks),
@@ -177,24 +181,29 @@ def work(how: str, name: str, shape: Shape, *, steps: int, device: torch.device)
     }
 
 
-class _Held:
-    """Counts what a forward pass has allocated and not let go of, on a CPU."""
+class _Held(TorchDispatchMode):
+    """Knows which storages were made inside it, on a CPU, and counts those that are still there."""
 
-    def __init__(self, wanted: bool) -> None:
-        from torch.profiler import ProfilerActivity, profile
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
-        self.bytes, self._profile = 0, None
-        if wanted:
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in _tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
 
-    def __enter__(self) -> None:
-        if self._profile is not None:
-            self._profile.__enter__()
+    @property
+    def bytes(self) -> int:
+        return sum(size for made, size in self._made.values() if not made.expired())
 
-    def __exit__(self, *raised: Any) -> None:
-        if self._profile is not None:
-            self._profile.__exit__(*raised)
-            self.bytes = sum(event.self_cpu_memory_usage for event in self._profile.events() or [])
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def measured(how: str, name: str, options: argparse.Namespace) -> dict[str, Any]:

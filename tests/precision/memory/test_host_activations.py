@@ -4,6 +4,7 @@ A CPU has nothing to offload, and a plan for one is refused; a plan that says so
 carried out, with both places in the one memory there is, so that all but the copies is tested here.
 """
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -198,7 +199,7 @@ def test_a_pass_without_gradients_and_release_leave_nothing():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_peak_is_lower_and_the_host_waits_for_nothing():
+def test_on_a_gpu_the_peak_is_lower_and_the_host_waits_for_nothing(host_never_waits):
     if DEVICE != "cuda":
         pytest.skip("needs a CUDA device")
     peaks, grads = {}, {}
@@ -211,15 +212,11 @@ def test_on_a_gpu_the_peak_is_lower_and_the_host_waits_for_nothing():
         x = torch.randn(16, 512, 512, device="cuda")
         for step in range(3):
             torch.cuda.reset_peak_memory_stats()
-            if step == 2:
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
-            try:
+            torch.cuda.synchronize()
+            with host_never_waits() if step == 2 else contextlib.nullcontext():
                 with run.compute():
                     loss = run.model(x).float().square().mean()
                 run.backward(loss)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             if step < 2:
                 run.zero_grad()
         peaks[offload] = torch.cuda.max_memory_allocated()
@@ -228,4 +225,5 @@ def test_on_a_gpu_the_peak_is_lower_and_the_host_waits_for_nothing():
     kept, offloaded = peaks.values()
     assert offloaded < 0.6 * kept
     for one, other in zip(*grads.values(), strict=True):
-        assert torch.equal(one, other)
+        # Attention's backward pass adds up by atomics: in another order each time.
+        assert torch.allclose(one, other, rtol=1e-2, atol=1e-5)

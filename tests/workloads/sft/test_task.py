@@ -166,6 +166,18 @@ def test_activations_computed_again_give_the_same_gradients(llama, rows):
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("again", ["blocks", "selective"])
+def test_adapters_learn_the_same_when_blocks_are_computed_again(llama, rows, tmp_path, again):
+    weights = []
+    for how in ("none", again):
+        trained(llama, rows, tmp_path / how, f"memory.checkpoint={how}", *LORA)
+        weights.append(load_file(tmp_path / how / "adapter" / "adapter_model.safetensors"))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    own = ("model.gradient_checkpointing=true", f"memory.checkpoint={again}")
+    with pytest.raises(RecipeError, match="own gradient checkpointing is on"):
+        trained(llama, rows, tmp_path / "both", *own, *LORA)
+
+
 def test_an_adapter_for_a_layer_that_is_not_there_is_refused(llama, rows):
     target = "lora.lora_target_modules=[q_proj,kproj]"
     with pytest.raises(RecipeError, match="no layer is called kproj; the linear layers are called"):

@@ -53,7 +53,7 @@ def print_plan(console: Console, plan: Plan, *, title: str, every: bool) -> None
     parameters = sum(module.parameters for module in plan.modules)
     say(console, "in all", f"{count(len(modules), 'module')}, {large(parameters)} parameters")
     say(console, "memory", _memory(described["bytes"]))
-    for name, text in lines_of(plan.fused):
+    for name, text in [*plan.memory.lines, *lines_of(plan.fused)]:
         say(console, name, text)
 
 

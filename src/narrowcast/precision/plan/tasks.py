@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware
+from narrowcast.precision.plan.memory import Checkpoint, Offload
 from narrowcast.precision.plan.policy import suggestion
 
 if TYPE_CHECKING:  # pydantic is not needed to ask for a row
@@ -41,9 +42,9 @@ class TaskRow:
     clip_norm: float | None = 1.0
     growth_interval: int = 2000
     """Calm steps before a loss scale grows, where there is one."""
-    checkpoint: Literal["none", "blocks"] = "none"
+    checkpoint: Checkpoint = "none"
     """What is computed again in the backward pass instead of being kept."""
-    offload: tuple[str, ...] = ()
+    offload: tuple[Offload, ...] = ()
     """What is kept in the memory of the host."""
     offload_from: Size = "medium"
     """The smallest model it is offloaded for."""
@@ -132,8 +133,8 @@ class TaskPrecision:
     """Overflows in a row after which the run goes over to a wider format; 0: never."""
     clip_norm: float | None
     growth_interval: int
-    checkpoint: str
-    offload: tuple[str, ...]
+    checkpoint: Checkpoint
+    offload: tuple[Offload, ...]
     row: str
     """Why the task is trained so."""
     reason: str
@@ -283,7 +284,7 @@ def _no_fp16(hardware: Hardware) -> str:
 
 def _offload(
     row: TaskRow, size: Size, hardware: Hardware
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+) -> tuple[tuple[Offload, ...], tuple[str, ...]]:
     """Return what is offloaded here, and what is not with the reason."""
     if not row.offload:
         return (), ()

@@ -18,6 +18,8 @@ def described(engine: Engine) -> str:
     }
     fused = dict.fromkeys(each.piece for each in plan.fused if each.fused)
     lines |= {"fused": ", ".join(fused)} if fused else {}
+    saved = "; ".join(text for _, text in plan.memory.lines)
+    lines |= {"memory": saved} if saved else {}
     name = type(engine.model).__name__
     return "\n".join([f"{name}, prepared", *(f"  {key:<12}{text}" for key, text in lines.items())])
 

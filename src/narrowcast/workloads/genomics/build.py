@@ -140,7 +140,9 @@ def network_of(
         torch.manual_seed(seed)
         backbone = GenomicModel(kept.config, complement=complement, byte_lm=byte_lm)
         width = kept.config.width * (2 if kept.pairs else 1)
-        head = target.head(width, pool=kept.pool, dropout=kept.config.dropout)
+        # A token has a letter or more, so that there are no more tokens than letters.
+        length, dropout = kept.max_length, kept.config.dropout
+        head = target.head(width, pool=kept.pool, dropout=dropout, length=length)
         return Network(backbone, head).to(device)
 
 
@@ -242,7 +244,8 @@ def _go_on(network: Network, recipe: Recipe, base: Kept, kept: Kept) -> str:
     """Give a network the weights of a finished run; return what there is to say of that."""
     name = recipe.section(GenomicModelSection).path
     _, folder = read_kept(name)
-    same = ("target", "classes", "pairs", "pool")
+    places = ["max_length"] if kept.pool == "position" else []
+    same = ["target", "classes", "pairs", "pool", *places]
     head = base.task != "generation" and all(getattr(base, k) == getattr(kept, k) for k in same)
     load_into(network, read_weights(folder), head=head)
     return f"the network goes on from {name}{'' if head else ', with a new head'}"

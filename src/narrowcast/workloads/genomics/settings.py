@@ -148,8 +148,10 @@ class GenomicModelSection(Section):
         default=False, description="compute the same for both strands, by construction"
     )
     dropout: Share = Field(default=0.1, description="share of numbers dropped in training")
-    pool: Literal["mean", "max", "cls", "attention"] = Field(
-        default="mean", description="how the tokens of a sequence become one vector"
+    pool: Literal["mean", "max", "cls", "attention", "position"] = Field(
+        default="mean",
+        description="how the tokens of a sequence become one vector; position: by weights for each "
+        "of data.max_length positions, where sequences are aligned",
     )
 
     @property

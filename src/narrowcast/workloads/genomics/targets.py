@@ -2,9 +2,9 @@
 
 Of every kind: `metrics` are what it is judged by, the headline first; `per_letter` says whether
 letters are judged, of which batches hold unequally many; `head(width)` makes predictions of hidden
-states; `loss` is the mean over `count(batch)`, `found` being what a network returns, in fp32;
-`predicted` and `truth` are what is kept of each row; `measured` are the metrics of all rows, but
-for the loss and what follows from it.
+states, of `length` tokens at most; `loss` is the mean over `count(batch)`, `found` being what a
+network returns, in fp32; `predicted` and `truth` are what is kept of each row; `measured` are the
+metrics of all rows, but for the loss and what follows from it.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class OneClass:
     classes: tuple[str, ...]
     smoothing: float = 0.0
 
-    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
-        return SequenceHead(width, len(self.classes), pool=pool, dropout=dropout)
+    def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
+        return SequenceHead(width, len(self.classes), pool, dropout, length=length)
 
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(found, batch["targets"], label_smoothing=self.smoothing)
@@ -67,8 +67,8 @@ class Labels:
     per_letter: ClassVar = False
     classes: tuple[str, ...]
 
-    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
-        return SequenceHead(width, len(self.classes), pool=pool, dropout=dropout)
+    def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
+        return SequenceHead(width, len(self.classes), pool, dropout, length=length)
 
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(found, batch["targets"])
@@ -96,8 +96,8 @@ class Value:
     centre: float = 0.0
     spread: float = 1.0
 
-    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
-        return SequenceHead(width, 1, pool=pool, dropout=dropout)
+    def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
+        return SequenceHead(width, 1, pool, dropout, length=length)
 
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
         return F.mse_loss(found.squeeze(-1), (batch["targets"] - self.centre) / self.spread)
@@ -125,7 +125,7 @@ class EveryLetter:
     classes: tuple[str, ...]
     smoothing: float = 0.0
 
-    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
+    def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return TokenHead(width, len(self.classes), dropout=dropout)
 
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
@@ -161,7 +161,7 @@ class NextToken:
     per_letter: ClassVar = True
     vocab_size: int
 
-    def head(self, width: int, *, pool: Pool, dropout: float) -> nn.Module:
+    def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return NextTokenHead(width, self.vocab_size)
 
     def loss(self, found: Tensor, batch: Batch) -> Tensor:

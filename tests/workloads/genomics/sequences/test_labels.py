@@ -120,6 +120,16 @@ def test_labels_of_letters_are_texts_or_lists(value):
     assert letter_labels(record(labels=value), "labels", ["O", "G"]).tolist() == [0, 1, 1, 0]
 
 
+@pytest.mark.parametrize("value", ["OG-O", "O G - O", ["O", "G", None, "O"], [0, 1, "-", 0]])
+def test_letters_of_unknown_class_are_ignored(value):
+    classes = ["O", "G"]
+    assert letter_labels(record(labels=value), "labels", classes).tolist() == [0, 1, -100, 0]
+
+
+def test_a_class_may_be_called_as_unknown_letters_are():
+    assert letter_labels(record(labels="-GG-"), "labels", ["-", "G"]).tolist() == [0, 1, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -8,18 +8,37 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
 
-Pool = Literal["mean", "max", "cls", "attention"]
-POOLS = ("mean", "max", "cls", "attention")
+Pool = Literal["mean", "max", "cls", "attention", "position"]
+POOLS = ("mean", "max", "cls", "attention", "position")
+NARROWER = 4
+"""By how much a state is narrowed before every position has weights of its own."""
 
 
 class SequenceHead(nn.Module):
-    """Pool a sequence's hidden states, and score its classes by an MLP."""
+    """Pool a sequence's hidden states, and score its classes by an MLP.
 
-    def __init__(self, width: int, classes: int, pool: Pool = "mean", dropout: float = 0.0) -> None:
+    `position` gives each of the first `length` positions weights of its own, for sequences that
+    are aligned: variants of one protein, windows about a splice site.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        pool: Pool = "mean",
+        dropout: float = 0.0,
+        *,
+        length: int = 0,
+    ) -> None:
         super().__init__()
         if pool not in POOLS:
             raise RecipeError(f"pool={pool}: must be one of {', '.join(POOLS)}")
-        self.pool = pool
+        if pool == "position" and length < 1:
+            raise RecipeError("pool=position has weights for each position; give length")
+        self.pool, self.length = pool, length
+        narrow = max(width // NARROWER, 1)
+        self.narrow = nn.Linear(width, narrow, bias=False) if pool == "position" else None
+        self.place = nn.Linear(length * narrow, width) if pool == "position" else None
         self.query = nn.Linear(width, 1, bias=False) if pool == "attention" else None
         self.hidden = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
@@ -36,6 +55,11 @@ class SequenceHead(nn.Module):
         if mask is None:
             mask = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
         real = mask[..., None]
+        if self.narrow is not None and self.place is not None:
+            kept = (self.narrow(hidden) * real)[:, : self.length]
+            missing = self.length - kept.shape[1]
+            placed: Tensor = self.place(F.pad(kept, (0, 0, 0, missing)).flatten(1))
+            return placed
         if self.pool == "cls":
             return hidden[:, 0]
         if self.pool == "max":

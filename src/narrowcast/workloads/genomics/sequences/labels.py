@@ -15,6 +15,8 @@ from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Spans
 
 IGNORE = -100
 """The label that losses of torch leave out."""
+UNKNOWN = "-"
+"""How a table writes the class of a letter that nobody knows: it is neither learnt nor judged."""
 
 
 def base_labels(
@@ -110,7 +112,8 @@ def base_values(values: NDArray[Any], spans: Spans, length: int) -> NDArray[Any]
 def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
     """Return the labels of a record's letters, names or numbers of classes.
 
-    They are a list, a text of one sign each, or a text of words with blanks between them.
+    They are a list, a text of one sign each, or a text of words with blanks between them. A letter
+    whose class is `-` (in a list also null) is to be ignored, unless a class is called so.
     """
     value = _field(record, column)
     if isinstance(value, str) and len(value.split()) > 1:
@@ -122,7 +125,11 @@ def letter_labels(record: Record, column: str, classes: Sequence[str]) -> Ids:
             f"{record.place}: {column} has {count} labels for {len(record.sequence)} letters; give "
             "one for each letter"
         )
-    return np.array([_class(item, column, classes, record) for item in items], dtype=np.int64)
+    if all(isinstance(item, str) for item in items):
+        # A genome has millions of letters, and few classes.
+        numbers = {item: _letter(item, column, classes, record) for item in dict.fromkeys(items)}
+        return np.array([numbers[item] for item in items], dtype=np.int64)
+    return np.array([_letter(item, column, classes, record) for item in items], dtype=np.int64)
 
 
 def class_label(record: Record, column: str, classes: Sequence[str]) -> int:
@@ -166,6 +173,11 @@ def _field(record: Record, column: str) -> Any:
             f"{shortened(', '.join(record.fields) or 'none', 200)} beside its sequence"
         )
     return record.fields[column]
+
+
+def _letter(value: Any, column: str, classes: Sequence[str], record: Record) -> int:
+    unknown = value is None or (value == UNKNOWN and UNKNOWN not in classes)
+    return IGNORE if unknown else _class(value, column, classes, record)
 
 
 def _class(value: Any, column: str, classes: Sequence[str], record: Record) -> int:

@@ -1,0 +1,329 @@
+"""What is asked of each study: data, settings to choose among, the measure, and what to beat.
+
+A question is one table of results: a recipe of the workload on one set of files. Its candidates
+are chosen among on the part that is judged on (`--choose`, where the tested part is not even
+read); what is reported is the chosen one, trained anew for every seed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from genomics_studies.preparing import EXON_FOLDS, FOLDS, GB1
+
+BY_TASK = "by task"
+"""The policy that the recipe's `precision.task` picks for the machine."""
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8-delayed")
+
+Settings = Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A recipe on one set of files, and how good its answer is."""
+
+    name: str
+    study: str
+    recipe: str
+    files: str
+    """Folder of the prepared parts; {fold} is the number of a fold."""
+    settings: Settings
+    candidates: Mapping[str, Settings]
+    metric: str
+    cost: float
+    """Seconds that a run takes on a GPU with others beside it, roughly: the longest come first."""
+    folds: int = 1
+    policies: Sequence[str] = (BY_TASK,)
+    suffix: str = "csv.gz"
+    at_least: float | None = None
+    """What its mean is asked to reach."""
+    beside: Mapping[str, float] = field(default_factory=dict)
+    """Published results on the same test."""
+    percent: bool = False
+    """Whether results are told times 100."""
+
+
+COMMON = ("lr_schedule.name=cosine", "lr_schedule.warmup_ratio=0.05", "health.every=0")
+SEQUENCE = (*COMMON, "eval.patience=0", "eval.keep_best=true", "objective.label_smoothing=0")
+
+_GUE_DATA = ("batch_size=128", "optimizer.weight_decay=0.1", "ema.decay=0.99")
+_GUE_CNN: Mapping[str, Settings] = {
+    "mean-64x4": (
+        "model.backbone=cnn", "model.width=64", "model.layers=4", "model.pool=mean",
+        "model.dropout=0.2", "data.mutate=0.05", "optimizer.lr=2e-3",
+    ),
+    "attention-64x4": (
+        "model.backbone=cnn", "model.width=64", "model.layers=4", "model.pool=attention",
+        "model.dropout=0.2", "data.mutate=0.05", "optimizer.lr=2e-3",
+    ),
+    "max-96x3": (
+        "model.backbone=cnn", "model.width=96", "model.layers=3", "model.pool=max",
+        "model.dropout=0.3", "data.mutate=0.05", "optimizer.lr=1e-3",
+    ),
+    "attention-96x4": (
+        "model.backbone=cnn", "model.width=96", "model.layers=4", "model.pool=attention",
+        "model.dropout=0.3", "data.mutate=0.1", "optimizer.lr=1e-3",
+    ),
+}  # fmt: skip
+_GUE_HYENA: Mapping[str, Settings] = {
+    "mean-64x2": (
+        "model.backbone=hyena", "model.width=64", "model.layers=2", "model.pool=mean",
+        "model.dropout=0.1", "data.mutate=0.05", "optimizer.lr=2e-3",
+    ),
+    "attention-128x2": (
+        "model.backbone=hyena", "model.width=128", "model.layers=2", "model.pool=attention",
+        "model.dropout=0.2", "data.mutate=0.05", "optimizer.lr=1e-3",
+    ),
+    "max-128x2": (
+        "model.backbone=hyena", "model.width=128", "model.layers=2", "model.pool=max",
+        "model.dropout=0.2", "data.mutate=0.1", "optimizer.lr=6e-4",
+    ),
+    "attention-96x4": (
+        "model.backbone=hyena", "model.width=96", "model.layers=4", "model.pool=attention",
+        "model.dropout=0.3", "data.mutate=0.1", "optimizer.lr=1e-3",
+    ),
+}  # fmt: skip
+
+GUE_BESIDE = {
+    "prom_core_tata": {
+        "DNABERT 3-mer": 78.15, "DNABERT 6-mer": 76.06, "NT-500M-human": 71.34,
+        "NT-2500M-multi": 72.97, "DNABERT-2": 74.17, "DNABERT-2 further trained": 76.18,
+    },
+    "prom_300_tata": {
+        "DNABERT 3-mer": 69.83, "DNABERT 6-mer": 61.56, "NT-500M-human": 78.07,
+        "NT-2500M-multi": 79.43, "DNABERT-2": 71.59, "DNABERT-2 further trained": 68.79,
+    },
+    "prom_core_all": {
+        "DNABERT 3-mer": 70.92, "DNABERT 6-mer": 68.90, "NT-500M-human": 63.45,
+        "NT-2500M-multi": 70.33, "DNABERT-2": 69.37, "DNABERT-2 further trained": 67.50,
+    },
+}  # fmt: skip
+"""MCC × 100 on the test part, Table 4 of DNABERT-2 (Zhou et al., ICLR 2024)."""
+GB1_BESIDE = {
+    "one_vs_rest": {"FLIP ridge": 0.28, "FLIP CNN": 0.17, "ESM-1b": 0.310},
+    "two_vs_rest": {"FLIP ridge": 0.59, "FLIP CNN": 0.32, "ESM-1b": 0.646},
+    "three_vs_rest": {"FLIP ridge": 0.76, "FLIP CNN": 0.83, "ESM-1b": 0.878},
+    "low_vs_high": {"FLIP ridge": 0.34, "FLIP CNN": 0.51, "ESM-1b": 0.433},
+    "sampled": {},
+}
+"""Spearman on the test part, FLIP (Dallago et al., NeurIPS 2021)."""
+
+
+def _gue(task: str, backbone: str) -> Question:
+    large = task == "prom_core_all"
+    long = task == "prom_300_tata"
+    steps_an_epoch = 370 if large else 38
+    return Question(
+        name=f"{task} {backbone}",
+        study="gue",
+        recipe="genomics/variant_effect",
+        files=f"gue/{task}",
+        settings=(
+            *SEQUENCE,
+            *_GUE_DATA,
+            f"epochs={8 if large else 25}",
+            f"data.max_length={304 if long else 72}",
+            f"eval.every={steps_an_epoch // (2 if large else 1)}",
+        ),
+        candidates=_GUE_CNN if backbone == "cnn" else _GUE_HYENA,
+        metric="mcc",
+        cost=(90 if large else 50 if long else 30) * (1.5 if backbone == "hyena" else 1),
+        policies=(BY_TASK,) if large else PRECISIONS,
+        at_least={"prom_core_tata": 0.76, "prom_300_tata": 0.79}.get(task),
+        beside=GUE_BESIDE[task],
+        percent=True,
+    )
+
+
+_PROTEIN = ("data.alphabet=protein", "model.backbone=cnn")
+
+
+def _gb1(split: str) -> Question:
+    # Of few sequences an epoch has few steps: all train for about as many.
+    epochs = {"one_vs_rest": 600, "two_vs_rest": 200, "three_vs_rest": 40}.get(split, 24)
+    small = split == "one_vs_rest"
+    return Question(
+        name=f"GB1 {split}",
+        study="gb1",
+        recipe="genomics/variant_effect",
+        files=f"gb1/{split}",
+        settings=(
+            *SEQUENCE,
+            *_PROTEIN,
+            "data.max_length=24",
+            "objective.target=value",
+            f"batch_size={16 if small else 128}",
+            f"epochs={epochs}",
+            f"eval.every={300 if small else 100}",
+            "ema.decay=0.99",
+        ),
+        candidates={
+            "mean-64x2": (
+                "model.width=64", "model.layers=2", "model.pool=mean", "model.dropout=0.1",
+                "optimizer.lr=2e-3", "optimizer.weight_decay=0.01",
+            ),
+            "max-64x2": (
+                "model.width=64", "model.layers=2", "model.pool=max", "model.dropout=0.1",
+                "optimizer.lr=2e-3", "optimizer.weight_decay=0.01",
+            ),
+            "mean-128x2": (
+                "model.width=128", "model.layers=2", "model.pool=mean", "model.dropout=0.2",
+                "optimizer.lr=1e-3", "optimizer.weight_decay=0.1",
+            ),
+        },
+        metric="spearman",
+        cost=20,
+        at_least={"three_vs_rest": 0.80, "low_vs_high": 0.45}.get(split),
+        beside=GB1_BESIDE[split],
+    )  # fmt: skip
+
+
+_SPLICE = Question(
+    name="UCI splice",
+    study="splice",
+    recipe="genomics/variant_effect",
+    files="splice/fold{fold}",
+    settings=(
+        *SEQUENCE, "data.max_length=64", "batch_size=64", "epochs=20", "eval.every=40",
+        "ema.decay=0.99", "model.backbone=cnn",
+    ),
+    candidates={
+        "mean-64x3": (
+            "model.width=64", "model.layers=3", "model.pool=mean", "model.dropout=0.2",
+            "data.mutate=0.05", "optimizer.lr=1e-3", "optimizer.weight_decay=0.1",
+        ),
+        "attention-64x3": (
+            "model.width=64", "model.layers=3", "model.pool=attention", "model.dropout=0.2",
+            "data.mutate=0.05", "optimizer.lr=1e-3", "optimizer.weight_decay=0.1",
+        ),
+        "max-64x3": (
+            "model.width=64", "model.layers=3", "model.pool=max", "model.dropout=0.3",
+            "data.mutate=0.1", "optimizer.lr=1e-3", "optimizer.weight_decay=0.1",
+        ),
+    },
+    metric="accuracy",
+    cost=15,
+    folds=FOLDS,
+    at_least=0.965,
+    beside={"one-hot logistic regression": 95.8, "KBANN (UCI's notes, recalled)": 93.7},
+    percent=True,
+)  # fmt: skip
+
+_BRCA1 = Question(
+    name="BRCA1 by exon",
+    study="brca1",
+    recipe="genomics/variant_effect",
+    files="brca1/fold{fold}",
+    settings=(
+        *SEQUENCE, "data.reference={data}/brca1/reference.fa.gz", "batch_size=64", "epochs=12",
+        "eval.every=35", "ema.decay=0.99", 'objective.labels=["other","LOF"]',
+        "optimizer.weight_decay=0.1",
+    ),
+    candidates={
+        "cnn-64": (
+            "model.backbone=cnn", "model.width=64", "model.layers=3", "model.pool=max",
+            "model.dropout=0.3", "data.max_length=64", "optimizer.lr=1e-3",
+        ),
+        "cnn-128": (
+            "model.backbone=cnn", "model.width=64", "model.layers=4", "model.pool=max",
+            "model.dropout=0.3", "data.max_length=128", "data.mutate=0.05", "optimizer.lr=1e-3",
+        ),
+        "hyena-128": (
+            "model.backbone=hyena", "model.width=64", "model.layers=2", "model.pool=max",
+            "model.dropout=0.2", "data.max_length=128", "data.mutate=0.05", "optimizer.lr=1e-3",
+        ),
+    },
+    metric="auroc",
+    cost=20,
+    folds=len(EXON_FOLDS),
+)  # fmt: skip
+
+_STRUCTURE = Question(
+    name="FLIP secondary structure",
+    study="structure",
+    recipe="genomics/annotation",
+    files="structure",
+    settings=(
+        *COMMON, "data.alphabet=protein", 'objective.labels=["C","E","H"]', "data.max_length=512",
+        "batch_size=32", "accumulate=1", "epochs=12", "eval.every=300", "eval.keep_best=true",
+        "ema.decay=0.99", "optimizer.weight_decay=0.1",
+    ),
+    candidates={
+        "cnn-96x4": (
+            "model.backbone=cnn", "model.width=96", "model.layers=4", "model.dropout=0.2",
+            "optimizer.lr=2e-3", "data.mutate=0.05",
+        ),
+        "hyena-128x4": (
+            "model.backbone=hyena", "model.width=128", "model.layers=4", "model.dropout=0.2",
+            "optimizer.lr=2e-3", "data.mutate=0.05",
+        ),
+    },
+    metric="accuracy",
+    cost=120,
+    percent=True,
+)  # fmt: skip
+
+_GENES = Question(
+    name="genes of Leptospira",
+    study="genes",
+    recipe="genomics/annotation",
+    files="genes",
+    settings=(
+        *COMMON, 'objective.labels=["intergenic","gene"]', "batch_size=16", "accumulate=1",
+        "eval.every=200", "eval.keep_best=true", "ema.decay=0.99", "optimizer.weight_decay=0.1",
+        "data.reverse_complement=true",
+    ),
+    candidates={
+        "cnn-96x4": (
+            "model.backbone=cnn", "model.width=96", "model.layers=4", "model.dropout=0.1",
+            "data.max_length=2048", "epochs=4", "optimizer.lr=2e-3",
+        ),
+        "hyena-128x4": (
+            "model.backbone=hyena", "model.width=128", "model.layers=4", "model.dropout=0.1",
+            "data.max_length=2048", "epochs=4", "optimizer.lr=2e-3",
+        ),
+    },
+    metric="mcc",
+    cost=120,
+    percent=True,
+)  # fmt: skip
+
+_GENERATION = Question(
+    name="next base of E. coli",
+    study="generation",
+    recipe="genomics/generation",
+    files="generation",
+    settings=(
+        *COMMON, "data.max_length=2048", "batch_size=16", "accumulate=1", "eval.every=200",
+        "eval.keep_best=true", "ema.decay=0.99", "optimizer.weight_decay=0.1",
+        "data.reverse_complement=true",
+    ),
+    candidates={
+        "hyena-128x4": (
+            "model.backbone=hyena", "model.width=128", "model.layers=4", "model.dropout=0.0",
+            "epochs=5", "optimizer.lr=2e-3",
+        ),
+        "cnn-128x3": (
+            "model.backbone=cnn", "model.width=128", "model.layers=3", "model.dropout=0.0",
+            "epochs=5", "optimizer.lr=2e-3",
+        ),
+    },
+    metric="perplexity",
+    cost=150,
+    suffix="fa.gz",
+)  # fmt: skip
+
+QUESTIONS: Sequence[Question] = (
+    *(
+        _gue(task, backbone)
+        for task in ("prom_core_tata", "prom_300_tata", "prom_core_all")
+        for backbone in ("cnn", "hyena")
+    ),
+    *(_gb1(split) for split in GB1),
+    _SPLICE,
+    _BRCA1,
+    _STRUCTURE,
+    _GENES,
+    _GENERATION,
+)
+STUDIES = tuple(dict.fromkeys(question.study for question in QUESTIONS))
+LOWER_IS_BETTER = frozenset({"perplexity", "loss"})
