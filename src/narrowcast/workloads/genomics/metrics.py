@@ -80,6 +80,11 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
     }
 
 
+def areas(truth: Array, score: Array) -> dict[str, float]:
+    """Return the areas below both curves, of scores that should be high where `truth` is."""
+    return _areas([(truth, score)])
+
+
 def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:
     """Return the means of the areas below two curves; none where there is one class only."""
     if not of:

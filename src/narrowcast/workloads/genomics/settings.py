@@ -12,6 +12,7 @@ MADE = "made"
 """Data that needs no file: made from the seed, with something to find in it."""
 LONGEST = 2**24
 MOST_CLASSES = 10_000
+MOST_FILES = 10_000
 
 TaskName = Literal[
     "annotation", "variant_effect", "protein_function", "generation", "domain_adaptation"
@@ -24,12 +25,22 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class GenomicData(DataSection):
     """Which sequences are learnt, and how they become tokens."""
 
-    places: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "reference", "features")
+    places: ClassVar[tuple[str, ...]] = (
+        "path",
+        "more",
+        "validation",
+        "test",
+        "reference",
+        "features",
+    )
 
     path: Text = Field(
         default=MADE,
         description="a file of sequences to train on: csv, tsv, json, jsonl, FASTA, FASTQ, GenBank "
         f"or VCF, plain or gzip; {MADE}: sequences that are made from the seed",
+    )
+    more: tuple[Text, ...] = Field(
+        default=(), max_length=MOST_FILES, description="further files to train on, beside path"
     )
     validation: Text = Field(
         default="", description="a file to judge on while training; empty: a share of path"
@@ -96,6 +107,8 @@ class GenomicData(DataSection):
         if self.alphabet == "protein" and self.reverse_complement:
             text = "a protein has one strand; leave reverse_complement out"
             refuse_conflicts([(("reverse_complement", "alphabet"), text)])
+        if self.more and self.path == MADE:
+            refuse_conflicts([(("more", "path"), "name the first file with path")])
         if self.tokenizer == "kmer" and self.overlap >= self.kmer:
             text = f"tokens of {self.kmer} letters cannot share {self.overlap}; write overlap=1"
             refuse_conflicts([(("overlap", "kmer"), text)])

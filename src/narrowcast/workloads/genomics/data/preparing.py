@@ -100,7 +100,7 @@ def _split(
             for part in ("train", "validation")
         ]
         return parts[0], parts[1]
-    rows = read_rows(data.path, data, objective)
+    rows = [row for name in (data.path, *data.more) for row in read_rows(name, data, objective)]
     if data.validation:
         return rows, read_rows(data.validation, data, objective)
     if genomes and all(len(row.sequence) > data.max_length for row in rows):
