@@ -32,8 +32,6 @@ from narrowcast.workloads.genomics.targets import (
     Value,
 )
 
-TASKS = ("annotation", "variant_effect", "protein_function", "generation", "domain_adaptation")
-
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +82,9 @@ class Finished:
             with torch.no_grad(), self.compute():
                 found = self.network(there["tokens"], there["mask"], there.get("alternative"))
             answer: Tensor = found.float().cpu()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise UnsupportedError(
                 f"{len(rows)} sequences of up to {batch['tokens'].shape[1]:,} tokens do not fit "
                 f"the memory of {self.device}; write a smaller --batch-size"
@@ -105,21 +105,20 @@ def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finish
     asked = policy_from(policy)
     place = torch.device(probe(device).device)
     kept, folder = read_kept(name)
-    _refuse_strange(kept, name)
-    tokenizer = tokenizer_of(
-        "byte" if kept.tokenizer == "byte" else "kmer",
-        ALPHABETS[kept.alphabet],
-        kept.kmer,
-        kept.overlap,
-    )
+    tokenizer = tokenizer_of(kept.tokenizer, ALPHABETS[kept.alphabet], kept.kmer, kept.overlap)
     if tokenizer.vocab_size != kept.config.vocab_size:
         raise CheckpointError(
             f"{shown_path(folder)}: its tokens are {tokenizer.vocab_size}, and the network has "
             f"{kept.config.vocab_size}; genomics.json is damaged, put it back from a copy"
         )
     target = _target(kept, tokenizer)
+    weights = read_weights(folder)
+    # Shapes first, which take no memory: what a damaged file says may be of any size.
+    load_into(
+        network_of(kept, tokenizer, target, seed=0, device=torch.device("meta")), weights, head=True
+    )
     network = network_of(kept, tokenizer, target, seed=0, device=place)
-    load_into(network, read_weights(folder), head=True)
+    load_into(network, weights, head=True)
     network.eval()
     prepared = None
     if asked != PRESETS["fp32"]:
@@ -137,19 +136,15 @@ def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finish
     )
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Say whether a device, or the host, had no memory left; torch has no class for the latter."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def require_target(run: Finished, *, writes: bool, instead: str) -> None:
     """Refuse a run that was trained for something else than what is asked of it."""
     if isinstance(run.target, NextToken) != writes:
         raise RecipeError(f"{run.name} was trained for {run.kept.task}; {instead}")
-
-
-def _refuse_strange(kept: Kept, name: str) -> None:
-    known = kept.alphabet in ALPHABETS and kept.tokenizer in ("byte", "kmer")
-    if not known or kept.task not in TASKS:
-        raise CheckpointError(
-            f"{name}: alphabet {kept.alphabet!r:.40}, tokenizer {kept.tokenizer!r:.40} or task "
-            f"{kept.task!r:.40} is none of this version; genomics.json is damaged"
-        )
 
 
 def _target(kept: Kept, tokenizer: Tokenizer) -> Target:

@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import DivergedError, RecipeError
-from narrowcast.workloads.genomics.inference.finished import Finished
+from narrowcast.errors import DivergedError, UnsupportedError
+from narrowcast.workloads.genomics.inference.finished import Finished, is_out_of_memory
 from narrowcast.workloads.genomics.models.generate import generate
 from narrowcast.workloads.genomics.samples import ids_of_letters
 from narrowcast.workloads.genomics.sequences.operations import gc
@@ -98,8 +98,10 @@ def _more(
                 generator=generator,
             )
             return torch.cat([tokens[:, :-context], more], dim=1)
-    except torch.OutOfMemoryError as error:
-        raise RecipeError(
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UnsupportedError(
             f"{tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens do not fit the memory of "
             f"{run.device}; write a smaller --length or --count"
         ) from error
