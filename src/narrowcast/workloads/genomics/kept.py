@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -52,19 +53,21 @@ def read_kept(name: str) -> tuple[Kept, Path]:
     folder = path_of(name)
     path = folder / FILE
     try:
-        data: Any = json.loads(read_plain(path, most=LARGEST))
+        content = read_plain(path, most=LARGEST)
     except OSError as error:
         raise RecipeError(
             f"{shown_path(path)} cannot be read ({error.strerror}); give the folder of a finished "
             "run of genomics, as `narrowcast genomics pretrain` makes one"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error
     try:
-        config = GenomicConfig(**data.pop("config"))
-        classes = tuple(data.pop("classes"))
-        return Kept(config=config, classes=classes, **data), folder
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        return TypeAdapter(Kept).validate_json(content, strict=True), folder
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{shown_path(path)} is damaged: {where}{': ' if where else ''}{first['msg']}"
+        ) from error
+    except RecipeError as error:  # numbers that no network has
         raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error
 
 
