@@ -37,6 +37,8 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
 
     F1 and the areas are means over the classes that occur; areas are of one class against the rest.
     """
+    if not np.isfinite(chances).all():
+        return _none_of(OF_CLASSES)
     chosen = chances.argmax(1)
     present = [each for each in np.unique(truth).tolist() if (truth != each).any()]
     if chances.shape[1] == 2 and len(present) == 2:
@@ -51,6 +53,8 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
 
 def of_labels(truth: Array, chances: Array) -> dict[str, float]:
     """Judge any number of labels: both are (rows, labels)."""
+    if not np.isfinite(chances).all():
+        return _none_of(OF_LABELS)
     present = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
     return {
         "f1": float(sk.f1_score(truth, chances > 0.5, average="macro", zero_division=0)),
@@ -60,6 +64,8 @@ def of_labels(truth: Array, chances: Array) -> dict[str, float]:
 
 def of_values(truth: Array, predicted: Array) -> dict[str, float]:
     """Judge numbers; a correlation with a constant is none, and counts as 0."""
+    if not np.isfinite(predicted).all():
+        return _none_of(OF_VALUES)
     moves = len(truth) > 1 and np.ptp(predicted) > 0 and np.ptp(truth) > 0
     return {
         "spearman": float(stats.spearmanr(truth, predicted).statistic) if moves else 0.0,
@@ -78,6 +84,11 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
         "f1": float(sk.f1_score(all_truth, all_chosen, average="macro", zero_division=0)),
         "sequence_accuracy": float(np.mean(whole)),
     }
+
+
+def _none_of(metrics: Sequence[Metric]) -> dict[str, float]:
+    """Return what a network that has diverged is worth: no number is one."""
+    return {metric.name: float("nan") for metric in metrics if metric is not LOSS}
 
 
 def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:
