@@ -44,7 +44,7 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
     if chances.shape[1] == 2 and len(present) == 2:
         present = [1]
     return {
-        "mcc": float(sk.matthews_corrcoef(truth, chosen)),
+        "mcc": _mcc(truth, chosen),
         "accuracy": float((chosen == truth).mean()),
         "f1": float(sk.f1_score(truth, chosen, average="macro", zero_division=0)),
         **_areas([(truth == each, chances[:, each]) for each in present]),
@@ -57,7 +57,7 @@ def of_labels(truth: Array, chances: Array) -> dict[str, float]:
         return _none_of(OF_LABELS)
     present = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
     return {
-        "f1": float(sk.f1_score(truth, chances > 0.5, average="macro", zero_division=0)),
+        "f1": _f1_of_labels(truth > 0, chances > 0.5),
         **_areas([(truth[:, at] > 0, chances[:, at]) for at in present]),
     }
 
@@ -79,11 +79,23 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
     all_truth, all_chosen = np.concatenate(list(truth)), np.concatenate(list(chosen))
     whole = [bool((a == b).all()) for a, b in zip(truth, chosen, strict=True)]
     return {
-        "mcc": float(sk.matthews_corrcoef(all_truth, all_chosen)),
+        "mcc": _mcc(all_truth, all_chosen),
         "accuracy": float((all_truth == all_chosen).mean()),
         "f1": float(sk.f1_score(all_truth, all_chosen, average="macro", zero_division=0)),
         "sequence_accuracy": float(np.mean(whole)),
     }
+
+
+def _mcc(truth: Array, chosen: Array) -> float:
+    """Return Matthews' coefficient; 0 where all is of one class, of which scikit-learn warns."""
+    alike = (truth == truth[0]).all() and (chosen == truth[0]).all()
+    return 0.0 if alike else float(sk.matthews_corrcoef(truth, chosen))
+
+
+def _f1_of_labels(truth: Array, chosen: Array) -> float:
+    """Return the mean over labels; of a single one, scikit-learn takes "has none" for another."""
+    right, wrong = (truth & chosen).sum(0), (truth != chosen).sum(0)
+    return float((2 * right / np.maximum(2 * right + wrong, 1)).mean())
 
 
 def _none_of(metrics: Sequence[Metric]) -> dict[str, float]:
