@@ -10,7 +10,9 @@ on the command line works here, and the folder is one that every command takes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +20,10 @@ import torch
 from torch import nn
 
 from narrowcast.config.section import Section
-from narrowcast.errors import RecipeError
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import probe
 from narrowcast.precision.gradients.loss_scale import LossScale
-from narrowcast.precision.plan.memory import Memory
+from narrowcast.precision.plan.memory import Memory, plan_memory
 from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
@@ -99,9 +101,8 @@ class FineTuner:
     def precision_stats(self) -> dict[str, Any]:
         """Return how the formats of the run in `out` did so far, by the names of other programs.
 
-        `history` has, for every step that was read in full, the norm of the gradients, the scale,
-        and the overflows until then. An overflow is a step whose gradients were not finite: it was
-        skipped.
+        `history` has, for every step, the norm of the gradients, the scale, and the overflows
+        until then. An overflow is a step whose gradients were not finite: it was skipped.
         """
         with RunFolder.open(self.out) as folder:
             steps = [each for each in folder.records() if isinstance(each, StepRecord)]
@@ -109,10 +110,20 @@ class FineTuner:
         return {"mode": str(plan["policy"]), **_counted(steps, plan)}
 
     def precision(self, model: nn.Module) -> TaskPrecision:
-        """Return the precision that suits the task for a model, where the model is."""
-        first = next(model.parameters())
+        """Return the precision that suits the task for a model, where the model is.
+
+        What would save memory and the model cannot have is left out, and `left_out` says why.
+        """
+        hardware = probe(str(next(model.parameters()).device))
         size = sum(parameter.numel() for parameter in model.parameters())
-        return optimal_precision(self.task, size, probe(str(first.device)))
+        chosen = optimal_precision(self.task, size, hardware)
+        memory = Memory(checkpoint=chosen.checkpoint, offload=chosen.offload)
+        try:
+            plan_memory(model, memory, hardware=hardware, sizes={})
+        except (RecipeError, UnsupportedError) as error:
+            why = (*chosen.left_out, f"memory.checkpoint={chosen.checkpoint}: {error}")
+            return replace(chosen, checkpoint="none", offload=(), left_out=why)
+        return chosen
 
     def optimize_for_task(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any
@@ -182,13 +193,12 @@ def _key(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return f"[{', '.join(_text(each) for each in value)}]"
-    return str(value)
+    """Write a value as a word does: text as it is, all else as JSON, in which names are quoted."""
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+        value = list(value)
+    return json.dumps(value, default=str)
 
 
 def _counted(steps: list[StepRecord], plan: dict[str, Any]) -> dict[str, Any]:
@@ -197,13 +207,12 @@ def _counted(steps: list[StepRecord], plan: dict[str, Any]) -> dict[str, Any]:
     overflows, history = 0, dict[int, dict[str, float]]()
     for record in steps:
         overflows += not record.applied
-        if record.lost_updates is not None:
-            history[record.step] = {
-                "gradient_norm": record.grad_norm,
-                "param_count": parameters,
-                "scale": record.loss_scale,
-                "overflow_count": overflows,
-            }
+        history[record.step] = {
+            "gradient_norm": record.grad_norm,
+            "param_count": parameters,
+            "scale": record.loss_scale,
+            "overflow_count": overflows,
+        }
     scales = [record.loss_scale for record in steps]
     scale = scales[-1] if scales else 1.0
     return {

@@ -12,7 +12,7 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.genomics.data.examples import Examples
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
-from narrowcast.workloads.genomics.data.rows import values_of
+from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, values_of
 from narrowcast.workloads.genomics.kept import Kept, load_into, read_kept, read_weights
 from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
@@ -58,23 +58,25 @@ class Parts:
 def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     """Read the data and make the network on `device`; on the meta device only its shapes."""
     data, objective = recipe.section(GenomicData), recipe.section(Objective)
-    base = read_kept(recipe.section(GenomicModelSection).path)[0] if _has_base(recipe) else None
+    path = recipe.section(GenomicModelSection).path
+    base = read_kept(path)[0] if path else None
     _refuse_other_tokens(base, data)
-    _refuse_no_sense(base, objective)
+    _refuse_to_write_with(base, objective)
     tokenizer = tokenizer_of(data.tokenizer, ALPHABETS[data.alphabet], data.kmer, data.overlap)
     rows = examine(data, objective, seed=recipe.seed)
     target = target_of(objective, rows, tokenizer)
-    parts = [rows.train, rows.validation, *([] if rows.test is None else [rows.test])]
-    parts += list(rows.source or ())
-    sets = [as_examples(part, tokenizer, objective, rows.classes) for part in parts]
-    width = max(part.width for part in sets)
-    train, validation, *others = (replace(part, width=width) for part in sets)
+    sets = {
+        name: as_examples(part, tokenizer, objective, rows.classes)
+        for name, part in rows.parts.items()
+    }
+    width = max(part.width for part in sets.values())
+    sets = {name: replace(part, width=width) for name, part in sets.items()}
     kept = _kept(recipe, tokenizer, target, rows, width=width, base=base)
     byte_lm = None
     if kept.config.patching == "entropy" and base is None and device.type != "meta":
-        byte_lm, kept = _find_patches(train, kept, seed=recipe.seed)
+        byte_lm, kept = _find_patches(sets["train"], kept, seed=recipe.seed)
     network = network_of(kept, tokenizer, target, seed=recipe.seed, device=device, byte_lm=byte_lm)
-    source = (others[-2], others[-1]) if rows.source else None
+    source = (sets["source"], sets["source validation"]) if "source" in sets else None
     notes = list(rows.notes)
     if device.type != "meta":
         notes += _begin(network, recipe, base, kept, target=target, source=source)
@@ -82,12 +84,12 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         network=network,
         tokenizer=tokenizer,
         target=target,
-        train=train,
-        validation=validation,
-        test=others[0] if rows.test is not None else None,
+        train=sets["train"],
+        validation=sets["validation"],
+        test=sets.get("test"),
         source=source,
         kept=kept,
-        unit="residue" if data.alphabet == "protein" else "base",
+        unit=_unit(data),
         letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)).to(device),
         notes=tuple(notes),
     )
@@ -95,24 +97,48 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
 
 def target_of(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Target:
     """Return the kind of target of a recipe."""
-    classes, smoothing = rows.classes, objective.label_smoothing
+    train, classes, smoothing = rows.parts["train"], rows.classes, objective.label_smoothing
     match objective.task, objective.target:
         case "generation", _:
             return NextToken(vocab_size=tokenizer.vocab_size)
         case "annotation", _:
+            found = {int(label) for row in train for label in _extremes(row)}
+            if len(found) < 2:
+                only = "".join(classes[label] for label in found)
+                raise _nothing_to_learn(f"the class {only}" if only else "no class")
             return EveryLetter(classes=classes, smoothing=smoothing)
         case _, "value":
-            values = values_of(rows.train)
-            return Value(centre=float(values.mean()), spread=float(values.std()) or 1.0)
+            values = values_of(train).astype(np.float64)
+            if not np.ptp(values):
+                raise _nothing_to_learn(f"the value {train[0].label}")
+            return Value(centre=float(values.mean()), spread=float(values.std()))
         case _, "labels":
             return Labels(classes=classes)
         case _:
-            if len(classes) < 2:
-                raise RecipeError(
-                    f"all sequences have the class {classes[0]!r}: there is nothing to tell apart; "
-                    "give examples of another, or name the classes with objective.labels"
-                )
+            if len({row.label for row in train}) < 2:
+                raise _nothing_to_learn(f"the class {train[0].label}")
             return OneClass(classes=classes, smoothing=smoothing)
+
+
+def _extremes(row: Row) -> list[int]:
+    """Return the first and the last of the classes that its letters have, by number."""
+    assert row.letters is not None
+    known = row.letters[row.letters != UNLABELLED]
+    return [known.min(), known.max()] if len(known) else []
+
+
+def _nothing_to_learn(what: str) -> RecipeError:
+    return RecipeError(
+        f"all that is learnt has {what}: there is nothing to tell apart; give examples of "
+        "another, or name the column with data.label"
+    )
+
+
+def _unit(data: GenomicData) -> str:
+    """What the network reads, and a run counts."""
+    if data.tokenizer == "kmer":
+        return "token"
+    return "residue" if data.alphabet == "protein" else "base"
 
 
 def _find_patches(train: Examples, kept: Kept, *, seed: int) -> tuple[ByteLM, Kept]:
@@ -135,7 +161,8 @@ def network_of(
     byte_lm: ByteLM | None = None,
 ) -> Network:
     """Return a network on `device` with weights drawn by a seed, the same on every device."""
-    table = tokenizer.complement
+    # Of k-mers, the other strand has others where letters are left over.
+    table = tokenizer.complement if tokenizer.width == 1 else None
     complement = None if table is None else table.tolist()
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(seed)
@@ -145,10 +172,6 @@ def network_of(
         length, dropout = kept.max_length, kept.config.dropout
         head = target.head(width, pool=kept.pool, dropout=dropout, length=length)
         return Network(backbone, head).to(device)
-
-
-def _has_base(recipe: Recipe) -> bool:
-    return bool(recipe.section(GenomicModelSection).path)
 
 
 def _kept(
@@ -175,7 +198,7 @@ def _kept(
         task=objective.task,
         target=objective.target,
         classes=rows.classes,
-        pairs=bool(rows.train[0].alternative),
+        pairs=bool(rows.parts["train"][0].alternative),
         pool=model.pool,
         max_length=data.max_length,
         centre=value.centre,
@@ -209,7 +232,7 @@ def _refuse_other_tokens(base: Kept | None, data: GenomicData) -> None:
             )
 
 
-def _refuse_no_sense(base: Kept | None, objective: Objective) -> None:
+def _refuse_to_write_with(base: Kept | None, objective: Objective) -> None:
     """Refuse to write with a network that was trained to see what comes."""
     if base is not None and objective.task == "generation" and not base.config.causal:
         raise RecipeError(

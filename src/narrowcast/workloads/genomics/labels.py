@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+MOST_CLASSES = 10_000
+
 TASK_LABELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "annotation": (

@@ -37,12 +37,14 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
 
     F1 and the areas are means over the classes that occur; areas are of one class against the rest.
     """
+    if not np.isfinite(chances).all():
+        return _none_of(OF_CLASSES)
     chosen = chances.argmax(1)
     present = [each for each in np.unique(truth).tolist() if (truth != each).any()]
     if chances.shape[1] == 2 and len(present) == 2:
         present = [1]
     return {
-        "mcc": float(sk.matthews_corrcoef(truth, chosen)),
+        "mcc": _mcc(truth, chosen),
         "accuracy": float((chosen == truth).mean()),
         "f1": float(sk.f1_score(truth, chosen, average="macro", zero_division=0)),
         **_areas([(truth == each, chances[:, each]) for each in present]),
@@ -51,15 +53,19 @@ def of_classes(truth: Array, chances: Array) -> dict[str, float]:
 
 def of_labels(truth: Array, chances: Array) -> dict[str, float]:
     """Judge any number of labels: both are (rows, labels)."""
+    if not np.isfinite(chances).all():
+        return _none_of(OF_LABELS)
     present = [at for at in range(truth.shape[1]) if 0 < truth[:, at].sum() < len(truth)]
     return {
-        "f1": float(sk.f1_score(truth, chances > 0.5, average="macro", zero_division=0)),
+        "f1": _f1_of_labels(truth > 0, chances > 0.5),
         **_areas([(truth[:, at] > 0, chances[:, at]) for at in present]),
     }
 
 
 def of_values(truth: Array, predicted: Array) -> dict[str, float]:
     """Judge numbers; a correlation with a constant is none, and counts as 0."""
+    if not np.isfinite(predicted).all():
+        return _none_of(OF_VALUES)
     moves = len(truth) > 1 and np.ptp(predicted) > 0 and np.ptp(truth) > 0
     return {
         "spearman": float(stats.spearmanr(truth, predicted).statistic) if moves else 0.0,
@@ -73,7 +79,7 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
     all_truth, all_chosen = np.concatenate(list(truth)), np.concatenate(list(chosen))
     whole = [bool((a == b).all()) for a, b in zip(truth, chosen, strict=True)]
     return {
-        "mcc": float(sk.matthews_corrcoef(all_truth, all_chosen)),
+        "mcc": _mcc(all_truth, all_chosen),
         "accuracy": float((all_truth == all_chosen).mean()),
         "f1": float(sk.f1_score(all_truth, all_chosen, average="macro", zero_division=0)),
         "sequence_accuracy": float(np.mean(whole)),
@@ -83,6 +89,23 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
 def areas(truth: Array, score: Array) -> dict[str, float]:
     """Return the areas below both curves, of scores that should be high where `truth` is."""
     return _areas([(truth, score)])
+
+
+def _mcc(truth: Array, chosen: Array) -> float:
+    """Return Matthews' coefficient; 0 where all is of one class, of which scikit-learn warns."""
+    alike = (truth == truth[0]).all() and (chosen == truth[0]).all()
+    return 0.0 if alike else float(sk.matthews_corrcoef(truth, chosen))
+
+
+def _f1_of_labels(truth: Array, chosen: Array) -> float:
+    """Return the mean over labels; of a single one, scikit-learn takes "has none" for another."""
+    right, wrong = (truth & chosen).sum(0), (truth != chosen).sum(0)
+    return float((2 * right / np.maximum(2 * right + wrong, 1)).mean())
+
+
+def _none_of(metrics: Sequence[Metric]) -> dict[str, float]:
+    """Return what a network that has diverged is worth: no number is one."""
+    return {metric.name: float("nan") for metric in metrics if metric is not LOSS}
 
 
 def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:

@@ -70,7 +70,7 @@ def _told(parts: "Parts", judged: Judged) -> dict[str, Any]:
         truth, found = np.concatenate(judged.truth), np.concatenate(judged.predicted)
         told["confusion"] = _confusion(target.classes, truth, found)
         told["tracks"] = _tracks(target.classes, judged)
-        told["unit"] = parts.unit if parts.kept.tokenizer == "byte" else "token"
+        told["unit"] = parts.unit
     elif isinstance(target, Value):
         picked = np.linspace(0, len(judged.truth) - 1, min(SHOWN_POINTS, len(judged.truth)))
         told["points"] = [

@@ -6,12 +6,11 @@ from pydantic import Field, model_validator
 
 from narrowcast.config.section import Section, refuse_conflicts
 from narrowcast.config.sections import DataSection, Sections
-from narrowcast.workloads.genomics.labels import TASK_LABELS
+from narrowcast.workloads.genomics.labels import MOST_CLASSES, TASK_LABELS
 
 MADE = "made"
 """Data that needs no file: made from the seed, with something to find in it."""
 LONGEST = 2**24
-MOST_CLASSES = 10_000
 MOST_FILES = 10_000
 
 TaskName = Literal[
@@ -30,6 +29,7 @@ class GenomicData(DataSection):
         "more",
         "validation",
         "test",
+        "source",
         "reference",
         "features",
     )
@@ -112,6 +112,16 @@ class GenomicData(DataSection):
         if self.tokenizer == "kmer" and self.overlap >= self.kmer:
             text = f"tokens of {self.kmer} letters cannot share {self.overlap}; write overlap=1"
             refuse_conflicts([(("overlap", "kmer"), text)])
+        if self.tokenizer == "kmer" and self.mutate:
+            text = "tokens of several letters share those that are exchanged; write tokenizer=byte"
+            refuse_conflicts([(("mutate", "tokenizer"), text)])
+        if self.reference and self.alphabet != "dna":
+            text = "variants of a reference are read as DNA; write alphabet=dna"
+            refuse_conflicts([(("reference", "alphabet"), text)])
+        for name in ("reference", "features"):
+            if self.path == MADE and getattr(self, name):
+                text = f"made sequences have no {name}; name a file of your own with path"
+                refuse_conflicts([((name, "path"), text)])
         return self
 
 
@@ -154,10 +164,13 @@ class GenomicModelSection(Section):
         "of data.max_length positions, where sequences are aligned",
     )
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the network is made by its size."""
-        return not self.path
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse vectors that depend on which strand comes first."""
+        if self.reverse_complement and self.pool in ("cls", "position"):
+            text = f"pool={self.pool} reads a strand from its beginning; write mean, max, attention"
+            refuse_conflicts([(("pool", "reverse_complement"), text)])
+        return self
 
 
 class Objective(Section):
@@ -192,6 +205,11 @@ class Objective(Section):
         if len(set(self.labels)) != len(self.labels):
             refuse_conflicts([(("labels",), "a class is named twice; name each once")])
         return self
+
+    @property
+    def reads_genomes(self) -> bool:
+        """Whether letters are judged: long sequences are then learnt in windows, not cut off."""
+        return self.task in ("annotation", "generation")
 
     @property
     def known_labels(self) -> tuple[str, ...]:

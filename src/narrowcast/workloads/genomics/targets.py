@@ -2,9 +2,9 @@
 
 Of every kind: `metrics` are what it is judged by, the headline first; `per_letter` says whether
 letters are judged, of which batches hold unequally many; `head(width)` makes predictions of hidden
-states, of `length` tokens at most; `loss` is the mean over `count(batch)`, `found` being what a
-network returns, in fp32; `predicted` and `truth` are what is kept of each row; `measured` are the
-metrics of all rows, but for the loss and what follows from it.
+states, of `length` tokens at most; `loss` is the mean over `count(batch)`, where the batch is, and
+`found` what a network returns, in fp32; `predicted` and `truth` are what is kept of each row;
+`measured` are the metrics of all rows, but for the loss and what follows from it.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,8 +46,8 @@ class OneClass:
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(found, batch["targets"], label_smoothing=self.smoothing)
 
-    def count(self, batch: Batch) -> int:
-        return len(batch["tokens"])
+    def count(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch["tokens"]))
 
     def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
         return list(found.softmax(-1).cpu().numpy())
@@ -73,8 +74,8 @@ class Labels:
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
         return F.binary_cross_entropy_with_logits(found, batch["targets"])
 
-    def count(self, batch: Batch) -> int:
-        return len(batch["tokens"])
+    def count(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch["tokens"]))
 
     def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
         return list(found.sigmoid().cpu().numpy())
@@ -102,8 +103,8 @@ class Value:
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
         return F.mse_loss(found.squeeze(-1), (batch["targets"] - self.centre) / self.spread)
 
-    def count(self, batch: Batch) -> int:
-        return len(batch["tokens"])
+    def count(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch["tokens"]))
 
     def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
         return list((found.squeeze(-1) * self.spread + self.centre).cpu().numpy())
@@ -137,10 +138,10 @@ class EveryLetter:
             reduction="sum",
         )
         # A batch without any label, which a mean would make no number of.
-        return total / (batch["targets"] != UNLABELLED).sum().clamp_min(1)
+        return total / self.count(batch).clamp_min(1)
 
-    def count(self, batch: Batch) -> int:
-        return int((batch["targets"] != UNLABELLED).sum())
+    def count(self, batch: Batch) -> Tensor:
+        return (batch["targets"] != UNLABELLED).sum()
 
     def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
         return _rows(found.argmax(-1), batch["targets"] != UNLABELLED)
@@ -170,10 +171,10 @@ class NextToken:
         total = F.cross_entropy(
             found[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=UNLABELLED, reduction="sum"
         )
-        return total / real.sum().clamp_min(1)
+        return total / self.count(batch).clamp_min(1)
 
-    def count(self, batch: Batch) -> int:
-        return int(batch["mask"][:, 1:].sum())
+    def count(self, batch: Batch) -> Tensor:
+        return batch["mask"][:, 1:].sum()
 
     def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
         return _rows(found[:, :-1].argmax(-1), batch["mask"][:, 1:])

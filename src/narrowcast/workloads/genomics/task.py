@@ -99,7 +99,8 @@ class Genomic:
         """Return the mean loss of a batch, in fp32, by what it counts in its step."""
         given = self._mutated(batch) if model.training else batch
         found = model(given["tokens"], given["mask"], given.get("alternative"))
-        loss = self.parts.target.loss(found.float(), given)
+        # What comes next is what came before anything was exchanged.
+        loss = self.parts.target.loss(found.float(), batch)
         return loss * batch[WEIGHT] if WEIGHT in batch else loss
 
     def _mutated(self, batch: Batch) -> Batch:
@@ -120,8 +121,8 @@ class Genomic:
         """Let every letter count alike, in whichever micro-batch of a step it is."""
         if len(batches) == 1:
             return list(batches)
-        counts = torch.stack([batch["mask"].sum() for batch in batches]).float()
-        shares = counts / counts.mean()
+        counts = torch.stack([self.parts.target.count(batch) for batch in batches]).float()
+        shares = counts / counts.mean().clamp_min(1)
         return [{**batch, WEIGHT: shares[at]} for at, batch in enumerate(batches)]
 
     @property
@@ -146,7 +147,7 @@ class Genomic:
         for batch in examples.batches(self.recipe.batch_size):
             there = on(self.device, batch)
             found = model(there["tokens"], there["mask"], there.get("alternative")).float()
-            counted = target.count(batch)
+            counted = int(target.count(batch))
             nats += target.loss(found, there).item() * counted
             count += counted
             predicted += target.predicted(found, there)
@@ -154,12 +155,14 @@ class Genomic:
         loss = nats / max(count, 1)
         measured = target.measured(truth, predicted) | {"loss": loss}
         if any(metric.name == "perplexity" for metric in target.metrics):
-            measured["perplexity"] = float(np.exp(loss))
+            with np.errstate(over="ignore"):  # of a network that has diverged
+                measured["perplexity"] = float(np.exp(loss))
         return Judged(measured=measured, truth=truth, predicted=predicted, names=examples.names)
 
     def digest(self) -> str:
         """Identify what is trained and judged on."""
-        parts = (self.parts.train, self.parts.validation, self.parts.test)
+        own = (self.parts.train, self.parts.validation, self.parts.test)
+        parts = (*own, *(self.parts.source or ()))
         return " ".join(part.digest() for part in parts if part is not None)
 
     def write_results(self, folder: Path, prepared: Prepared) -> None:

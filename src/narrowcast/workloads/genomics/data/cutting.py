@@ -7,7 +7,8 @@ import numpy as np
 
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.sequences.alphabets import Alphabet
-from narrowcast.workloads.genomics.sequences.operations import reverse_complement
+from narrowcast.workloads.genomics.sequences.labels import reversed_labels
+from narrowcast.workloads.genomics.sequences.operations import reverse_complement, sliding_windows
 
 
 def windows(rows: Sequence[Row], length: int, stride: int | None) -> list[Row]:
@@ -16,16 +17,18 @@ def windows(rows: Sequence[Row], length: int, stride: int | None) -> list[Row]:
 
 
 def _windows(row: Row, length: int, stride: int) -> Iterator[Row]:
-    start = 0
-    while True:
-        end = min(start + length, len(row.sequence))
-        letters = None if row.letters is None else row.letters[start:end]
-        name = row.name if not start and end == len(row.sequence) else f"{row.name}:{start + 1}"
-        yield replace(row, sequence=row.sequence[start:end], letters=letters, name=name)
-        # A letter alone has none after it to be predicted.
-        if end == len(row.sequence) or len(row.sequence) - start - stride < 2:
-            return
-        start += stride
+    if len(row.sequence) <= length:
+        yield row
+        return
+    for start, text in sliding_windows(row.sequence, length, stride):
+        yield _part(row, slice(start, start + len(text)), start=row.start + start)
+
+
+def _part(row: Row, part: slice, *, start: int = 0) -> Row:
+    """Return some letters of a row, with their classes."""
+    letters = None if row.letters is None else row.letters[part]
+    sequence, alternative = row.sequence[part], row.alternative[part]
+    return replace(row, sequence=sequence, alternative=alternative, letters=letters, start=start)
 
 
 def held_out_tails(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
@@ -36,10 +39,9 @@ def held_out_tails(rows: Sequence[Row], share: float) -> tuple[list[Row], list[R
     learnt, judged = list[Row](), list[Row]()
     for row in rows:
         cut = round(len(row.sequence) * (1 - share))
-        for part, into in ((slice(0, cut), learnt), (slice(cut, None), judged)):
-            letters = None if row.letters is None else row.letters[part]
-            if text := row.sequence[part]:
-                into.append(replace(row, sequence=text, letters=letters))
+        for part, into in ((slice(0, cut), learnt), (slice(cut, len(row.sequence)), judged)):
+            if part.start < part.stop:
+                into.append(_part(row, part, start=part.start))
     return learnt, judged
 
 
@@ -75,10 +77,7 @@ def shortened(rows: Sequence[Row], length: int) -> tuple[list[Row], int]:
             continue
         cut += 1
         start = min(max(_difference(row) - length // 2, 0), longest - length)
-        part = slice(start, start + length)
-        letters = None if row.letters is None else row.letters[part]
-        sequence, alternative = row.sequence[part], row.alternative[part]
-        out.append(replace(row, sequence=sequence, alternative=alternative, letters=letters))
+        out.append(_part(row, slice(start, start + length)))
     return out, cut
 
 
@@ -86,19 +85,27 @@ def _difference(row: Row) -> int:
     """Return the first letter in which a pair differs; the beginning where there is no pair."""
     if not row.alternative:
         return 0
-    pairs = enumerate(zip(row.sequence, row.alternative, strict=False))
     fewer = min(len(row.sequence), len(row.alternative))
-    return next((at for at, (a, b) in pairs if a != b), fewer)
+    one, two = (
+        np.frombuffer(text[:fewer].encode(), dtype=np.uint8)
+        for text in (row.sequence, row.alternative)
+    )
+    differ = one != two
+    return int(differ.argmax()) if differ.any() else fewer
 
 
-def both_strands(rows: Sequence[Row], alphabet: Alphabet) -> list[Row]:
-    """Return every row twice, the second time as the other strand reads."""
+def both_strands(rows: Sequence[Row], alphabet: Alphabet, classes: Sequence[str]) -> list[Row]:
+    """Return every row twice, the second time as the other strand reads.
+
+    Of the classes of letters, those of one strand (`gene+`) become those of the other (`gene-`).
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
     turned = [
         replace(
             row,
             sequence=reverse_complement(row.sequence, alphabet),
             alternative=reverse_complement(row.alternative, alphabet),
-            letters=None if row.letters is None else row.letters[::-1],
+            letters=None if row.letters is None else reversed_labels(row.letters, numbers),
             name=f"{row.name} (reverse)",
         )
         for row in rows

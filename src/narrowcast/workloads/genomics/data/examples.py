@@ -79,13 +79,15 @@ class Examples:
         """Return a batch of rows of one width."""
         width = self.width or self.common_width
         batch = {"tokens": self.tokens.padded(indices, width, self.padding)}
+        batch["mask"] = batch["tokens"] != self.padding
         if self.alternatives is not None:
             batch["alternative"] = self.alternatives.padded(indices, width, self.padding)
+            # Of a pair of unequal lengths, the letters that one lacks are a gap in it.
+            batch["mask"] |= batch["alternative"] != self.padding
         if isinstance(self.targets, Ragged):
             batch["targets"] = self.targets.padded(indices, width, UNLABELLED)
         elif self.targets is not None:
             batch["targets"] = torch.from_numpy(self.targets[indices])
-        batch["mask"] = batch["tokens"] != self.padding
         return batch
 
     def batches(self, size: int) -> Iterator[Batch]:

@@ -4,15 +4,18 @@ For a first run without a file, and for tests: what there is to find is known, s
 which misses it is wrong.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
+from narrowcast.errors import RecipeError
 from narrowcast.workloads.genomics.data.rows import Numbers, Row
 from narrowcast.workloads.genomics.labels import TASK_LABELS
+from narrowcast.workloads.genomics.settings import MADE
 
-PLACE = "data.path=made"
+PLACE = f"data.path={MADE}"
 BASES = "ATCG"
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
@@ -35,6 +38,21 @@ DOMAINS = {
 MARKOV_ORDER = 3
 LENGTH = 64
 """Letters of a made sequence around a variant."""
+
+
+def made_parts(task: str, function: str, alphabet: str, *, seed: int) -> dict[str, list[Row]]:
+    """Return the sequences that a task is shown with, by what they are for."""
+    proteins = task == "protein_function"
+    if proteins is not (alphabet == "protein"):
+        raise RecipeError(
+            f"data.alphabet={alphabet}: the sequences that are made for {task} are "
+            f"{'proteins; write protein' if proteins else 'DNA; write dna'}, or name a file of "
+            "yours with data.path"
+        )
+    parts = ["train", "validation"]
+    if task == "domain_adaptation":
+        parts += ["source", "source validation"]
+    return {part: made_rows(task, function=function, seed=seed, part=part) for part in parts}
 
 
 def made_rows(task: str, *, function: str, seed: int, part: str) -> list[Row]:
@@ -110,15 +128,13 @@ def _genome(rng: np.random.Generator, part: str) -> list[Row]:
     """Return letters that depend on the three before them, as `markov_entropy` knows."""
     table = _markov_table()
     length = 16_384 if part == "validation" else 196_608
-    drawn = rng.random(length)
-    sums = table.cumsum(1)
-    state, letters = 0, np.empty(length, dtype=np.int64)
-    for at in range(length):
-        letter = min(int(np.searchsorted(sums[state], drawn[at])), 3)
-        letters[at] = letter
+    sums = table.cumsum(1)[:, :3].tolist()
+    state, letters = 0, list[str]()
+    for drawn in rng.random(length).tolist():
+        letter = bisect_left(sums[state], drawn)
+        letters.append(BASES[letter])
         state = (state * 4 + letter) % len(table)
-    text = "".join(np.array(list(BASES))[letters])
-    return [Row(sequence=text, name="made", place=PLACE)]
+    return [Row(sequence="".join(letters), name="made", place=PLACE)]
 
 
 def markov_entropy() -> float:

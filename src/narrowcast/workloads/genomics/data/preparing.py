@@ -1,8 +1,9 @@
 """From the data section of a recipe to examples: read or made, split, cut, written as tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from types import MappingProxyType
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -30,99 +31,139 @@ from narrowcast.workloads.genomics.sequences.labels import token_labels
 from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 from narrowcast.workloads.genomics.settings import MADE, GenomicData, Objective
 
+Parts: TypeAlias = dict[str, list[Row]]
+"""Rows by what they are for: train, validation, and where there are any, test; of the domain that
+is adapted from, source and source validation."""
+
+SETTINGS_OF = MappingProxyType(
+    {
+        "stride": ("annotation", "generation"),
+        "features": ("annotation",),
+        "reference": ("variant_effect",),
+        "source": ("domain_adaptation",),
+    }
+)
+"""Settings of data that are for some tasks only."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Examined:
     """The rows of a recipe, cut and split, before they are tokens."""
 
-    train: list[Row]
-    validation: list[Row]
-    test: list[Row] | None
-    source: tuple[list[Row], list[Row]] | None
-    """Of the domain that is adapted from: to learn, and to judge on."""
+    parts: Parts
     classes: tuple[str, ...]
     notes: tuple[str, ...]
 
 
 def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     """Read or make the rows of a recipe, and split and cut them."""
-    genomes = objective.task in ("annotation", "generation")
-    train, validation = _split(data, objective, seed=seed, genomes=genomes)
-    test = read_rows(data.test, data, objective) if data.test else None
-    source = _source(data, objective, seed=seed)
-    notes = list[str]()
-    if not genomes:
-        kept = without(train, [*validation, *(test or [])])
-        if dropped := len(train) - len(kept):
-            notes.append(f"{dropped:,} sequences to learn are also judged on, and left out")
-        train = kept
-    groups = [train, validation, *([] if test is None else [test]), *(source or ())]
-    several = objective.target == "labels"
-    every = [row for group in groups for row in group]
-    known = objective.known_labels
-    classes = tuple(known) if genomes else classes_of(every, known, several=several)
-    cut = 0
-    for group in groups:
-        if genomes:
-            group[:] = windows(group, data.max_length, data.stride)
-        else:
-            group[:], more = shortened(group, data.max_length)
-            cut += more
-    if cut:
-        notes.append(f"{cut:,} sequences had more than {data.max_length:,} letters and were cut")
+    _refuse_unused(data, objective)
+    parts = _split(data, objective, seed=seed)
+    notes = [*_leave_out_judged(parts)]
+    _refuse_mixed_pairs(parts)
+    classes = _classes(parts, objective)
+    notes += _cut(parts, data, objective)
     if data.reverse_complement:
-        train = both_strands(train, ALPHABETS[data.alphabet])
-    for name, group in (("to learn", train), ("to judge on", validation)):
-        if not group:
-            raise RecipeError(f"data.path={data.path}: there are no sequences {name}; give more")
+        parts["train"] = both_strands(parts["train"], ALPHABETS[data.alphabet], classes)
+    for part, what in (("train", "to learn"), ("validation", "to judge on")):
+        if not parts[part]:
+            raise RecipeError(f"data.path={data.path}: there are no sequences {what}; give more")
     if data.path == MADE and objective.task == "generation":
         nats = made.markov_entropy()
         notes.append(f"the made genome has {nats:.4f} nats a base: no loss can stay below that")
-    tested = "" if test is None else f", {len(test):,} to test on"
-    notes.insert(0, f"{len(train):,} sequences to learn, {len(validation):,} to judge on{tested}")
-    return Examined(
-        train=train,
-        validation=validation,
-        test=test,
-        source=source,
-        classes=classes,
-        notes=tuple(notes),
-    )
+    tested = f", {len(parts['test']):,} to test on" if "test" in parts else ""
+    learnt, judged = len(parts["train"]), len(parts["validation"])
+    notes.insert(0, f"{learnt:,} sequences to learn, {judged:,} to judge on{tested}")
+    return Examined(parts=parts, classes=classes, notes=tuple(notes))
 
 
-def _split(
-    data: GenomicData, objective: Objective, *, seed: int, genomes: bool
-) -> tuple[list[Row], list[Row]]:
+def _refuse_unused(data: GenomicData, objective: Objective) -> None:
+    """Refuse settings that the task would not look at."""
+    for name, tasks in SETTINGS_OF.items():
+        if getattr(data, name) and objective.task not in tasks:
+            raise RecipeError(
+                f"data.{name}={getattr(data, name)}: objective.task={objective.task} has no use "
+                f"for it, only {' and '.join(tasks)}; leave it out"
+            )
+    if data.path == MADE and objective.labels:
+        raise RecipeError(
+            "objective.labels: made sequences have classes of their own; leave it out, or name a "
+            "file of yours with data.path"
+        )
+
+
+def _split(data: GenomicData, objective: Objective, *, seed: int) -> Parts:
+    """Read or make all rows; those to judge on are a share of the others unless they are named."""
+
+    def read(name: str) -> list[Row]:
+        return read_rows(name, data, objective)
+
     if data.path == MADE:
-        parts = [
-            made.made_rows(objective.task, function=objective.function, seed=seed, part=part)
-            for part in ("train", "validation")
-        ]
-        return parts[0], parts[1]
-    rows = [row for name in (data.path, *data.more) for row in read_rows(name, data, objective)]
-    if data.validation:
-        return rows, read_rows(data.validation, data, objective)
-    if genomes and all(len(row.sequence) > data.max_length for row in rows):
-        return held_out_tails(rows, data.validation_share)
-    return split_rows(rows, data.validation_share, seed=seed)
-
-
-def _source(
-    data: GenomicData, objective: Objective, *, seed: int
-) -> tuple[list[Row], list[Row]] | None:
-    if objective.task != "domain_adaptation":
-        return None
+        parts = made.made_parts(objective.task, objective.function, data.alphabet, seed=seed)
+    else:
+        files = (data.path, *data.more)
+        parts = {"train": [row for name in files for row in read(name)]}
+    named = {"validation": data.validation, "test": data.test, "source": data.source}
+    parts |= {part: read(name) for part, name in named.items() if name}
+    share, rows = data.validation_share, parts["train"]
+    if "validation" not in parts:
+        long = all(len(row.sequence) > data.max_length for row in rows)
+        tails = objective.reads_genomes and long
+        split = held_out_tails(rows, share) if tails else split_rows(rows, share, seed=seed)
+        parts["train"], parts["validation"] = split
     if data.source:
-        rows = read_rows(data.source, data, objective)
-        return split_rows(rows, data.validation_share, seed=seed)
-    if data.path != MADE:
-        return None
-    parts = [
-        made.made_rows(objective.task, function=objective.function, seed=seed, part=part)
-        for part in ("source", "source validation")
-    ]
-    return parts[0], parts[1]
+        split = split_rows(parts["source"], share, seed=seed)
+        parts["source"], parts["source validation"] = split
+    return parts
+
+
+def _leave_out_judged(parts: Parts) -> Iterator[str]:
+    """Leave out what is judged on from what is learnt; yield how much that was."""
+    judged = [row for part in ("validation", "test") for row in parts.get(part, ())]
+    for part, what in (("train", "to learn"), ("source", "of the source domain")):
+        kept = without(parts.get(part, []), judged)
+        if dropped := len(parts.get(part, [])) - len(kept):
+            parts[part] = kept
+            yield f"{dropped:,} sequences {what} are also judged on, and left out"
+
+
+def _refuse_mixed_pairs(parts: Parts) -> None:
+    """Refuse that some rows have a sequence with a variant and some have none."""
+    every = [row for part in parts.values() for row in part]
+    alone = [row for row in every if not row.alternative]
+    if alone and len(alone) < len(every):
+        raise RecipeError(
+            f"{alone[0].place} has no sequence with a variant, and others have one; give each one, "
+            "or name the column with data.alternative"
+        )
+
+
+def _classes(parts: Parts, objective: Objective) -> tuple[str, ...]:
+    """Return the classes that are told apart: as named, or those of the task, or those there are.
+
+    Letters have been numbered by the first two; numbers and next tokens have none.
+    """
+    if objective.target == "value":
+        return ()
+    if objective.labels or objective.reads_genomes:
+        return objective.known_labels
+    every = [row for part in parts.values() for row in part]
+    return classes_of(every, objective.known_labels, several=objective.target == "labels")
+
+
+def _cut(parts: Parts, data: GenomicData, objective: Objective) -> Iterator[str]:
+    """Cut rows to the longest that is wanted; yield how many lost letters."""
+    if objective.reads_genomes:
+        for part, rows in parts.items():
+            parts[part] = windows(rows, data.max_length, data.stride)
+        return
+    lost = 0
+    for part, rows in parts.items():
+        parts[part], count = shortened(rows, data.max_length)
+        lost += count
+    if lost:
+        yield f"{lost:,} sequences had more than {data.max_length:,} letters and were cut"
 
 
 def as_examples(
@@ -130,12 +171,11 @@ def as_examples(
     tokenizer: Tokenizer,
     objective: Objective,
     classes: Sequence[str],
-    *,
-    width: int = 0,
 ) -> Examples:
-    """Write rows as tokens, with their targets, in batches of at least `width` tokens."""
-    tokens = [tokenizer.encode(row.sequence) for row in rows]
-    others = [tokenizer.encode(row.alternative) for row in rows] if _pairs(rows) else None
+    """Write rows as tokens, with their targets, in batches as wide as the longest needs."""
+    small = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    tokens = [tokenizer.encode(row.sequence).astype(small) for row in rows]
+    others = [tokenizer.encode(row.alternative).astype(small) for row in rows if row.alternative]
     targets: Targets
     match objective.task, objective.target:
         case "generation", _:
@@ -148,30 +188,20 @@ def as_examples(
             targets = label_table(rows, classes)
         case _:
             targets = class_numbers(rows, classes)
-    small = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
     examples = Examples(
         tokens=Ragged.joined(tokens, small),
-        alternatives=None if others is None else Ragged.joined(others, small),
+        alternatives=Ragged.joined(others, small) if others else None,
         targets=targets,
-        names=tuple(row.name for row in rows),
+        names=tuple(row.title for row in rows),
         padding=tokenizer.pad_id,
     )
-    return replace(examples, width=max(width, examples.common_width))
-
-
-def _pairs(rows: Sequence[Row]) -> bool:
-    """Say whether rows are pairs; refuse that some are and some are not."""
-    alone = [row for row in rows if not row.alternative]
-    if alone and len(alone) < len(rows):
-        raise RecipeError(f"{alone[0].place} has no sequence with a variant, and others have one")
-    return not alone
+    return replace(examples, width=examples.common_width)
 
 
 def _letters(rows: Sequence[Row], tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> Ragged:
     """Lay the classes of letters on tokens: a token has the class of its middle letter."""
     out = []
     for row, ids in zip(rows, tokens, strict=True):
-        if row.letters is None:
-            raise RecipeError(f"{row.place}: its letters have no classes")
-        out.append(token_labels(row.letters, tokenizer.spans_of(ids)))
-    return Ragged.joined(out, np.int64)
+        assert row.letters is not None  # whoever reads or makes genomes labels them
+        out.append(token_labels(row.letters, tokenizer.spans_of(ids)).astype(np.int16))
+    return Ragged.joined(out, np.int16)  # no more than MOST_CLASSES

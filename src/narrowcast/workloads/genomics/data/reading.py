@@ -1,10 +1,12 @@
 """Rows out of files: tables of sequences, pairs of them, and genomes with what lies on them."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from narrowcast.config.problems import shortened, shown_path
 from narrowcast.errors import RecipeError
 from narrowcast.plain_files import path_of
 from narrowcast.workloads.genomics.data.rows import Row
@@ -14,7 +16,11 @@ from narrowcast.workloads.genomics.sequences.labels import base_labels, letter_l
 from narrowcast.workloads.genomics.sequences.readers.gff import read_features
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.record import Record
-from narrowcast.workloads.genomics.sequences.readers.vcf import VariantColumns, read_variants
+from narrowcast.workloads.genomics.sequences.readers.vcf import (
+    Variant,
+    VariantColumns,
+    read_variants,
+)
 from narrowcast.workloads.genomics.sequences.variants import Reference, variant_pairs
 from narrowcast.workloads.genomics.settings import GenomicData, Objective
 
@@ -24,55 +30,59 @@ def read_rows(name: str, data: GenomicData, objective: Objective) -> list[Row]:
     path = path_of(name)
     match objective.task:
         case "generation":
-            return [_plain(record) for record in _records(path, data)]
+            return [_row(record) for record in _records(path, data)]
         case "annotation":
             return list(_annotated(path, data, objective.known_labels))
+        case "variant_effect" if data.reference:
+            return list(_beside_reference(path, data))
         case "variant_effect":
-            return list(_variants(path, data))
+            return [_pair(record, data) for record in _records(path, data)]
         case _:
-            return [_labelled(record, data) for record in _records(path, data)]
+            return [_row(record, label=_label(record, data)) for record in _records(path, data)]
 
 
-def _records(path: Path, data: GenomicData, *columns: str) -> Iterator[Record]:
-    alphabet = ALPHABETS[data.alphabet]
-    sequences = (data.sequence, *columns)
-    return read_records(path, alphabet=alphabet, strict=data.strict, sequences=sequences)
+def _records(path: Path, data: GenomicData) -> Iterator[Record]:
+    """Yield the records of a file; refuse one without letters, of which nothing can be said."""
+    alphabet, columns = ALPHABETS[data.alphabet], (data.sequence,)
+    for record in read_records(path, alphabet=alphabet, strict=data.strict, sequences=columns):
+        if not record.sequence:
+            raise RecipeError(f"{record.place} has a sequence without letters; leave it out")
+        yield record
 
 
-def _plain(record: Record) -> Row:
-    return Row(sequence=record.sequence, name=record.name, place=record.place)
+def _row(record: Record, *, label: str = "") -> Row:
+    name = record.name or f"{record.number}"
+    return Row(sequence=record.sequence, label=label, name=name, place=record.place)
 
 
-def _labelled(record: Record, data: GenomicData) -> Row:
-    return Row(
-        sequence=record.sequence,
-        label=_label(record.fields, data, record.place),
-        name=record.name or f"{record.number}",
-        place=record.place,
-    )
-
-
-def _label(fields: Mapping[str, Any], data: GenomicData, place: str) -> str:
+def _label(at: Record | Variant, data: GenomicData) -> str:
     """Return the label of a column as text; refuse a row without one."""
+    fields = {**at.fields, **at.fields.get("INFO", {})}  # the latter is where a VCF has them
     label = fields.get(data.label)
     if label is None or label == "":
-        columns = ", ".join(fields) or "no columns beside the sequence"
+        columns = shortened(", ".join(fields) or "no columns beside the sequence", 200)
         raise RecipeError(
-            f"{place} has no label {data.label!r}: there are {columns}; name the column with "
+            f"{at.place} has no label {data.label!r}: there are {columns}; name the column with "
             "data.label, and leave out rows without one"
         )
-    return _text(label)
+    return _text(label, at.place)
 
 
-def _text(label: Any) -> str:
+def _text(label: Any, place: str) -> str:
     """Write a label as text; of JSON, 1.0 and 1 and true are numbers, and lists are several."""
-    if isinstance(label, list | tuple):
-        return ";".join(_text(each) for each in label)
-    if isinstance(label, bool):
-        return str(int(label))
-    if isinstance(label, float) and label.is_integer():
-        return str(int(label))
-    return str(label)
+    match label:
+        case str():
+            return label
+        case bool() | int():
+            return str(int(label))
+        case float() if math.isfinite(label):
+            return str(int(label)) if label.is_integer() else str(label)
+        case list():
+            return ";".join(_text(each, place) for each in label)
+    raise RecipeError(
+        f"{place}: its label is {shortened(repr(label))}; write a text, a finite number, or a list "
+        "of such"
+    )
 
 
 def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterator[Row]:
@@ -81,10 +91,9 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
     # The first class is what lies between features.
     numbers = {name: number for number, name in enumerate(classes) if number}
     for record in _records(path, data):
-        lying = record.features if features is None else features.get(record.name, [])
         if data.label in record.fields:
             letters = letter_labels(record, data.label, classes)
-        elif lying or features is not None:
+        elif lying := _lying_on(record, data, features):
             letters = base_labels(
                 len(record.sequence),
                 lying,
@@ -97,7 +106,23 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
                 f"{record.place} has neither a column {data.label!r} nor features; give a GenBank "
                 "file, a GFF of its features with data.features, or a table with classes of letters"
             )
-        yield Row(sequence=record.sequence, letters=letters, name=record.name, place=record.place)
+        yield replace(_row(record), letters=letters)
+
+
+def _lying_on(
+    record: Record, data: GenomicData, features: Mapping[str, list[Feature]] | None
+) -> Sequence[Feature]:
+    """Return the features of a record; refuse one that a GFF does not know, if only by name."""
+    if features is None:
+        return record.features
+    if record.name not in features:
+        raise RecipeError(
+            f"{record.place}: {shortened(record.name)!r} has no feature in "
+            f"{shown_path(path_of(data.features))}, which has them on "
+            f"{shortened(', '.join(features) or 'no sequence', 200)}; call a sequence alike in "
+            "both, and leave out those without features"
+        )
+    return features[record.name]
 
 
 def _features(data: GenomicData) -> dict[str, list[Feature]] | None:
@@ -110,19 +135,15 @@ def _features(data: GenomicData) -> dict[str, list[Feature]] | None:
     return by_record
 
 
-def _variants(path: Path, data: GenomicData) -> Iterator[Row]:
-    """Yield pairs of sequences; or sequences by themselves, where no column has another."""
-    if data.reference:
-        yield from _beside_reference(path, data)
-        return
-    for record in _records(path, data):
-        other = record.fields.get(data.alternative)
-        if other is None:
-            yield _labelled(record, data)
-            continue
-        alphabet = ALPHABETS[data.alphabet]
-        cleaned = alphabet.clean(str(other), strict=data.strict, place=record.place)
-        yield replace(_labelled(record, data), alternative=cleaned.sequence)
+def _pair(record: Record, data: GenomicData) -> Row:
+    """Return a sequence with its variant; or by itself, where no column has another."""
+    row = _row(record, label=_label(record, data))
+    other = record.fields.get(data.alternative)
+    if other is None:
+        return row
+    alphabet = ALPHABETS[data.alphabet]
+    cleaned = alphabet.clean(str(other), strict=data.strict, place=record.place)
+    return replace(row, alternative=cleaned.sequence)
 
 
 def _beside_reference(path: Path, data: GenomicData) -> Iterator[Row]:
@@ -134,7 +155,7 @@ def _beside_reference(path: Path, data: GenomicData) -> Iterator[Row]:
         yield Row(
             sequence=pair.reference,
             alternative=pair.alternative,
-            label=_label(variant.fields, data, variant.place),
+            label=_label(variant, data),
             name=f"{variant.chrom}:{variant.position}{variant.reference}>{variant.alternative}",
             place=variant.place,
         )

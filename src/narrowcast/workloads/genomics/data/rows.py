@@ -7,7 +7,9 @@ from typing import TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from narrowcast.config.limits import LARGEST_FP32
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.labels import MOST_CLASSES
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
@@ -28,8 +30,15 @@ class Row:
     letters: Numbers | None = None
     """The class of every letter, by number."""
     name: str = ""
+    start: int = 0
+    """Letters of its record before its first."""
     place: str = ""
     """File and record, for messages."""
+
+    @property
+    def title(self) -> str:
+        """What a report calls it: its name, and where in its record it begins."""
+        return f"{self.name}:{self.start + 1}" if self.start else self.name
 
 
 def classes_of(rows: Sequence[Row], known: Sequence[str], *, several: bool) -> tuple[str, ...]:
@@ -40,8 +49,13 @@ def classes_of(rows: Sequence[Row], known: Sequence[str], *, several: bool) -> t
     found = {name for row in rows for name in names_of(row, several=several)}
     if found <= set(known):
         return tuple(known)
-    if all(name.isdigit() for name in found):
-        return tuple(sorted(found, key=int))
+    if len(found) > MOST_CLASSES:
+        raise RecipeError(
+            f"there are {len(found):,} classes, and {MOST_CLASSES:,} are the most; numbers are "
+            "predicted with objective.target=value, and other columns named with data.label"
+        )
+    if all(name.isdecimal() for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
     return tuple(sorted(found))
 
 
@@ -75,14 +89,17 @@ def values_of(rows: Sequence[Row]) -> npt.NDArray[np.float32]:
     values = np.empty(len(rows), dtype=np.float32)
     for at, row in enumerate(rows):
         try:
-            values[at] = float(row.label)
+            value = float(row.label)
         except ValueError as error:
             raise RecipeError(
                 f"{row.place}: its label {row.label!r:.40} is no number; write "
                 "objective.target=class, or name another column with data.label"
             ) from error
-        if not np.isfinite(values[at]):
-            raise RecipeError(f"{row.place}: its label {row.label!r} is not finite; leave it out")
+        if not abs(value) <= LARGEST_FP32:
+            raise RecipeError(
+                f"{row.place}: its label {row.label!r:.40} is not finite in fp32; leave it out"
+            )
+        values[at] = value
     return values
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -75,10 +76,17 @@ class Reference:
             contigs.append(contig)
         return Reference(path, tuple(contigs))
 
+    @cached_property
+    def _by_chrom(self) -> dict[str, list[Contig]]:
+        """Contigs by their plain names: a genome has hundreds, and millions of variants."""
+        found: dict[str, list[Contig]] = {}
+        for contig in self.contigs:
+            found.setdefault(_plain(contig.chrom), []).append(contig)
+        return found
+
     def contig_of(self, variant: Variant) -> Contig:
         """Return the contig that a variant lies on; chr17 and 17 are the same."""
-        chrom = _plain(variant.chrom)
-        named = [contig for contig in self.contigs if _plain(contig.chrom) == chrom]
+        named = self._by_chrom.get(_plain(variant.chrom), [])
         end = variant.position + len(variant.reference) - 1
         for contig in named:
             if contig.first <= variant.position and end <= contig.last:

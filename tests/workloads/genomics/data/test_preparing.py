@@ -1,0 +1,147 @@
+import numpy as np
+import pytest
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.data.preparing import as_examples, examine
+from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.sequences.alphabets import DNA
+from narrowcast.workloads.genomics.sequences.tokenizers import ByteTokenizer, KmerTokenizer
+from narrowcast.workloads.genomics.settings import GenomicData, Objective
+
+
+def bases(count, seed):
+    return "".join(np.random.default_rng(seed).choice(list("ACGT"), count))
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Write rows of sequence and label to a file, and return its name."""
+
+    def write(name, rows):
+        lines = [",".join(row) for row in [("sequence", "label"), *rows]]
+        (tmp_path / name).write_text("\n".join(lines))
+        return str(tmp_path / name)
+
+    return write
+
+
+ROWS = [(bases(30, n), "ab"[n % 2]) for n in range(40)]
+
+
+def classes_of(data, **objective):
+    return examine(data, Objective(task="domain_adaptation", **objective), seed=0).classes
+
+
+def test_what_is_judged_on_is_not_learnt(table):
+    data = GenomicData(path=table("a.csv", ROWS), validation=table("b.csv", ROWS[:7]),
+                       test=table("c.csv", ROWS[5:9]))  # fmt: skip
+    found = examine(data, Objective(task="domain_adaptation"), seed=0)
+    assert {part: len(rows) for part, rows in found.parts.items()} == {
+        "train": 31, "validation": 7, "test": 4,
+    }  # fmt: skip
+    assert "9 sequences to learn are also judged on, and left out" in found.notes
+
+
+def test_genomes_that_are_judged_on_are_not_learnt_either(table):
+    data = GenomicData(path=table("a.csv", ROWS), validation=table("b.csv", ROWS[:7]))
+    assert len(examine(data, Objective(task="generation"), seed=0).parts["train"]) == 33
+
+
+def test_the_source_domain_does_not_learn_what_is_judged_on(table):
+    data = GenomicData(path=table("a.csv", ROWS), validation=table("b.csv", ROWS[:7]),
+                       source=table("c.csv", ROWS))  # fmt: skip
+    parts = examine(data, Objective(task="domain_adaptation"), seed=0).parts
+    judged = {row.sequence for row in parts["validation"]}
+    assert not judged & {row.sequence for row in parts["source"]}
+    assert len(parts["source validation"]) == 4
+
+
+def test_a_file_to_judge_on_is_read_beside_made_sequences(table):
+    data = GenomicData(validation=table("b.csv", [(text, "site") for text, _ in ROWS]))
+    parts = examine(data, Objective(task="domain_adaptation"), seed=0).parts
+    assert [row.sequence for row in parts["validation"]] == [text for text, _ in ROWS]
+
+
+def test_classes_that_are_named_are_those_there_are(table):
+    data = GenomicData(path=table("a.csv", ROWS))
+    assert classes_of(data) == ("a", "b")
+    assert classes_of(data, labels=("b", "c", "a")) == ("b", "c", "a")
+
+
+def test_numbers_have_no_classes(table):
+    rows = [(text, str(n / 7)) for n, (text, _) in enumerate(ROWS)]
+    assert classes_of(GenomicData(path=table("a.csv", rows)), target="value") == ()
+
+
+def test_genomes_longer_than_a_window_are_judged_on_their_tails(tmp_path):
+    texts = [bases(1000, 1), bases(500, 2)]
+    (tmp_path / "g.fa").write_text(f">a\n{texts[0]}\n>b\n{texts[1]}\n")
+    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=64, validation_share=0.2)
+    parts = examine(data, Objective(task="generation"), seed=0).parts
+    joined = {part: "".join(row.sequence for row in rows) for part, rows in parts.items()}
+    assert joined["train"] == texts[0][:800] + texts[1][:400]
+    assert joined["validation"] == texts[0][800:] + texts[1][400:]
+
+
+def test_both_strands_are_learnt_and_one_is_judged_on(table):
+    data = GenomicData(path=table("a.csv", ROWS), reverse_complement=True)
+    parts = examine(data, Objective(task="generation"), seed=0).parts
+    assert (len(parts["train"]), len(parts["validation"])) == (72, 4)
+
+
+@pytest.mark.parametrize(
+    ("task", "setting"),
+    [
+        ("generation", {"features": "x.gff"}),
+        ("annotation", {"reference": "x.fa"}),
+        ("variant_effect", {"source": "x.csv"}),
+        ("domain_adaptation", {"stride": 5}),
+    ],
+)
+def test_settings_of_other_tasks_are_refused(task, setting, table):
+    data = GenomicData(path=table("a.csv", ROWS), **setting)
+    with pytest.raises(RecipeError, match=f"data.{next(iter(setting))}=.*has no use for it"):
+        examine(data, Objective(task=task), seed=0)
+
+
+def test_classes_of_made_sequences_are_their_own():
+    with pytest.raises(RecipeError, match="classes of their own"):
+        examine(GenomicData(), Objective(task="annotation", labels=("a", "b")), seed=0)
+
+
+def test_pairs_and_single_sequences_do_not_mix(tmp_path, table):
+    (tmp_path / "pairs.csv").write_text(
+        "sequence,alternative,label\n" + "".join(f"{t},{t}A,{c}\n" for t, c in ROWS)
+    )
+    data = GenomicData(path=str(tmp_path / "pairs.csv"), test=table("test.csv", ROWS))
+    with pytest.raises(RecipeError, match=r"test\.csv, record 1 has no sequence with a variant"):
+        examine(data, Objective(task="variant_effect"), seed=0)
+
+
+def test_too_few_rows_to_judge_on_are_refused(table):
+    data = GenomicData(path=table("a.csv", ROWS[:3]))
+    with pytest.raises(RecipeError, match="there are no sequences to judge on"):
+        examine(data, Objective(task="domain_adaptation"), seed=0)
+
+
+def test_letters_that_are_cut_off_are_told(table):
+    data = GenomicData(path=table("a.csv", ROWS), max_length=29)
+    found = examine(data, Objective(task="domain_adaptation"), seed=0)
+    assert "40 sequences had more than 29 letters and were cut" in found.notes
+
+
+def test_a_token_has_the_class_of_its_middle_letter():
+    tokenizer = KmerTokenizer(DNA, 3, 1)
+    row = Row(sequence="ACGTACGTAC", letters=np.arange(10))
+    examples = as_examples([row], tokenizer, Objective(task="annotation"), ())
+    # Letters 0-2, 2-4, 4-6, 6-8, and one that is left.
+    assert examples.targets[0].tolist() == [1, 3, 5, 7, 9]
+    assert [tokenizer.tokens[at] for at in examples.tokens[0]] == ["ACG", "GTA", "ACG", "GTA", "C"]
+
+
+def test_a_large_vocabulary_is_kept_whole():
+    tokenizer = KmerTokenizer(DNA, 8, 0)
+    row = Row(sequence="GGGGGGGGG")
+    ids = as_examples([row], tokenizer, Objective(task="generation"), ()).tokens[0]
+    assert tokenizer.decode(ids) == "GGGGGGGGG"
+    assert as_examples([row], ByteTokenizer(DNA), Objective(task="generation"), ()).width == 16

@@ -1,0 +1,174 @@
+"""Rows out of files, and what is wrong with a file said by its record."""
+
+import json
+
+import pytest
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.data.reading import read_rows
+from narrowcast.workloads.genomics.settings import GenomicData, Objective
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Write files into a folder, and read the first as a task does."""
+
+    def rows(task, files, *, objective=None, **data):
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        first = str(tmp_path / next(iter(files)))
+        for key in ("reference", "features"):
+            if key in data:
+                data[key] = str(tmp_path / data[key])
+        settings = GenomicData(path=first, **data)
+        return read_rows(first, settings, Objective(task=task, **(objective or {})))
+
+    return rows
+
+
+def jsonl(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_table_has_a_class_a_row(read):
+    (one, two) = read("domain_adaptation", {"t.csv": "sequence,label\nacgt,x\nGG, y \n"})
+    assert [(row.sequence, row.label) for row in (one, two)] == [("ACGT", "x"), ("GG", "y")]
+    assert two.place.endswith("t.csv, record 2")
+
+
+def test_labels_of_json_are_numbers_words_or_lists_of_them(read):
+    labels = [1, 1.0, True, "x", 0.5, ["a", "b"], []]
+    text = jsonl(*[{"sequence": "ACGT", "label": label} for label in labels])
+    rows = read("domain_adaptation", {"t.jsonl": text}, objective={"target": "labels"})
+    assert [row.label for row in rows] == ["1", "1", "1", "x", "0.5", "a;b", ""]
+
+
+@pytest.mark.parametrize("label", ["NaN", "Infinity", '{"a": 1}', "[NaN]"])
+def test_a_label_that_is_none_is_refused_by_its_record(read, label):
+    good = '{"sequence": "ACGT", "label": 1}\n'
+    text = f'{good}{{"sequence": "ACGT", "label": {label}}}\n'
+    with pytest.raises(RecipeError, match=r"t\.jsonl, record 2: its label is"):
+        read("variant_effect", {"t.jsonl": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"t\.csv"),
+        ("sequence,label\n", r"t\.csv has no records"),
+        ("sequence,class\nACGT,x\n", r"record 1 has no label 'label': there are class; name"),
+        ("sequence,label\nACGT,x\nACGT,\n", r"record 2 has no label 'label'"),
+        ("text,label\nACGT,x\n", r"record 1 has no column sequence; it has text, label"),
+        ("sequence,label\n,x\n", r"record 1 has a sequence without letters"),
+        ("sequence,label\nACGT,x\nACGQ,x\n", r"record 2: letter 4 is 'Q'"),
+        ("sequence,alternative,label\nACGT,AC!T,x\n", r"record 1: letter 3 is '!'"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_said_by_its_record(read, text, message):
+    with pytest.raises(RecipeError, match=message):
+        read("variant_effect", {"t.csv": text})
+
+
+def test_a_file_that_is_not_there_is_refused(read, tmp_path):
+    with pytest.raises(RecipeError, match=r"nowhere\.csv cannot be read"):
+        read_rows(
+            str(tmp_path / "nowhere.csv"), GenomicData(path="x"), Objective(task="generation")
+        )
+
+
+GENOME = ">chr1 x\nAACCGGTTAA\nCCGGTT\n"
+TABLE = "chrom,pos,ref,alt,label\n"
+
+
+def test_variants_lie_in_the_middle_of_their_reference(read):
+    rows = read(
+        "variant_effect",
+        {"v.csv": f"{TABLE}1,7,T,G,bad\nchr1,5,GG,G,good\n", "g.fa": GENOME},
+        reference="g.fa",
+        max_length=6,
+    )
+    assert [(row.sequence, row.alternative, row.label) for row in rows] == [
+        ("GGTTAA", "GGGTAA", "bad"),
+        ("CCGGTT", "CCGTTA", "good"),
+    ]
+    assert rows[0].name == "1:7T>G"
+
+
+def test_the_classes_of_a_vcf_are_in_its_info(read):
+    vcf = (
+        "##fileformat=VCFv4.2\n#CHROM\tPOS\tID\tREF\tALT\tQUAL\tFILTER\tINFO\n"
+        "chr1\t7\t.\tT\tG\t.\t.\tCLNSIG=Benign;AF=0.1\n"
+    )
+    files = {"v.vcf": vcf, "g.fa": GENOME}
+    (row,) = read("variant_effect", files, reference="g.fa", label="CLNSIG", max_length=4)
+    assert row.label == "Benign"
+    with pytest.raises(RecipeError, match=r"v\.vcf, record 1 has no label 'label'.*CLNSIG, AF"):
+        read("variant_effect", files, reference="g.fa")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("chr1,7,A,G,x", r"v\.csv, record 1: the reference of chr1:7 is A there and T in .*g\.fa"),
+        ("chr2,7,T,G,x", r"record 1: chr2:7 is not in .*g\.fa"),
+        ("chr1,70,T,G,x", r"record 1: chr1:70 is not in"),
+        ("chr1,seven,T,G,x", r"record 1: pos is 'seven'"),
+        ("chr1,7,T,<DEL>,x", r"record 1: the alternative is '<DEL>'"),
+    ],
+)
+def test_a_variant_that_does_not_fit_its_reference_is_refused(read, line, message):
+    files = {"v.csv": f"{TABLE}{line}\n", "g.fa": GENOME}
+    with pytest.raises(RecipeError, match=message):
+        read("variant_effect", files, reference="g.fa")
+
+
+GFF = "##gff-version 3\n{name}\tx\tgene\t3\t6\t.\t+\t.\tID=g\n"
+
+
+def test_features_of_a_gff_are_the_classes_of_letters(read):
+    files = {"g.fa": GENOME, "g.gff": GFF.format(name="chr1")}
+    (row,) = read("annotation", files, features="g.gff")
+    assert row.letters.tolist() == [0, 0, 1, 1, 1, 1] + [0] * 10
+
+
+def test_a_sequence_that_the_gff_does_not_name_is_refused(read):
+    files = {"g.fa": GENOME, "g.gff": GFF.format(name="NC_1")}
+    with pytest.raises(RecipeError, match=r"g\.fa, record 1: 'chr1' has no feature in .*on NC_1"):
+        read("annotation", files, features="g.gff")
+
+
+def test_features_beyond_the_end_are_refused(read):
+    files = {"g.fa": ">chr1\nACGT\n", "g.gff": GFF.format(name="chr1")}
+    with pytest.raises(RecipeError, match=r"g\.fa, record 1: gene at 3 to 6 lies beyond"):
+        read("annotation", files, features="g.gff")
+
+
+def test_a_genome_without_anything_on_it_is_refused(read):
+    with pytest.raises(RecipeError, match=r"record 1 has neither a column 'label' nor features"):
+        read("annotation", {"g.fa": GENOME})
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("010", r"t\.csv, record 2: label has 3 labels for 4 letters"),
+        ("0102", r"record 2: label is '2'; classes are other, gene"),
+    ],
+)
+def test_classes_of_letters_that_do_not_fit_are_refused(read, label, message):
+    text = f"sequence,label\nACGT,01-0\nACGT,{label}\n"
+    with pytest.raises(RecipeError, match=message):
+        read("annotation", {"t.csv": text}, objective={"labels": ("other", "gene")})
+
+
+def test_letters_whose_class_nobody_knows_are_left_out(read):
+    text = "sequence,label\nACGT,01-0\n"
+    (row,) = read("annotation", {"t.csv": text}, objective={"labels": ("other", "gene")})
+    assert row.letters.tolist() == [0, 1, -100, 0]
+
+
+def test_strict_refuses_letters_that_mean_several(read):
+    (row,) = read("generation", {"g.fa": ">a\nACGRN\n"})
+    assert row.sequence == "ACGNN"
+    with pytest.raises(RecipeError, match=r"g\.fa, record 1: letter 4 is 'R'"):
+        read("generation", {"g.fa": ">a\nACGRN\n"}, strict=True)
