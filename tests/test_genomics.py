@@ -134,8 +134,10 @@ def test_fine_tuning_returns_the_last_evaluation(overflown):
     assert "auroc" in measured
 
 
-def test_in_fp32_there_is_no_scale_and_nothing_is_enabled(finished):
-    tuner = VariantEffect(out=finished("pairs"))
+def test_in_fp32_there_is_no_scale_and_nothing_is_enabled(tmp_path):
+    settings = {"epochs": None, "steps": 2, "device": "cpu", "precision.policy": "fp32"}
+    tuner = VariantEffect(out=tmp_path / "run", width=16, **settings)
+    tuner.fine_tune()
     found = tuner.precision_stats()
     assert (found["enabled"], found["scale"], found["overflow_count"]) == (False, 1.0, 0)
 

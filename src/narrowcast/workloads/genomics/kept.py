@@ -59,7 +59,7 @@ def read_kept(name: str) -> tuple[Kept, Path]:
     folder = path_of(name)
     path = folder / FILE
     try:
-        kept = _SHAPE.validate_json(read_plain(path, most=LARGEST))
+        kept = _SHAPE.validate_json(read_plain(path, most=LARGEST), strict=True)
     except OSError as error:
         raise RecipeError(
             f"{shown_path(path)} cannot be read ({error.strerror}); give the folder of a finished "
