@@ -59,7 +59,7 @@ def made_rows(task: str, *, function: str, seed: int, part: str) -> list[Row]:
     """Return the sequences of a part (train, validation, source) that a task is shown with."""
     rng = np.random.default_rng([seed, sum(part.encode()), len(task)])
     if task == "protein_function":
-        return _proteins(rng, function, count=256 if part == "validation" else 1536)
+        return _proteins(rng, function, count=200 if part == "validation" else 800)
     return _MAKERS[task](rng, part)
 
 
@@ -108,7 +108,7 @@ def _proteins(rng: np.random.Generator, function: str, *, count: int) -> list[Ro
     classes, rows = TASK_LABELS[f"protein_function_{function}"], []
     for number in range(count):
         kind = int(rng.integers(len(classes)))
-        text = _random(rng, RESIDUES, int(rng.integers(60, 120)))
+        text = _random(rng, RESIDUES, int(rng.integers(40, 72)))
         for at in rng.choice(len(text) // 8, 3, replace=False) * 8:
             motif = "".join(
                 str(rng.choice(list(RESIDUES))) if letter == "X" else letter
@@ -162,7 +162,7 @@ def _domains(rng: np.random.Generator, part: str) -> list[Row]:
     """Return sequences with a site or without; of the source domain, or of another's letters."""
     source = part.startswith("source")
     chances = (0.25, 0.25, 0.25, 0.25) if source else (0.38, 0.38, 0.12, 0.12)
-    counts = {"source": 3000, "source validation": 400, "validation": 400}
+    counts = {"source": 2000, "source validation": 400, "validation": 400}
     rows = []
     for number in range(counts.get(part, 320)):
         text, label = _random(rng, BASES, 120, chances), int(rng.integers(2))
