@@ -5,6 +5,7 @@ Run: python benchmarks/genomics.py --prepare DIR --raw DIR
      python benchmarks/genomics.py --data DIR --chosen chosen.json --json OUT [--seeds 3]
                                    [--device cuda] [--jobs 12] [--minutes 8] [--only TEXT]
      python benchmarks/genomics.py --data DIR --quick
+     python benchmarks/genomics.py --page docs/workloads/genomics-results.md --from A.json B.json
 
 `--prepare` cuts the raw files into what is learnt, judged on and tested, once. `--choose` trains
 the candidates of every question with one seed and keeps the one that does best on the part that is
@@ -12,7 +13,8 @@ judged on; the tested part is not given to these runs. The last form trains the 
 anew for every seed, fold and precision, each run tested once, when it has ended. Runs are
 independent: worker processes take one after the other, many at once on one GPU, and each result is
 in the JSON as soon as it is there, so that a time limit loses only what has not ended. Baselines
-are computed on the very same parts. `--quick` trains everything for a few steps on a CPU.
+are computed on the very same parts. `--quick` trains everything for a few steps on a CPU. `--page`
+writes the tables of finished runs into the page that shows them.
 """
 
 import argparse
@@ -28,13 +30,15 @@ from genomics_studies.baselines import BASELINES
 from genomics_studies.preparing import prepare
 from genomics_studies.questions import LOWER_IS_BETTER, QUESTIONS, STUDIES, Question
 from genomics_studies.running import Job, job_of, run_all, summary
+from genomics_studies.tables import print_table, write_page
 from narrowcast.runs import describe_environment
 
 CHOOSING_SEED = 1000
 """Not one of those that are reported."""
-CHOOSING_FOLDS = 2
+CHOOSING_FOLDS = 4
 """Of a question with folds, how many candidates are chosen by."""
-QUICK = ("epochs=none", "steps=2", "eval.every=0", "batch_size=64")
+QUICK = ("epochs=none", "steps=2", "eval.every=0", "batch_size=16", "model.width=16",
+         "model.layers=1")  # fmt: skip
 
 
 def jobs_of(questions: Sequence[Question], args: argparse.Namespace) -> list[Job]:
@@ -82,36 +86,6 @@ def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     return {question: candidate for question, (_, candidate) in chosen.items()}
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print results, and what was published or asked for beside them."""
-    by_name = {question.name: question for question in QUESTIONS}
-    head = f"{'question':<26} {'candidate':<18} {'precision':<12} {'judged on':>9}"
-    print(f"\n{head} {'test':>8} {'± sd':>6} seeds {'weights':>9} {'s/run':>6}")
-    told_beside = set[str]()
-    for name in sorted({row["question"] for row in rows}, key=[*by_name].index):
-        question = by_name[name]
-        factor, digits = (100, 2) if question.percent else (1, 4)
-        for row in (each for each in rows if each["question"] == name):
-            told = [
-                "-" if part not in row else f"{row[part] * factor:.{digits}f}"
-                for part in ("validation", "test", "test_sd")
-            ]
-            verdict = ""
-            if question.at_least and "test" in row and not row["baseline"]:
-                verdict = "reached" if row["test"] >= question.at_least else "MISSED"
-                verdict = f" {question.at_least * factor:g}: {verdict}"
-            print(
-                f"{name:<26} {row['candidate']:<18} {row['policy']:<12} {told[0]:>9} "
-                f"{told[1]:>8} {told[2]:>6} {row['seeds']:>5} {row['parameters']:>9,} "
-                f"{row['seconds']:>6.1f}{verdict}"
-            )
-        if question.files in told_beside:
-            continue
-        told_beside.add(question.files)
-        for other, value in question.beside.items():
-            print(f"{name:<26} {other:<41} {value:>18}  published")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prepare", type=Path, metavar="DIR")
@@ -127,12 +101,18 @@ def main() -> None:
     parser.add_argument("--chosen", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--from", type=Path, nargs="+", dest="finished", metavar="JSON")
     args = parser.parse_args()
     studies = args.studies.split(",")
     if unknown := set(studies) - set(STUDIES):
         parser.error(f"no such study: {', '.join(unknown)}; there are {', '.join(STUDIES)}")
     if args.prepare:
         prepare(args.raw, args.prepare, studies)
+        return
+    if args.page:
+        finished = [json.loads(path.read_text())["results"] for path in args.finished]
+        write_page(args.page, list(summary([each for part in finished for each in part])))
         return
     if args.quick:
         args.seeds, args.device = 1, "cpu"

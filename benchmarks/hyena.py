@@ -1,6 +1,7 @@
 """Hyena beside attention and beside the usual FFT convolution, forward and backward, by length.
 
-Run: python benchmarks/hyena.py [--quick] [--only LENGTH ...] [--skip-model] [--json PATH]
+Run: python benchmarks/hyena.py [--quick] [--only LENGTH ...] [--methods WAY ...] [--skip-tuning]
+                                [--skip-model] [--json PATH]
 
 One operator of width 256 with its projections, causal: rows of 1,024 letters up to one row of
 1,048,576, as many letters in all. `plain` is written as public implementations are: real FFTs of
@@ -19,7 +20,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,23 +173,42 @@ def measure(length: int, setting: Setting, skip: set[str]) -> list[dict[str, Any
     return list(told.values())
 
 
-def chunk_sweep(length: int, setting: Setting) -> list[dict[str, Any]]:
-    """Try how many numbers of a spectrum are alive at once."""
-    timer, usual = Timer(setting.device), transforms.NUMBERS_AT_ONCE
+def sweep(length: int, setting: Setting) -> list[dict[str, Any]]:
+    """Try how many numbers of a spectrum are alive at once, and how long one transform may be."""
+    timer = Timer(setting.device)
     x, grad = sequences(length, setting)
     told = []
     for method in setting.methods:
         step = step_of(operator(length, setting, method), x, grad, True)
-        for power in range(20, 28):
-            transforms.NUMBERS_AT_ONCE = 2**power
-            with contextlib.suppress(torch.OutOfMemoryError):
+        tried = [{"numbers": 2**power} for power in range(20, 28)]
+        if method == "fused":
+            tried += [{"longest": 2**power} for power in range(12, 17)]
+        for settings in tried:
+            with contextlib.suppress(torch.OutOfMemoryError), in_force(**settings):
                 step()
-                peak = timer.peak_bytes(step)
-                seconds = statistics.median(timer(step) for _ in range(7))
-                told.append({"method": method, "numbers": 2**power, "seconds": seconds})
-                told[-1]["peak_bytes"] = peak
-    transforms.NUMBERS_AT_ONCE = usual
+                told.append({"method": method, "length": length, **settings})
+                told[-1]["peak_bytes"] = timer.peak_bytes(step)
+                told[-1]["seconds"] = statistics.median(timer(step) for _ in range(7))
     return told
+
+
+@contextlib.contextmanager
+def in_force(numbers: int | None = None, longest: int | None = None) -> Iterator[None]:
+    """Change what the library is tuned to."""
+    if longest is not None:
+        from narrowcast.workloads.genomics.models.kernels import fused
+
+        usual, fused.LONGEST = fused.LONGEST, longest
+        try:
+            yield
+        finally:
+            fused.LONGEST = usual
+        return
+    usual, transforms.NUMBERS_AT_ONCE = transforms.NUMBERS_AT_ONCE, numbers
+    try:
+        yield
+    finally:
+        transforms.NUMBERS_AT_ONCE = usual
 
 
 def errors(length: int, setting: Setting) -> list[dict[str, Any]]:
@@ -302,6 +322,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=int, nargs="+", help="lengths to measure")
     parser.add_argument("--methods", nargs="+", help="ways of ours to measure")
     parser.add_argument("--skip-model", action="store_true")
+    parser.add_argument("--skip-tuning", action="store_true")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     return parser
 
@@ -331,11 +352,12 @@ def main() -> None:
     figures["summary"] = summary(rows)
     size = 2048 if options.quick else AT
     figures["errors"] = errors(size, setting)
-    if not options.quick:
-        figures["chunks"] = chunk_sweep(AT, setting)
+    if not options.quick and not options.skip_tuning:
+        lengths = (8192, AT, 131_072, 1_048_576)
+        figures["tuning"] = [row for length in lengths for row in sweep(length, setting)]
     if not options.skip_model:
         figures["model"] = whole_model(device, quick=options.quick)
-    for name in ("summary", "errors", "chunks", "model"):
+    for name in ("summary", "errors", "tuning", "model"):
         if name in figures:
             print(f"\n{name}")
             each = figures[name]

@@ -64,8 +64,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "gpt": Shape(layers=24, width=2048, heads=16, vocab=32000, length=2048, rows=8),
-    "llama": Shape(layers=16, width=2048, heads=16, vocab=32000, length=2048, rows=8),
+    "gpt": Shape(layers=24, width=2048, heads=16, vocab=32000, length=2048, rows=4),
+    "llama": Shape(layers=16, width=2048, heads=16, vocab=32000, length=2048, rows=4),
 }
 QUICK = Shape(layers=3, width=64, heads=2, vocab=128, length=32, rows=4)
 
@@ -235,7 +235,7 @@ def told(how: str, found: dict[str, Any], base: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=8, help="beyond the first two")
+    parser.add_argument("--steps", type=int, default=5, help="beyond the first two")
     parser.add_argument("--only", nargs="+", choices=[*NARROWCAST, *TORCH])
     parser.add_argument("--quick", action="store_true", help="tiny models, on a CPU")
     parser.add_argument("--json", type=Path, help="where to write the figures")

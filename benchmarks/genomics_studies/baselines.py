@@ -28,8 +28,8 @@ REACH = 8
 """Residues to either side that decide on a structure in the method of GOR."""
 WINDOW = 2048
 """Bases that the networks see at once: a chain of bases begins anew where they do."""
-ORDERS = range(1, 13)
-SMOOTHINGS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+ORDERS = range(1, 12)
+SMOOTHINGS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 def ridge(split: str) -> Baseline:

@@ -66,16 +66,13 @@ def prepare_gb1(raw: Path, into: Path) -> None:
 
 
 def prepare_splice(raw: Path, into: Path) -> None:
-    """Cut ten folds with equal shares of the classes; a ninth of the rest is judged on."""
+    """Cut ten folds with equal shares of the classes; half of the next fold is judged on."""
     with (raw / "splice_uci" / "splice.csv").open() as file:
         rows = [(r["sequence"].strip(), r["label"].strip()) for r in csv.DictReader(file)]
-    fold = _stratified([label for _, label in rows], FOLDS)
+    half = _stratified([label for _, label in rows], 2 * FOLDS)
     for number in range(FOLDS):
-        parts = {
-            "test": fold == number,
-            "validation": fold == (number + 1) % FOLDS,
-            "train": (fold != number) & (fold != (number + 1) % FOLDS),
-        }
+        tested, judged = half // 2 == number, half == (2 * number + 2) % (2 * FOLDS)
+        parts = {"test": tested, "validation": judged, "train": ~tested & ~judged}
         for part, chosen in parts.items():
             kept = [rows[at] for at in np.flatnonzero(chosen)]
             _write_table(into / f"fold{number}" / f"{part}.csv.gz", ("sequence", "label"), kept)

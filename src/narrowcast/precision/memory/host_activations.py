@@ -160,7 +160,7 @@ class Kept:
         return (
             type(tensor) in PLAIN
             and tensor.layout == torch.strided
-            and tensor.device.type == self._shelf.device.type
+            and tensor.device == self._shelf.device
             and tensor.untyped_storage().nbytes() >= SMALLEST
             and tensor.untyped_storage().data_ptr() not in self._others
         )

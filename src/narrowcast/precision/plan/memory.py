@@ -186,7 +186,8 @@ def _matching(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
     for glob in globs:
         if not any(matches(name, glob) for name in names):
             raise RecipeError(
-                f"memory.blocks names {glob!r}, which matches no module{suggestion(glob, names)}"
+                f"memory.blocks names {glob!r}, which matches no module{suggestion(glob, names)}; "
+                "the plan without it lists the modules"
             )
     found: list[str] = []
     for name, module in model.named_modules():

@@ -50,7 +50,8 @@ class Parts:
     kept: Kept
     unit: str
     letters: Tensor
-    """Tokens of one letter each, of which mutations are drawn."""
+    """Tokens of one letter each, of which mutations are drawn; on the device, for a step is to
+    copy nothing to it."""
     notes: tuple[str, ...]
 
 
@@ -89,7 +90,7 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         source=source,
         kept=kept,
         unit=_unit(data),
-        letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)),
+        letters=torch.from_numpy(tokenizer.encode(ALPHABETS[data.alphabet].letters)).to(device),
         notes=tuple(notes),
     )
 

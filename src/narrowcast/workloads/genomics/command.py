@@ -1,8 +1,257 @@
-"""`narrowcast genomics`: a base of your own, predictions, and scores of variants."""
+"""`narrowcast genomics`: a base of your own, predictions, scores of variants, and new sequences."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, final
 
 import click
+
+from narrowcast.plain_files import path_of
+from narrowcast.workloads.genomics.asked import Output, output_named, words_of
+
+LINE_SECONDS = 2.0
+"""Between two lines that say how far a command is, and before the first."""
+
+_Item = TypeVar("_Item")
 
 
 @click.group()
 def genomics() -> None:
-    """Train a base on genomes, predict with a finished run, and score variants."""
+    """Train a base on genomes, predict with a finished run, score variants, write sequences."""
+
+
+_RUN = click.argument("run")
+_USED = (
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, …"),
+    click.option("--policy", default="fp32", show_default=True, help="Formats to compute in."),
+)
+_TABLE = (
+    click.option("-o", "--output", default="-", help="File to write.  [default: to the screen]"),
+    click.option(
+        "--format",
+        "kind",
+        type=click.Choice(["csv", "tsv", "jsonl", "gff", "bed"]),
+        help="What to write.  [default: as the name of the file ends; csv]",
+    ),
+    click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True),
+    click.option(
+        "--position", default="pos", show_default=True, help="Column of positions, from 1."
+    ),
+)
+
+
+def _with(*groups: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add options that several commands share."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed([each for group in groups for each in group]):
+            command = option(command)
+        return command
+
+    return add
+
+
+@genomics.command()
+@click.argument("words", nargs=-1, metavar="FASTA... [KEY=VALUE]...")
+@click.option("-o", "--out", metavar="DIR", help="Folder of the run.  [default: runs/pretrain]")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.pass_context
+def pretrain(ctx: click.Context, words: tuple[str, ...], out: str | None, quiet: bool) -> None:
+    """Train a base on genomes: to predict the next letter of any FASTA, FASTQ or GenBank.
+
+    It is a run of the recipe genomics/pretrain, of which KEY=VALUE words are settings: resume,
+    watch, report and compare know it. Its folder is what model.path= of other recipes takes, and
+    what `score` and `generate` take.
+    """
+    overrides = words_of(words)
+    # The verb that trains is the command line's own: this command is below it.
+    root = ctx.find_root().command
+    train = root.get_command(ctx, "train") if isinstance(root, click.Group) else None
+    if train is None:
+        raise click.UsageError("pretrain is a command of narrowcast: write narrowcast genomics …")
+    ctx.invoke(train, recipe="genomics/pretrain", overrides=overrides, out=out, quiet=quiet)
+
+
+@genomics.command()
+@_RUN
+@click.argument("file")
+@_with(_TABLE, _USED)
+@click.option("--reference", help="FASTA that FILE has variants of.")
+@click.option("--sequence", default="sequence", show_default=True, help="Column of sequences.")
+@click.option(
+    "--alternative", default="alternative", show_default=True, help="Column of their variants."
+)
+@click.option("--name", help="Column of names.  [default: the number of the row]")
+def predict(run: str, file: str, reference: str | None, output: str, **options: Any) -> None:
+    """Predict for every sequence of FILE with the finished RUN, and write a table.
+
+    FILE is a FASTA, FASTQ, GenBank, csv, tsv, json or jsonl, plain or gzip, with what the run was
+    trained on: sequences, pairs of them, or variants of a --reference. Labels are not needed. A
+    run that annotates gives stretches of each sequence, also as GFF or BED.
+    """
+    place = output_named(output, reads=[file, reference])
+    from narrowcast.workloads.genomics.inference.finished import finished, require_target
+    from narrowcast.workloads.genomics.inference.predict import letter_predictions, predictions
+    from narrowcast.workloads.genomics.inference.reading import Columns, Reader
+    from narrowcast.workloads.genomics.inference.writing import format_named, lines
+
+    asked = finished(run, device=options["device"], policy=options["policy"])
+    require_target(
+        asked, writes=False, instead="`genomics generate` and `genomics score` are for it"
+    )
+    along = asked.target.per_letter
+    kind = format_named(options["kind"], output, along=along)
+    columns = Columns(
+        **{key: options[key] for key in ("sequence", "alternative", "name", "position")}
+    )
+    reader = Reader(asked, columns)
+    if along:
+        found = letter_predictions(
+            asked, reader.whole(path_of(file)), batch_size=options["batch_size"]
+        )
+    else:
+        rows = reader.rows(path_of(file), None if reference is None else path_of(reference))
+        found = predictions(asked, rows, batch_size=options["batch_size"])
+    meter = _Meter("records")
+    _write(place, lines(meter.counted(found), asked.target, kind), meter)
+    if reader.cut:
+        length = asked.kept.max_length
+        click.echo(
+            f"{reader.cut:,} sequences had more than {length:,} letters and were cut", err=True
+        )
+
+
+@genomics.command()
+@_RUN
+@click.argument("variants")
+@_with(_TABLE, _USED)
+@click.option("--reference", required=True, help="FASTA that VARIANTS are variants of.")
+@click.option("--labels", metavar="COLUMN", help="Say how well scores agree with this column.")
+@click.option("--positive", metavar="LABEL", help="The label that high scores are to have.")
+def score(
+    run: str,
+    variants: str,
+    reference: str,
+    output: str,
+    labels: str | None,
+    positive: str | None,
+    **options: Any,
+) -> None:
+    """Score every variant of VARIANTS, a VCF or a table with chrom, pos, ref and alt.
+
+    RUN is a base, which gives the log-likelihood ratio of alternative and reference, below 0 where
+    the alternative is less likely; or a run that was trained on variants, which gives the chances
+    of its classes or its value.
+    """
+    place = output_named(output, reads=[variants, reference])
+    if positive is not None and labels is None:
+        raise click.UsageError("--positive is one of the labels; name their column with --labels")
+    from narrowcast.workloads.genomics.inference.finished import finished
+    from narrowcast.workloads.genomics.inference.measures import Labelled
+    from narrowcast.workloads.genomics.inference.reading import Columns, Reader
+    from narrowcast.workloads.genomics.inference.score import require_scores, scores, told
+    from narrowcast.workloads.genomics.inference.writing import format_named, table
+
+    asked = finished(run, device=options["device"], policy=options["policy"])
+    require_scores(asked)
+    kind = format_named(options["kind"], output, along=False)
+    reader = Reader(asked, Columns(position=options["position"]))
+    pairs = reader.variants(path_of(variants), path_of(reference))
+    known = None if labels is None else Labelled(labels, positive)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for scored in meter.counted(scores(asked, pairs, batch_size=options["batch_size"])):
+            if known is not None:
+                known.add(scored.variant, scored.score)
+            yield told(scored)
+
+    meter = _Meter("variants")
+    _write(place, table(rows(), kind), meter)
+    for line in () if known is None else known.lines():
+        click.echo(line, err=place.path is None)
+
+
+@genomics.command()
+@_RUN
+@click.option("--prompt", default="", help="Letters to go on from.  [default: one by chance]")
+@click.option(
+    "--length", type=click.IntRange(1), default=500, show_default=True, help="Letters to write."
+)
+@click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="Sequences.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="0: always the likeliest letter.",
+)
+@click.option("--top-k", type=click.IntRange(1), help="Choose among so many likeliest.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Choose among the likeliest that have this chance together.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
+@_with(_USED)
+def generate(run: str, device: str, policy: str, **options: Any) -> None:
+    """Write new sequences with RUN, a base of `genomics pretrain`, as FASTA."""
+    from narrowcast.workloads.genomics.inference.finished import finished, require_target
+    from narrowcast.workloads.genomics.inference.write import Wish, fasta, sequences
+
+    asked = finished(run, device=device, policy=policy)
+    require_target(
+        asked, writes=True, instead="give a base, as `narrowcast genomics pretrain` makes one"
+    )
+    wish, meter = Wish(**options), _Meter("letters")
+    bases = asked.alphabet.complement is not None
+    written = sequences(asked, wish, meter.at)
+    for number, sequence in enumerate(written, 1):
+        meter.clear()
+        click.echo(fasta(sequence, number, wish, bases=bases), nl=False)
+    meter.clear()
+
+
+def _write(place: Output, lines: Iterable[str], meter: "_Meter") -> None:
+    """Write lines to the screen as they come, or to a file that is whole or not there."""
+    with place.opened() as write:
+        for line in lines:
+            if write is None:
+                meter.clear()
+                click.echo(line, nl=False)
+            else:
+                write(line)
+    meter.clear()
+    if place.path is not None:
+        click.echo(f"written to {place.path}")
+
+
+@final
+class _Meter:
+    """Says on stderr how far something is: on one line of a terminal, now and then elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._said = what, time.monotonic()
+        self._live = sys.stderr.isatty()
+        self._drawn = False
+
+    def at(self, done: int) -> None:
+        """Say that so much is done."""
+        now = time.monotonic()
+        if now - self._said < (0.2 if self._drawn and self._live else LINE_SECONDS):
+            return
+        self._said, self._drawn = now, True
+        text = f"{done:,} {self._what}"
+        click.echo(f"\r{text}" if self._live else text, err=True, nl=not self._live)
+
+    def counted(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Hand items on, and count them."""
+        for done, item in enumerate(items, 1):
+            yield item
+            self.at(done)
+
+    def clear(self) -> None:
+        """Clear the line."""
+        if self._live and self._drawn:
+            click.echo(f"\r{' ' * 40}\r", err=True, nl=False)
+            self._drawn = False

@@ -55,6 +55,8 @@ class FineTuner:
     """What `precision.task` calls it."""
     dropout: ClassVar[float]
     """What `optimize_for_task` sets every dropout to."""
+    from_base: ClassVar[dict[str, Any]]
+    """Settings of a network that goes on from a base, which learns slower than a new one."""
 
     def __init__(
         self,
@@ -74,7 +76,8 @@ class FineTuner:
         self.out = Path(out)
         files = {"data.path": data, "data.validation": validation, "data.test": test}
         files["model.path"] = base
-        self.settings = {key: str(file) for key, file in files.items() if file is not None}
+        self.settings: dict[str, Any] = {} if base is None else dict(self.from_base)
+        self.settings |= {key: str(file) for key, file in files.items() if file is not None}
         self.settings |= {_key(name): value for name, value in settings.items()}
 
     @property
@@ -151,30 +154,35 @@ class GenomeAnnotation(FineTuner):
     """A class for every base."""
 
     recipe, task, dropout = "annotation", "genome_annotation", 0.0
+    from_base: ClassVar = {"optimizer.lr": 3e-5, "data.max_length": 8192}
 
 
 class VariantEffect(FineTuner):
     """What a variant does, from the sequence without it and with it."""
 
     recipe, task, dropout = "variant_effect", "variant_effect", 0.1
+    from_base: ClassVar = {"optimizer.lr": 2e-5, "data.max_length": 1024}
 
 
 class ProteinFunction(FineTuner):
     """What a protein is for: GO terms (`function="go"`) or EC numbers (`function="ec"`)."""
 
     recipe, task, dropout = "protein_function", "protein_function", 0.1
+    from_base: ClassVar = {"optimizer.lr": 1e-5, "data.max_length": 2048}
 
 
 class GenomeGeneration(FineTuner):
     """The next base of a genome."""
 
     recipe, task, dropout = "generation", "generation", 0.1
+    from_base: ClassVar = {"optimizer.lr": 5e-6, "data.max_length": 4096}
 
 
 class DomainAdaptation(FineTuner):
     """A classifier of one domain learns another's, thawed stage by stage."""
 
     recipe, task, dropout = "domain_adaptation", "domain_adaptation", 0.2
+    from_base: ClassVar = {"optimizer.lr": 5e-6}
 
 
 def _key(name: str) -> str:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import ClassVar, Literal, final
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.plain_files import path_of, read_plain
+from narrowcast.runs import RunFolder
 from narrowcast.workloads.genomics.models.config import GenomicConfig
 from narrowcast.workloads.genomics.models.heads import Pool
+from narrowcast.workloads.genomics.settings import TaskName
 
 FILE = "genomics.json"
 WEIGHTS = "model.safetensors"
@@ -29,13 +30,15 @@ LARGEST = 2**24
 class Kept:
     """A network without its weights: its shape, its tokens, and what it predicts."""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     config: GenomicConfig
-    alphabet: str
-    tokenizer: str
+    alphabet: Literal["dna", "rna", "protein"]
+    tokenizer: Literal["byte", "kmer"]
     kmer: int
     overlap: int
-    task: str
-    target: str
+    task: TaskName
+    target: Literal["class", "labels", "value"]
     classes: tuple[str, ...]
     pairs: bool
     pool: Pool
@@ -45,7 +48,10 @@ class Kept:
 
     def write(self, folder: Path) -> None:
         """Write it beside the weights."""
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        RunFolder(folder).write_json(FILE, asdict(self))
+
+
+_SHAPE = TypeAdapter(Kept)
 
 
 def read_kept(name: str) -> tuple[Kept, Path]:
@@ -53,22 +59,21 @@ def read_kept(name: str) -> tuple[Kept, Path]:
     folder = path_of(name)
     path = folder / FILE
     try:
-        content = read_plain(path, most=LARGEST)
+        kept = _SHAPE.validate_json(read_plain(path, most=LARGEST), strict=True)
     except OSError as error:
         raise RecipeError(
             f"{shown_path(path)} cannot be read ({error.strerror}); give the folder of a finished "
             "run of genomics, as `narrowcast genomics pretrain` makes one"
         ) from error
-    try:
-        return TypeAdapter(Kept).validate_json(content, strict=True), folder
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
             f"{shown_path(path)} is damaged: {where}{': ' if where else ''}{first['msg']}"
         ) from error
-    except RecipeError as error:  # numbers that no network has
+    except RecipeError as error:  # a network that cannot be
         raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error
+    return kept, folder
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -103,6 +103,11 @@ def _none_of(metrics: Sequence[Metric]) -> dict[str, float]:
     return {metric.name: float("nan") for metric in metrics if metric is not LOSS}
 
 
+def areas(truth: Array, score: Array) -> dict[str, float]:
+    """Return the areas below both curves, of scores that should be high where `truth` is."""
+    return _areas([(truth, score)])
+
+
 def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:
     """Return the means of the areas below two curves; none where there is one class only."""
     if not of:

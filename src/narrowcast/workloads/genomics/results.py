@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 from sklearn import metrics as sk
 
-from narrowcast.runs import strict_json
+from narrowcast.runs import RunFolder
 from narrowcast.workloads.genomics.targets import EveryLetter, Found, Labels, OneClass, Value
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def write_judged(
     Both mappings are by the set that was judged; of `pictures`, what took the network to make.
     """
     told = {name: {**_told(parts, each), **pictures.get(name, {})} for name, each in judged.items()}
-    (folder / FILE).write_text(strict_json.dumps(told) + "\n")
+    RunFolder(folder).write_json(FILE, told)
 
 
 def _told(parts: "Parts", judged: Judged) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from narrowcast.workloads.genomics.labels import MOST_CLASSES, TASK_LABELS
 MADE = "made"
 """Data that needs no file: made from the seed, with something to find in it."""
 LONGEST = 2**24
+MOST_FILES = 10_000
 
 TaskName = Literal[
     "annotation", "variant_effect", "protein_function", "generation", "domain_adaptation"
@@ -24,18 +25,16 @@ class GenomicData(DataSection):
     """Which sequences are learnt, and how they become tokens."""
 
     places: ClassVar[tuple[str, ...]] = (
-        "path",
-        "validation",
-        "test",
-        "source",
-        "reference",
-        "features",
-    )
+        "path", "more", "validation", "test", "source", "reference", "features",
+    )  # fmt: skip
 
     path: Text = Field(
         default=MADE,
         description="a file of sequences to train on: csv, tsv, json, jsonl, FASTA, FASTQ, GenBank "
         f"or VCF, plain or gzip; {MADE}: sequences that are made from the seed",
+    )
+    more: tuple[Text, ...] = Field(
+        default=(), max_length=MOST_FILES, description="further files to train on, beside path"
     )
     validation: Text = Field(
         default="", description="a file to judge on while training; empty: a share of path"
@@ -111,9 +110,9 @@ class GenomicData(DataSection):
         if self.reference and self.alphabet != "dna":
             text = "variants of a reference are read as DNA; write alphabet=dna"
             refuse_conflicts([(("reference", "alphabet"), text)])
-        for name in ("reference", "features"):
+        for name in ("more", "reference", "features"):
             if self.path == MADE and getattr(self, name):
-                text = f"made sequences have no {name}; name a file of your own with path"
+                text = "made sequences have none; name the first file with path"
                 refuse_conflicts([((name, "path"), text)])
         return self
 

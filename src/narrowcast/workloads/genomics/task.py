@@ -109,7 +109,7 @@ class Genomic:
         if not share:
             return batch
         tokens, device = batch["tokens"], batch["tokens"].device
-        drawn = letters.to(device)[torch.randint(len(letters), tokens.shape, device=device)]
+        drawn = letters[torch.randint(len(letters), tokens.shape, device=device)]
         chosen = (torch.rand(tokens.shape, device=device) < share) & batch["mask"]
         if "alternative" not in batch:
             return {**batch, "tokens": torch.where(chosen, drawn, tokens)}

@@ -45,3 +45,17 @@ def test_a_causal_operator_does_not_look_ahead():
     difference = (operator(changed) - operator(x)).abs().amax((0, 2))
     assert difference[:17].max() < 1e-12
     assert difference[17:].min() > 1e-9
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_the_operator_of_short_convolutions_is_torchs_where_there_are_no_kernels(left):
+    torch.manual_seed(0)
+    given = [torch.randn(s, requires_grad=True) for s in ((2, 9, 4), (4, 3), (4,))]
+    x, weight, bias = given
+    expected = F.conv1d(F.pad(x.transpose(1, 2), (left, 2 - left)), weight[:, None], bias, groups=4)
+    plain = [t.detach() for t in given]
+    found = torch.ops.narrowcast.short_convolution(*plain, left)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(found)
+    grads = torch.ops.narrowcast.short_convolution_backward(grad, *plain, left)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, given, grad))

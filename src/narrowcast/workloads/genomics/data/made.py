@@ -74,7 +74,7 @@ def _annotated(rng: np.random.Generator, part: str) -> list[Row]:
         pieces.append(text)
         labels.append(np.full(len(text), label, dtype=np.int64))
 
-    for _ in range(24 if part == "validation" else 160):
+    for _ in range(40 if part == "validation" else 400):
         add(_random(rng, BASES, int(rng.integers(40, 260))), between)
         add(_mutated(rng, PROMOTER, BASES, share=0.1), promoter)
         body = "".join(rng.choice(CODONS, int(rng.integers(40, 160))))
@@ -127,7 +127,7 @@ def _proteins(rng: np.random.Generator, function: str, *, count: int) -> list[Ro
 def _genome(rng: np.random.Generator, part: str) -> list[Row]:
     """Return letters that depend on the three before them, as `markov_entropy` knows."""
     table = _markov_table()
-    length = 16_384 if part == "validation" else 262_144
+    length = 16_384 if part == "validation" else 196_608
     sums = table.cumsum(1)[:, :3].tolist()
     state, letters = 0, list[str]()
     for drawn in rng.random(length).tolist():
@@ -164,7 +164,7 @@ def _domains(rng: np.random.Generator, part: str) -> list[Row]:
     chances = (0.25, 0.25, 0.25, 0.25) if source else (0.38, 0.38, 0.12, 0.12)
     counts = {"source": 3000, "source validation": 400, "validation": 400}
     rows = []
-    for number in range(counts.get(part, 600)):
+    for number in range(counts.get(part, 320)):
         text, label = _random(rng, BASES, 120, chances), int(rng.integers(2))
         if label:
             site = SITE if source else _mutated(rng, SITE, BASES, share=0.08)

@@ -62,13 +62,15 @@ def precision_recall(curves: Mapping[str, Any], others: Mapping[str, Any] | None
 def cloud(points: Sequence[tuple[float, float]], spearman: float | None) -> str:
     """Draw what was predicted over what is true; the line is where both are the same."""
     low, high = min(min(pair) for pair in points), max(max(pair) for pair in points)
-    x, y = Scale(low, high, 64, SQUARE - 12), Scale(low, high, SQUARE - 70, 24)
+    margin = (high - low) / 25
+    x = Scale(low - margin, high + margin, 64, SQUARE - 12)
+    y = Scale(low - margin, high + margin, SQUARE - 70, 24)
     marks = axes(x, y, below="true value", beside="predicted")
     same = "stroke-dasharray:4 4"
     marks.append(line(x(low), y(low), x(high), y(high), stroke=QUIET, more=same))
     radius = 3 if len(points) < 500 else 2
     at = [(x(true), y(found)) for true, found in points]
-    marks.append(dots(at, radius=radius, fill="var(--series)", opacity=0.45))
+    marks.append(dots(at, radius=radius, fill="var(--series)", opacity=0.55))
     said = "" if spearman is None else f"Spearman {spearman:.3f}"
     marks.append(words(x.start + 10, y.end + 18, said, fill=INK, more="font-weight:600"))
     alt = f"Predicted over true values of {len(points):,} sequences. {said}"

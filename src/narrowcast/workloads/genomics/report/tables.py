@@ -46,8 +46,9 @@ def _count(told: Mapping[str, Any]) -> str:
 
 
 def _spoken(name: str) -> str:
-    upper = {"mcc": "MCC", "f1": "F1", "auroc": "AUROC", "auprc": "AUPRC", "rmse": "RMSE"}
-    return upper.get(name, name.replace("_", " "))
+    if name in ("mcc", "f1", "auroc", "auprc", "rmse"):
+        return name.upper()
+    return name.capitalize() if name in ("spearman", "pearson") else name.replace("_", " ")
 
 
 def _number(value: Any) -> float:

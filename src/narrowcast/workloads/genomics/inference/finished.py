@@ -1,0 +1,161 @@
+"""The network of a finished run, ready to be asked."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowcast.config.problems import shown_path
+from narrowcast.errors import CheckpointError, DivergedError, RecipeError, UnsupportedError
+from narrowcast.hardware import probe
+from narrowcast.precision.plan.presets import PRESETS, policy_from
+from narrowcast.precision.step.prepare import prepare
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.workloads.genomics.build import network_of
+from narrowcast.workloads.genomics.data.examples import Batch, Examples, Ragged
+from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.kept import Kept, load_into, read_kept, read_weights
+from narrowcast.workloads.genomics.network import Network
+from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS, Alphabet
+from narrowcast.workloads.genomics.sequences.tokenizers import Ids, Tokenizer, tokenizer_of
+from narrowcast.workloads.genomics.source import on
+from narrowcast.workloads.genomics.targets import (
+    EveryLetter,
+    Labels,
+    NextToken,
+    OneClass,
+    Target,
+    Value,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Finished:
+    """A network with its weights, on its device and in its formats."""
+
+    name: str
+    """The folder, as it was named."""
+    kept: Kept
+    tokenizer: Tokenizer
+    target: Target
+    network: Network
+    device: torch.device
+    prepared: Prepared | None
+    """The formats it computes in; None for plain fp32."""
+
+    @property
+    def alphabet(self) -> Alphabet:
+        """The letters it learnt."""
+        return self.tokenizer.alphabet
+
+    def compute(self) -> AbstractContextManager[object]:
+        """Let products be in the formats that were asked for."""
+        return nullcontext() if self.prepared is None else self.prepared.compute()
+
+    def answers(self, rows: Sequence[Row]) -> tuple[Tensor, list[Ids]]:
+        """Return what the network makes of rows, in fp32 on the CPU, and the tokens of each.
+
+        Waits for the device.
+        """
+        tokens = [self.tokenizer.encode(row.sequence) for row in rows]
+        examples = Examples(
+            tokens=Ragged.joined(tokens, np.int64),
+            alternatives=Ragged.joined(
+                [self.tokenizer.encode(row.alternative) for row in rows], np.int64
+            )
+            if self.kept.pairs
+            else None,
+            targets=None,
+            padding=self.tokenizer.pad_id,
+        )
+        return self.asked(examples.__getitems__(list(range(len(rows)))), rows), tokens
+
+    def asked(self, batch: Batch, rows: Sequence[Row]) -> Tensor:
+        """Return what the network makes of a batch; refuse what is no number."""
+        there = on(self.device, batch)
+        try:
+            with torch.no_grad(), self.compute():
+                found = self.network(there["tokens"], there["mask"], there.get("alternative"))
+            answer: Tensor = found.float().cpu()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise UnsupportedError(
+                f"{len(rows)} sequences of up to {batch['tokens'].shape[1]:,} tokens do not fit "
+                f"the memory of {self.device}; write a smaller --batch-size"
+            ) from error
+        finite = answer.flatten(1).isfinite() if answer.dim() < 3 else answer.isfinite().all(-1)
+        finite = finite.all(1) if answer.dim() < 3 else (finite | ~batch["mask"]).all(1)
+        if not finite.all():
+            row = rows[int((~finite).nonzero()[0, 0])]
+            raise DivergedError(
+                f"{row.place}: the network answers NaN or infinity; write --policy fp32, or take "
+                "an earlier checkpoint"
+            )
+        return answer
+
+
+def finished(name: str, *, device: str = "auto", policy: str = "fp32") -> Finished:
+    """Read the folder of a finished run."""
+    asked = policy_from(policy)
+    place = torch.device(probe(device).device)
+    kept, folder = read_kept(name)
+    tokenizer = tokenizer_of(kept.tokenizer, ALPHABETS[kept.alphabet], kept.kmer, kept.overlap)
+    if tokenizer.vocab_size != kept.config.vocab_size:
+        raise CheckpointError(
+            f"{shown_path(folder)}: its tokens are {tokenizer.vocab_size}, and the network has "
+            f"{kept.config.vocab_size}; genomics.json is damaged, put it back from a copy"
+        )
+    target = _target(kept, tokenizer)
+    weights = read_weights(folder)
+    # Shapes first, which take no memory: what a damaged file says may be of any size.
+    load_into(
+        network_of(kept, tokenizer, target, seed=0, device=torch.device("meta")), weights, head=True
+    )
+    network = network_of(kept, tokenizer, target, seed=0, device=place)
+    load_into(network, weights, head=True)
+    network.eval()
+    prepared = None
+    if asked != PRESETS["fp32"]:
+        # A policy is of training, so there is an optimizer; nothing moves it.
+        idle = torch.optim.SGD(network.parameters(), lr=0.0)
+        prepared = prepare(network, idle, policy=asked, meter_every=0)
+    return Finished(
+        name=name,
+        kept=kept,
+        tokenizer=tokenizer,
+        target=target,
+        network=network,
+        device=place,
+        prepared=prepared,
+    )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Say whether a device, or the host, had no memory left; torch has no class for the latter."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def require_target(run: Finished, *, writes: bool, instead: str) -> None:
+    """Refuse a run that was trained for something else than what is asked of it."""
+    if isinstance(run.target, NextToken) != writes:
+        raise RecipeError(f"{run.name} was trained for {run.kept.task}; {instead}")
+
+
+def _target(kept: Kept, tokenizer: Tokenizer) -> Target:
+    match kept.task, kept.target:
+        case "generation", _:
+            return NextToken(vocab_size=tokenizer.vocab_size)
+        case "annotation", _:
+            return EveryLetter(classes=kept.classes)
+        case _, "value":
+            return Value(centre=kept.centre, spread=kept.spread)
+        case _, "labels":
+            return Labels(classes=kept.classes)
+        case _:
+            return OneClass(classes=kept.classes)

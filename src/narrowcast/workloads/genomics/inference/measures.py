@@ -1,0 +1,100 @@
+"""How well scores of variants agree with what is known of them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics import metrics
+from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
+
+
+@final
+class Labelled:
+    """Scores of the variants that have a label, gathered while they are written."""
+
+    def __init__(self, column: str, positive: str | None) -> None:
+        self._column, self._positive = column, positive
+        self._labels, self._scores = list[str](), list[float]()
+        self._without = 0
+
+    def add(self, variant: Variant, score: float) -> None:
+        """Take a variant; one without a label is counted."""
+        label = _label(variant.fields, self._column)
+        if label is None:
+            raise RecipeError(
+                f"{variant.place} has no column {self._column}; it has {_columns(variant.fields)}"
+            )
+        if label in ("", "."):
+            self._without += 1
+            return
+        self._labels.append(label)
+        self._scores.append(score)
+
+    def lines(self) -> list[str]:
+        """Return what is to be said; refuse labels that scores cannot be held against."""
+        scores, kinds = np.array(self._scores), sorted(set(self._labels))
+        if len(kinds) < 2:
+            what = f"all labels are {kinds[0]!r}" if kinds else "no variant has a label"
+            raise RecipeError(f"{self._column}: {what}; there is nothing to tell apart")
+        missing = f", {self._without:,} without a label" if self._without else ""
+        values = _numbers(self._labels)
+        if self._positive is None and values is not None and len(kinds) > 2:
+            spearman = metrics.of_values(values, scores)["spearman"]
+            return [f"{len(scores):,} variants{missing}", f"Spearman {spearman:.4f}"]
+        positive = self._high(kinds, values)
+        truth = np.array([label == positive for label in self._labels])
+        said = metrics.areas(truth, scores)
+        spearman = metrics.of_values(truth.astype(float), scores)["spearman"]
+        return [
+            f"{len(scores):,} variants{missing}; {int(truth.sum()):,} are {positive}, which high "
+            "scores are to have",
+            f"AUROC {said['auroc']:.4f}",
+            f"AUPRC {said['auprc']:.4f}",
+            f"Spearman {spearman:.4f}",
+        ]
+
+    def _high(self, kinds: Sequence[str], values: Any) -> str:
+        """Return the label that high scores are to have."""
+        if self._positive is not None:
+            if self._positive not in kinds:
+                raise RecipeError(
+                    f"--positive {self._positive}: {self._column} has {', '.join(kinds[:12])}; "
+                    "write one of them"
+                )
+            return self._positive
+        if len(kinds) > 2:
+            raise RecipeError(
+                f"{self._column} has {len(kinds)} classes: {', '.join(kinds[:12])}; name the one "
+                "that high scores are to have with --positive"
+            )
+        return kinds[-1] if values is None else self._labels[int(np.argmax(values))]
+
+
+def _label(fields: Mapping[str, Any], column: str) -> str | None:
+    """Return a label as text: a column, or an entry of a VCF's INFO; None where neither is."""
+    info = fields.get("INFO")
+    if column in fields:
+        value = fields[column]
+    elif isinstance(info, Mapping):
+        value = info.get(column, "")
+    else:
+        return None
+    if value is None:
+        return ""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _columns(fields: Mapping[str, Any]) -> str:
+    return ", ".join(list(fields)[:12]) or "none"
+
+
+def _numbers(labels: Sequence[str]) -> Any:
+    """Return labels as numbers; None where one is none."""
+    try:
+        values = [float(label) for label in labels]
+    except ValueError:
+        return None
+    return np.array(values) if all(map(math.isfinite, values)) else None

@@ -1,0 +1,118 @@
+"""Sequences to predict for, as the run that predicts was given its own; no label is asked for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from narrowcast.config.problems import shown_path
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.data.cutting import shortened
+from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.inference.finished import Finished
+from narrowcast.workloads.genomics.sequences.readers.reading import read_records
+from narrowcast.workloads.genomics.sequences.readers.vcf import VariantColumns, read_variants
+from narrowcast.workloads.genomics.sequences.variants import (
+    Reference,
+    VariantPair,
+    variant_pairs,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which columns of a table hold what; other formats have no use for them."""
+
+    sequence: str = "sequence"
+    alternative: str = "alternative"
+    name: str | None = None
+    position: str = "pos"
+
+
+@final
+class Reader:
+    """Rows of a file, one after another; counts what it had to cut."""
+
+    def __init__(self, run: Finished, columns: Columns) -> None:
+        self._run, self._columns = run, columns
+        self.cut = 0
+        """Sequences that had more letters than the run takes."""
+
+    def rows(self, path: Path, reference: Path | None) -> Iterator[Row]:
+        """Yield sequences, or pairs where the run was trained on pairs, as long as it takes."""
+        if not self._run.kept.pairs:
+            if reference is not None:
+                raise RecipeError(
+                    f"{self._run.name} was trained on sequences by themselves, not on variants of "
+                    "a reference; leave --reference out"
+                )
+            yield from map(self._fitted, self.whole(path))
+        elif reference is None:
+            yield from map(self._fitted, self._pairs(path))
+        else:
+            for pair in self.variants(path, reference):
+                yield Row(
+                    sequence=pair.reference,
+                    alternative=pair.alternative,
+                    name=_name(pair),
+                    place=pair.variant.place,
+                )
+
+    def whole(self, path: Path) -> Iterator[Row]:
+        """Yield sequences as they are, however long."""
+        for record in read_records(
+            path,
+            alphabet=self._run.alphabet,
+            sequences=(self._columns.sequence,),
+            name=self._columns.name,
+        ):
+            if not record.sequence:
+                raise RecipeError(f"{record.place} has no letters; leave it out")
+            yield Row(
+                sequence=record.sequence,
+                name=record.name or f"{record.number}",
+                place=record.place,
+            )
+
+    def variants(self, path: Path, reference: Path) -> Iterator[VariantPair]:
+        """Yield variants with their surroundings, as long as the run takes."""
+        columns = VariantColumns(position=self._columns.position)
+        contigs = Reference.read(reference)
+        return variant_pairs(read_variants(path, columns), contigs, self._run.kept.max_length)
+
+    def _pairs(self, path: Path) -> Iterator[Row]:
+        columns, alphabet = self._columns, self._run.alphabet
+        for record in read_records(
+            path, alphabet=alphabet, sequences=(columns.sequence,), name=columns.name
+        ):
+            other = record.fields.get(columns.alternative)
+            if not isinstance(other, str) or not other or not record.sequence:
+                raise RecipeError(
+                    f"{record.place} has no sequence {columns.alternative!r} beside its own, and "
+                    f"{self._run.name} was trained on pairs; name the column with --alternative, "
+                    f"or give variants with their --reference"
+                )
+            yield Row(
+                sequence=record.sequence,
+                alternative=alphabet.clean(other, place=record.place).sequence,
+                name=record.name or f"{record.number}",
+                place=record.place,
+            )
+
+    def _fitted(self, row: Row) -> Row:
+        (fitted,), cut = shortened([row], self._run.kept.max_length)
+        self.cut += cut
+        return fitted
+
+
+def refuse_same(output: Path, *inputs: Path | None) -> None:
+    """Refuse to write over what is read."""
+    for path in inputs:
+        if path is not None and output.exists() and path.exists() and output.samefile(path):
+            raise RecipeError(f"{shown_path(output)} is read from; name another file with -o")
+
+
+def _name(pair: VariantPair) -> str:
+    variant = pair.variant
+    return f"{variant.chrom}:{variant.position}{variant.reference}>{variant.alternative}"

@@ -1,0 +1,121 @@
+"""Scores of variants: what a base finds likelier, or what a run that was trained on them says.
+
+With a base, the log-likelihood of the window with the alternative less that of the reference, in
+nats: below 0 the alternative is what such genomes seldom have. Of DNA it is the mean of both
+strands. The first token is given, and unknown letters do not count.
+
+With a trained run, its value, or the mean number of its class between 0, surely the first, and 1,
+surely the last: of two classes the chance of the second.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.genomics.data.rows import Row
+from narrowcast.workloads.genomics.inference.finished import Finished
+from narrowcast.workloads.genomics.inference.predict import batched, predictions
+from narrowcast.workloads.genomics.inference.writing import rounded
+from narrowcast.workloads.genomics.sequences.operations import reverse_complement
+from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
+from narrowcast.workloads.genomics.sequences.variants import VariantPair
+from narrowcast.workloads.genomics.targets import Labels, NextToken, OneClass
+
+
+class Scored(NamedTuple):
+    """A variant, its score, and what else the run says of it."""
+
+    variant: Variant
+    score: float
+    more: dict[str, Any]
+
+
+def require_scores(run: Finished) -> None:
+    """Refuse a run that has nothing to say of variants."""
+    if run.kept.alphabet == "protein":
+        raise RecipeError(f"{run.name} learnt proteins, and variants are of DNA; give another run")
+    if isinstance(run.target, NextToken):
+        return
+    if not run.kept.pairs:
+        raise RecipeError(
+            f"{run.name} was trained for {run.kept.task} on sequences by themselves; give a base "
+            "(`narrowcast genomics pretrain`), or a run that was trained on pairs"
+        )
+    if isinstance(run.target, Labels):
+        raise RecipeError(
+            f"{run.name} has several labels for a variant and no score; see genomics predict"
+        )
+
+
+def scores(run: Finished, pairs: Iterable[VariantPair], *, batch_size: int) -> Iterator[Scored]:
+    """Yield a score for each variant, in order."""
+    for batch in batched(pairs, batch_size):
+        if isinstance(run.target, NextToken):
+            texts = [[pair.reference for pair in batch], [pair.alternative for pair in batch]]
+            places = [pair.variant.place for pair in batch]
+            before, after = (log_likelihoods(run, each, places) for each in texts)
+            for pair, ratio in zip(batch, after - before, strict=True):
+                yield Scored(pair.variant, float(ratio), {})
+        else:
+            yield from _judged(run, batch)
+
+
+def log_likelihoods(
+    run: Finished, sequences: Sequence[str], places: Sequence[str]
+) -> npt.NDArray[np.float64]:
+    """Return the log-likelihood of sequences in nats; of DNA, the mean of both strands."""
+    strands = [sequences]
+    if run.kept.alphabet == "dna":
+        strands.append([reverse_complement(text) for text in sequences])
+    of_each = np.stack([_one_strand(run, texts, places) for texts in strands])
+    mean: npt.NDArray[np.float64] = of_each.mean(0)
+    return mean
+
+
+def _one_strand(
+    run: Finished, sequences: Sequence[str], places: Sequence[str]
+) -> npt.NDArray[np.float64]:
+    rows = [Row(sequence=text, place=place) for text, place in zip(sequences, places, strict=True)]
+    answers, tokens = run.answers(rows)
+    out = np.empty(len(rows))
+    for at, ids in enumerate(tokens):
+        chances = answers[at, : len(ids) - 1].double().log_softmax(-1)
+        following = torch.from_numpy(ids[1:])
+        likelihood = chances.gather(1, following[:, None])[:, 0]
+        out[at] = likelihood[following != run.tokenizer.unknown_id].sum().item()
+    return out
+
+
+def _judged(run: Finished, batch: Sequence[VariantPair]) -> Iterator[Scored]:
+    rows = [
+        Row(sequence=pair.reference, alternative=pair.alternative, place=pair.variant.place)
+        for pair in batch
+    ]
+    found = predictions(run, rows, batch_size=len(rows))
+    for pair, prediction in zip(batch, found, strict=True):
+        if not isinstance(run.target, OneClass):
+            yield Scored(pair.variant, float(prediction.found[0]), {})
+            continue
+        ranks = np.linspace(0, 1, len(run.target.classes))
+        best = run.target.classes[int(prediction.found.argmax())]
+        numbers = [rounded(float(each)) for each in prediction.found]
+        chances = dict(zip(run.target.classes, numbers, strict=True))
+        score = float(prediction.found @ ranks)
+        yield Scored(pair.variant, score, {"class": best, "chance": chances})
+
+
+def told(scored: Scored) -> dict[str, Any]:
+    """Return a row of the table of scores."""
+    variant = scored.variant
+    return {
+        "chrom": variant.chrom,
+        "pos": variant.position,
+        "ref": variant.reference,
+        "alt": variant.alternative,
+        "score": rounded(scored.score),
+        **scored.more,
+    }

@@ -1,0 +1,120 @@
+"""Predictions of `narrowcast genomics predict` against the network called by itself."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from narrowcast.cli.entry import exit_code_of
+from narrowcast.workloads.genomics.inference.finished import finished as loaded
+from narrowcast.workloads.genomics.inference.predict import intervals
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","))
+
+
+def encoded(run, *texts):
+    return torch.from_numpy(np.stack([run.tokenizer.encode(text) for text in texts]))
+
+
+@torch.no_grad()
+def asked(run, *texts):
+    return run.network(*(encoded(run, text) for text in texts[:1]), None, *(
+        encoded(run, text) for text in texts[1:]
+    ))[0].double()  # fmt: skip
+
+
+def test_chances_of_pairs_are_those_of_the_network(finished, tmp_path):
+    folder = finished("pairs")
+    source, out = folder.parent / "pairs_test.csv", tmp_path / "out.csv"
+    words = ["genomics", "predict", str(folder), str(source), "-o", str(out), "--batch-size", "7"]
+    assert exit_code_of(words) == 0
+    run, given = loaded(str(folder), device="cpu"), rows(source)
+    found = rows(out)
+    assert [row["name"] for row in found] == [str(n) for n in range(1, len(given) + 1)]
+    for row, pair in zip(found, given, strict=True):
+        chances = asked(run, pair["sequence"], pair["alternative"]).softmax(0)
+        told = [float(row[f"chance_{name}"]) for name in run.kept.classes]
+        # fp32 sums over a batch in another order, and six digits are written.
+        assert told == pytest.approx(chances.tolist(), rel=1e-4)
+        assert row["class"] == run.kept.classes[int(chances.argmax())]
+
+
+def test_values_are_in_the_units_of_the_labels(finished, tmp_path):
+    folder, out = finished("values"), tmp_path / "out.jsonl"
+    source = folder.parent / "values.csv"
+    assert exit_code_of(["genomics", "predict", str(folder), str(source), "-o", str(out)]) == 0
+    run = loaded(str(folder), device="cpu")
+    assert run.kept.spread != 1
+    for line, given in zip(out.read_text().splitlines(), rows(source), strict=True):
+        value = asked(run, given["sequence"])[0].item() * run.kept.spread + run.kept.centre
+        assert json.loads(line)["value"] == pytest.approx(value, rel=1e-4)
+
+
+def test_stretches_cover_a_record_longer_than_a_window(finished, tmp_path):
+    folder, out = finished("letters"), tmp_path / "out.tsv"
+    fasta = tmp_path / "long.fa"
+    text = "ACGTTGCAAGC" * 20
+    fasta.write_text(f">long one\n{text}\n>short\nACGT\n")
+    assert exit_code_of(["genomics", "predict", str(folder), str(fasta), "-o", str(out)]) == 0
+    run = loaded(str(folder), device="cpu")
+    classes = []
+    for start in range(0, len(text), 64):
+        found = asked(run, text[start : start + 64])
+        classes += [run.kept.classes[kind] for kind in found.argmax(-1).tolist()]
+    told = [row for row in rows(out) if row["name"] == "long"]
+    spread = [row["class"] for row in told for _ in range(int(row["start"]), int(row["end"]) + 1)]
+    assert spread == classes
+    assert [int(row["start"]) for row in told[1:]] == [int(row["end"]) + 1 for row in told[:-1]]
+    assert {row["name"] for row in rows(out)} == {"long", "short"}
+
+
+def test_gff_and_bed_say_the_same_and_leave_out_what_lies_between(finished, tmp_path):
+    folder, fasta = finished("letters"), tmp_path / "a.fa"
+    fasta.write_text(">a;b\n" + "ACGTTGCAAGC" * 6 + "\n")
+    for name in ("out.gff3", "out.bed", "out.csv"):
+        words = ["genomics", "predict", str(folder), str(fasta), "-o", str(tmp_path / name)]
+        assert exit_code_of(words) == 0
+    table = [row for row in rows(tmp_path / "out.csv") if row["class"] != "other"]
+    head, *gff = (tmp_path / "out.gff3").read_text().splitlines()
+    assert head == "##gff-version 3"
+    assert [line.split("\t")[:5] for line in gff] == [
+        ["a%3Bb", "narrowcast", row["class"], row["start"], row["end"]] for row in table
+    ]
+    bed = [line.split("\t") for line in (tmp_path / "out.bed").read_text().splitlines()]
+    assert [row[:4] for row in bed] == [
+        ["a;b", str(int(row["start"]) - 1), row["end"], row["class"]] for row in table
+    ]
+
+
+def test_intervals_of_chances():
+    chances = np.array([[0.9, 0.1], [0.7, 0.3], [0.2, 0.8], [0.6, 0.4]])
+    found = [tuple(each) for each in intervals(chances)]
+    assert found == [(0, 2, 0, pytest.approx(0.8)), (2, 3, 1, 0.8), (3, 4, 0, 0.6)]
+
+
+def test_a_policy_is_obeyed(finished):
+    folder, text = str(finished("values")), "ACGT" * 10
+    found = {
+        policy: loaded(folder, device="cpu", policy=policy).answers(
+            [type("Row", (), {"sequence": text, "alternative": "", "place": ""})()]
+        )[0].item()
+        for policy in ("fp32", "bf16")
+    }  # fmt: skip
+    # Eight bits of mantissa: close, and not the same.
+    assert found["bf16"] == pytest.approx(found["fp32"], abs=0.05)
+    assert found["bf16"] != found["fp32"]
+
+
+def test_long_sequences_are_cut_as_in_training_and_said_to_be(finished, tmp_path, capsys):
+    folder, source = finished("values"), tmp_path / "long.csv"
+    source.write_text("sequence\n" + "ACGT" * 30 + "\n" + "ACGT" * 16 + "\n")
+    assert exit_code_of(["genomics", "predict", str(folder), str(source)]) == 0
+    said = capsys.readouterr()
+    first, second = said.out.splitlines()[1:]
+    assert first.partition(",")[2] == second.partition(",")[2]
+    assert "1 sequences had more than 64 letters and were cut" in said.err
