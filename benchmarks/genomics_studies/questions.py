@@ -123,7 +123,7 @@ def _gue(task: str, backbone: str) -> Question:
         cost=(90 if large else 50 if long else 30) * (1.5 if backbone == "hyena" else 1),
         policies=(BY_TASK,) if large else PRECISIONS,
         at_least={"prom_core_tata": 0.76, "prom_300_tata": 0.79}.get(task),
-        beside=GUE_BESIDE[task],
+        beside=GUE_BESIDE[task] if backbone == "cnn" else {},
         percent=True,
     )
 

@@ -59,7 +59,7 @@ def _markdown(study: str, rows: Sequence[Row]) -> list[str]:
                 f"{'' if judged == '-' else judged} | {value} | {seeds} | {weights} |"
             )
         out += [
-            f"| {question.name} | {other} | | | {value} | published | |"
+            f"| {question.name.removesuffix(' cnn')} | {other} | | | {value} | published | |"
             for other, value in question.beside.items()
         ]
     return out

@@ -11,7 +11,12 @@ from narrowcast.workloads import REGISTRY, sections_of
 
 SECONDS = 10
 """Before which every word is answered, with a busy machine in mind; most take hundredths."""
-WORKLOADS = {"tutorial": "tutorial", "lm": "quickstart", "sft": "sft/tiny"}
+WORKLOADS = {
+    "tutorial": "tutorial",
+    "lm": "quickstart",
+    "sft": "sft/tiny",
+    "genomics": "genomics/variant_effect",
+}
 HOSTILE = (
     10**18, -(10**18), "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, "0o" + "7" * 5000,
     "1" + "0" * 5000 + ".5", "1e308", "-1e308", "1e999", 0, -1, ".nan", ".inf", "-.inf", "text",

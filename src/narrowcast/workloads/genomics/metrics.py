@@ -86,6 +86,11 @@ def of_letters(truth: Sequence[Array], chosen: Sequence[Array]) -> dict[str, flo
     }
 
 
+def areas(truth: Array, score: Array) -> dict[str, float]:
+    """Return the areas below both curves, of scores that should be high where `truth` is."""
+    return _areas([(truth, score)])
+
+
 def _mcc(truth: Array, chosen: Array) -> float:
     """Return Matthews' coefficient; 0 where all is of one class, of which scikit-learn warns."""
     alike = (truth == truth[0]).all() and (chosen == truth[0]).all()
@@ -101,11 +106,6 @@ def _f1_of_labels(truth: Array, chosen: Array) -> float:
 def _none_of(metrics: Sequence[Metric]) -> dict[str, float]:
     """Return what a network that has diverged is worth: no number is one."""
     return {metric.name: float("nan") for metric in metrics if metric is not LOSS}
-
-
-def areas(truth: Array, score: Array) -> dict[str, float]:
-    """Return the areas below both curves, of scores that should be high where `truth` is."""
-    return _areas([(truth, score)])
 
 
 def _areas(of: Sequence[tuple[Array, Array]]) -> dict[str, float]:

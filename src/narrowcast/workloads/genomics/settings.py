@@ -25,8 +25,14 @@ class GenomicData(DataSection):
     """Which sequences are learnt, and how they become tokens."""
 
     places: ClassVar[tuple[str, ...]] = (
-        "path", "more", "validation", "test", "source", "reference", "features",
-    )  # fmt: skip
+        "path",
+        "more",
+        "validation",
+        "test",
+        "source",
+        "reference",
+        "features",
+    )
 
     path: Text = Field(
         default=MADE,

@@ -102,7 +102,8 @@ def _split(data: GenomicData, objective: Objective, *, seed: int) -> Parts:
     if data.path == MADE:
         parts = made.made_parts(objective.task, objective.function, data.alphabet, seed=seed)
     else:
-        parts = {"train": [row for name in (data.path, *data.more) for row in read(name)]}
+        files = (data.path, *data.more)
+        parts = {"train": [row for name in files for row in read(name)]}
     named = {"validation": data.validation, "test": data.test, "source": data.source}
     parts |= {part: read(name) for part, name in named.items() if name}
     share, rows = data.validation_share, parts["train"]

@@ -19,14 +19,14 @@ def colour(place: int) -> str:
 
 
 def drawing(
-    marks: Iterable[str], *, width: float, height: float, alt: str, widest: float | None = None
+    marks: Iterable[str], *, width: float, height: float, alt: str, most: float, least: float = 0
 ) -> str:
-    """Return an SVG that fills the page, or at most `widest` pixels of it."""
-    limit = f"max-width:{widest:.0f}px;" if widest else ""
+    """Return an SVG as wide as the page, but between `least` and `most` pixels; it can be moved."""
     return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(alt)}" '
-        f'style="width:100%;{limit}height:auto;display:block;font-size:12px">'
-        f"{''.join(marks)}</svg>"
+        f'<div class="scroll"><svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        f'aria-label="{escape(alt)}" style="width:100%;min-width:{least:.0f}px;'
+        f'max-width:{most:.0f}px;height:auto;display:block;font-size:12px">'
+        f"{''.join(marks)}</svg></div>"
     )
 
 

@@ -54,7 +54,7 @@ def precision_recall(curves: Mapping[str, Any], others: Mapping[str, Any] | None
         named.append(
             ("transparent", f"{int(others['classes'])} others, mean {float(others['area']):.3f}")
         )
-    return drawing(marks, width=SQUARE, height=SQUARE - 76, alt=alt, widest=SQUARE * 1.2) + legend(
+    return drawing(marks, width=SQUARE, height=SQUARE - 76, alt=alt, most=SQUARE * 1.2) + legend(
         named
     )
 
@@ -74,7 +74,7 @@ def cloud(points: Sequence[tuple[float, float]], spearman: float | None) -> str:
     said = "" if spearman is None else f"Spearman {spearman:.3f}"
     marks.append(words(x.start + 10, y.end + 18, said, fill=INK, more="font-weight:600"))
     alt = f"Predicted over true values of {len(points):,} sequences. {said}"
-    return drawing(marks, width=SQUARE, height=SQUARE - 26, alt=alt, widest=SQUARE * 1.2)
+    return drawing(marks, width=SQUARE, height=SQUARE - 26, alt=alt, most=SQUARE * 1.2)
 
 
 def track(row: Mapping[str, Any], shades: Mapping[int, str], unit: str) -> str:
@@ -94,7 +94,7 @@ def track(row: Mapping[str, Any], shades: Mapping[int, str], unit: str) -> str:
         marks.append(words(x(value), 74, label, anchor="middle"))
     same = _agreement(row["truth"], row["found"])
     alt = f"Classes along {length:,} {unit}s; {same:.0%} of them were found as they are."
-    return drawing(marks, width=WIDE, height=80, alt=alt)
+    return drawing(marks, width=WIDE, height=80, alt=alt, most=2 * WIDE, least=WIDE / 2)
 
 
 def _agreement(truth: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> float:
@@ -141,7 +141,9 @@ def salient(variant: Mapping[str, Any]) -> str:
         f"What each of {len(adds)} letters around {variant['name']} adds; most, "
         f"{adds[strongest]:+.3g}, does {after[strongest]} {strongest - changed[0]:+d} from it."
     )
-    return drawing(marks, width=width, height=bottom + 46, alt=alt, widest=width * 1.15)
+    return drawing(
+        marks, width=width, height=bottom + 46, alt=alt, most=width * 1.15, least=width * 0.7
+    )
 
 
 def spectrum(found: Mapping[str, Any]) -> str:
@@ -175,9 +177,9 @@ def spectrum(found: Mapping[str, Any]) -> str:
         f"Shares of {len(kmers)} runs of {found['k']} letters, held out and written; "
         f"correlation {agree:.3f}."
     )
-    return drawing(marks, width=WIDE, height=244, alt=alt) + legend(
-        [("var(--faint)", "held out"), ("var(--evaluated)", "written")]
-    )
+    return drawing(
+        marks, width=WIDE, height=244, alt=alt, most=2 * WIDE, least=WIDE * 0.8
+    ) + legend([("var(--faint)", "held out"), ("var(--evaluated)", "written")])
 
 
 def correlation(one: Sequence[float], two: Sequence[float]) -> float:

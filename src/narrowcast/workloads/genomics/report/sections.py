@@ -151,9 +151,7 @@ def _saliency(sets: Sets, info: TaskInfo) -> str:
     for variant in variants:
         chance = f" ({float(variant['chance']):.0%})" if "chance" in variant else ""
         said = f"{variant['name']}: found {variant['found']}{chance}, is {variant['truth']}"
-        drawn.append(
-            f'<h3>{escape(said)}</h3><div class="scroll">{pictures.salient(variant)}</div>'
-        )
+        drawn.append(f"<h3>{escape(said)}</h3>{pictures.salient(variant)}")
     what = "log-odds of what was found" if "chance" in variants[0] else "value that was predicted"
     note = (
         f"Variants of the {name} set. A bar is how much the letter adds to the {what}: the score "

@@ -10,6 +10,8 @@ from narrowcast.runs.strict_json import NONFINITE
 
 MOST_TINT = 45
 """Per cent of a colour below words: the words stay readable on it, in light and dark."""
+LONGEST_NAME = 32
+"""Letters of a class in a table."""
 
 
 def measures(sets: Mapping[str, Mapping[str, Any]], info: TaskInfo) -> str:
@@ -65,13 +67,13 @@ def confusion(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
     for at, row in enumerate(counts):
         total = sum(int(count) for count in row)
         cells = [_cell(int(count), total, right=at == there) for there, count in enumerate(row)]
-        name, shown = escape(str(classes[at])), f"{total:,}"
         rows.append(
-            f'<tr><th scope="row">{name}</th>{"".join(cells)}'
-            f'<td class="number quiet" style="padding-left:.75rem">{shown}</td></tr>'
+            f'<tr><th scope="row" style="white-space:nowrap">{_short(classes[at])}</th>'
+            f"{''.join(cells)}"
+            f'<td class="number quiet" style="padding-left:.75rem">{total:,}</td></tr>'
         )
     heads = "".join(
-        f'<th scope="col" class="number" style="padding:.25rem .625rem">{escape(str(name))}</th>'
+        f'<th scope="col" class="number" style="padding:.25rem .625rem">{_short(name)}</th>'
         for name in classes
     )
     return (
@@ -81,11 +83,17 @@ def confusion(classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
     )
 
 
+def _short(name: str) -> str:
+    """Return a name that leaves room for others."""
+    text = str(name)
+    return escape(text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…")
+
+
 def _cell(count: int, total: int, *, right: bool) -> str:
     share = count / total if total else 0.0
     shade = "var(--series)" if right else "var(--evaluated)"
     tint = f"color-mix(in srgb,{shade} {MOST_TINT * share:.0f}%,transparent)"
-    weight = ";font-weight:600" if right else ""
+    weight = ";font-weight:600" if right else "" if count else ";color:var(--quiet)"
     said = f"{share:.1%} of the row"
     return (
         f'<td class="number" title="{said}" style="padding:.375rem .625rem;background:{tint}'

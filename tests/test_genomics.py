@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from narrowcast.errors import RecipeError
-from narrowcast.precision.plan.tasks import TASKS
-from narrowcast.runs import EvalRecord, StepRecord
-from narrowcast.workloads import build_task, load_recipe
-from narrowcast.workloads.genomics.finetuning import (
+from narrowcast.genomics import (
     DomainAdaptation,
     FineTuner,
     GenomeAnnotation,
@@ -18,6 +15,9 @@ from narrowcast.workloads.genomics.finetuning import (
     ProteinFunction,
     VariantEffect,
 )
+from narrowcast.precision.plan.tasks import TASKS
+from narrowcast.runs import EvalRecord, StepRecord
+from narrowcast.workloads import build_task, load_recipe
 from narrowcast.workloads.genomics.settings import (
     GenomicData,
     GenomicModelSection,

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from narrowcast.precision.plan.memory import Memory, plan_memory
 from narrowcast.precision.plan.tasks import TaskPrecision, optimal_precision
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runner.run import Run, train
 from narrowcast.runs import EvalRecord, Record, RunFolder, StepRecord
 from narrowcast.workloads.genomics.settings import (
     GenomicData,
@@ -34,9 +35,6 @@ from narrowcast.workloads.genomics.settings import (
     Objective,
     Tuning,
 )
-
-if TYPE_CHECKING:
-    from narrowcast.runner.run import Run
 
 SECTIONS: dict[str, type[Section]] = {
     "data": GenomicData,
@@ -87,8 +85,6 @@ class FineTuner:
 
     def run(self) -> Run:
         """Return the run, ready to be iterated over: every record as it comes."""
-        from narrowcast import train  # the engine's own loop is above workloads
-
         return train(f"genomics/{self.recipe}", self.words, out=self.out)
 
     def fine_tune(self, on_record: Callable[[Record], None] | None = None) -> dict[str, float]:
