@@ -68,15 +68,21 @@ def test_a_name_that_no_section_has_is_refused_when_it_runs(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def overflown(tmp_path_factory):
-    """A run in fp16 whose first scale is far too large, and its records."""
-    home = tmp_path_factory.mktemp("fp16")
+def table(tmp_path_factory):
+    """Sequences whose class is which letter they begin with."""
+    path = tmp_path_factory.mktemp("genomics") / "t.csv"
     texts = ["".join(letters) for letters in itertools.product("ACGT", repeat=3)]
     rows = [f"{text * 5},{text[0] in 'AC'}" for text in texts]
-    (home / "t.csv").write_text("\n".join(["sequence,label", *rows]))
+    path.write_text("\n".join(["sequence,label", *rows]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def overflown(table):
+    """A run in fp16 whose first scale is far too large, and its records."""
     tuner = VariantEffect(
-        home / "t.csv",
-        out=home / "run",
+        table,
+        out=table.parent / "fp16",
         **SMALL,
         **{
             "precision.task": None, "precision.policy": "fp16", "health.every": 2,
@@ -134,9 +140,9 @@ def test_fine_tuning_returns_the_last_evaluation(overflown):
     assert "auroc" in measured
 
 
-def test_in_fp32_there_is_no_scale_and_nothing_is_enabled(tmp_path):
-    settings = {"epochs": None, "steps": 2, "device": "cpu", "precision.policy": "fp32"}
-    tuner = VariantEffect(out=tmp_path / "run", width=16, **settings)
+def test_in_fp32_there_is_no_scale_and_nothing_is_enabled(table, tmp_path):
+    plain = {"precision.task": None, "precision.policy": "fp32"}
+    tuner = VariantEffect(table, out=tmp_path / "r", **SMALL, **plain)
     tuner.fine_tune()
     found = tuner.precision_stats()
     assert (found["enabled"], found["scale"], found["overflow_count"]) == (False, 1.0, 0)

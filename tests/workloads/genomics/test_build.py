@@ -114,12 +114,22 @@ def test_a_base_of_a_plan_is_not_read(finished, table, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "words", "message"),
     [
-        (["a"] * 30, [], "has the class a: there is nothing to tell apart"),
-        (["benign"] * 30, [], "has the class benign: there is nothing to tell apart"),
+        (["a"] * 30, [], "have the class a: there is nothing to tell apart"),
+        (["benign"] * 30, [], "have the class benign: there is nothing to tell apart"),
         (
             ["0.1"] * 30,
             ["objective.target=value", "objective.label_smoothing=0"],
-            r"has the value 0\.1",
+            r"have the value 0\.1",
+        ),
+        (
+            ["a;b"] * 30,
+            ["objective.target=labels", "objective.label_smoothing=0"],
+            r"have the labels 'a;b' \(train\)",
+        ),
+        (
+            ["a;b", "a", "b", "a"],
+            ["objective.target=labels", "objective.label_smoothing=0", "data.validation_share=0.3"],
+            r"have the labels .* \(validation\)",
         ),
         (
             ["a", "b"] * 9,
@@ -142,7 +152,7 @@ def test_a_genome_of_one_class_is_refused(tmp_path):
     (tmp_path / "g.fa").write_text(f">chr1\n{'ACGT' * 100}\n")
     (tmp_path / "g.gff").write_text("##gff-version 3\nchr1\tx\tregion\t1\t400\t.\t+\t.\tID=r\n")
     words = (f"data.path={tmp_path / 'g.fa'}", f"data.features={tmp_path / 'g.gff'}")
-    with pytest.raises(RecipeError, match="has the class intergenic: there is nothing"):
+    with pytest.raises(RecipeError, match="have the class intergenic: there is nothing"):
         parts_of("annotation", *words)
 
 
@@ -161,6 +171,12 @@ def test_both_strands_by_construction_need_tokens_of_a_letter(table):
     torch.testing.assert_close(network(turned, real), network(batch["tokens"][:, :20], real))
     with pytest.raises(RecipeError, match="one letter a token"):
         parts_of("variant_effect", *words, "data.tokenizer=kmer")
+
+
+def test_a_plan_of_both_strands_makes_shapes_too(table):
+    words = (table(["a", "b"] * 20), "model.reverse_complement=true")
+    network = parts_of("variant_effect", *words, device=torch.device("meta")).network
+    assert network.head.out.weight.device.type == "meta"
 
 
 def test_the_same_seed_gives_the_same_network_and_leaves_the_generator_alone(table):

@@ -55,6 +55,11 @@ def test_curves_are_of_the_most_frequent_classes_and_areas_of_all(told):
     assert found["others"] == {"classes": 22, "area": pytest.approx(np.mean(rest))}
 
 
+def test_a_single_class_is_counted_without_a_warning(told):
+    found = told(OneClass(classes=("a", "b")), [np.int64(1)] * 4, [np.array([0.2, 0.8])] * 4)
+    assert found["confusion"] == {"classes": ["b"], "counts": [[4]]}
+
+
 def test_tracks_are_runs_of_the_rows_with_most_classes(told):
     plain, varied = np.zeros(10_000, dtype=np.int64), np.repeat([1, 0, 2], 5)
     found = told(EveryLetter(classes=("a", "b", "c")), [plain, varied], [plain, varied])

@@ -12,8 +12,8 @@ from narrowcast.workloads.genomics.settings import Objective
         ("protein_function", ["data.reverse_complement=true"], "one strand"),
         ("generation", ["data.tokenizer=kmer", "data.kmer=3", "data.overlap=3"], "cannot share 3"),
         ("generation", ["data.tokenizer=kmer", "data.mutate=0.1"], "tokenizer=byte"),
-        ("variant_effect", ["data.reference=g.fa"], "made sequences have no reference"),
-        ("annotation", ["data.features=g.gff"], "made sequences have no features"),
+        ("variant_effect", ["data.reference=g.fa"], "made sequences have none"),
+        ("annotation", ["data.features=g.gff"], "made sequences have none"),
         (
             "variant_effect",
             ["data.reference=g.fa", "data.path=v.vcf", "data.alphabet=rna"],

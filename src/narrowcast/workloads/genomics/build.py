@@ -12,7 +12,7 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.genomics.data.examples import Examples
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
-from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, values_of
+from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, label_table, values_of
 from narrowcast.workloads.genomics.kept import Kept, load_into, read_kept, read_weights
 from narrowcast.workloads.genomics.models.byte_lm import ByteLM, threshold_for, train_byte_lm
 from narrowcast.workloads.genomics.models.config import PRESETS, GenomicConfig
@@ -113,6 +113,10 @@ def target_of(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Tar
                 raise _nothing_to_learn(f"the value {train[0].label}")
             return Value(centre=float(values.mean()), spread=float(values.std()))
         case _, "labels":
+            for part in ("train", "validation", "source validation"):
+                table = label_table(rows.parts.get(part, []), classes)
+                if part in rows.parts and not np.ptp(table, axis=0).any():
+                    raise _nothing_to_learn(f"the labels {rows.parts[part][0].label!r} ({part})")
             return Labels(classes=classes)
         case _:
             if len({row.label for row in train}) < 2:
@@ -129,7 +133,7 @@ def _extremes(row: Row) -> list[int]:
 
 def _nothing_to_learn(what: str) -> RecipeError:
     return RecipeError(
-        f"all that is learnt has {what}: there is nothing to tell apart; give examples of "
+        f"all sequences have {what}: there is nothing to tell apart; give examples of "
         "another, or name the column with data.label"
     )
 

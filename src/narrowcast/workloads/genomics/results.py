@@ -92,7 +92,9 @@ def _confusion(classes: tuple[str, ...], truth: Found, chosen: Found) -> dict[st
     numbers[present] = np.arange(len(present))
     rare = len(np.flatnonzero(counts)) - len(present)
     names = [classes[at] for at in present] + ([f"{rare:,} {OTHERS}"] if rare else [])
-    table = sk.confusion_matrix(numbers[truth], numbers[chosen], labels=range(len(names)))
+    # Not scikit-learn's, which warns of a single class.
+    pairs = numbers[truth] * len(names) + numbers[chosen]
+    table = np.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), -1)
     return {"classes": names, "counts": table.tolist()}
 
 

@@ -107,8 +107,6 @@ class GenomicData(DataSection):
         if self.alphabet == "protein" and self.reverse_complement:
             text = "a protein has one strand; leave reverse_complement out"
             refuse_conflicts([(("reverse_complement", "alphabet"), text)])
-        if self.more and self.path == MADE:
-            refuse_conflicts([(("more", "path"), "name the first file with path")])
         if self.tokenizer == "kmer" and self.overlap >= self.kmer:
             text = f"tokens of {self.kmer} letters cannot share {self.overlap}; write overlap=1"
             refuse_conflicts([(("overlap", "kmer"), text)])
@@ -118,9 +116,9 @@ class GenomicData(DataSection):
         if self.reference and self.alphabet != "dna":
             text = "variants of a reference are read as DNA; write alphabet=dna"
             refuse_conflicts([(("reference", "alphabet"), text)])
-        for name in ("reference", "features"):
+        for name in ("more", "reference", "features"):
             if self.path == MADE and getattr(self, name):
-                text = f"made sequences have no {name}; name a file of your own with path"
+                text = "made sequences have none; name the first file with path"
                 refuse_conflicts([((name, "path"), text)])
         return self
 

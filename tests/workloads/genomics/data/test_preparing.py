@@ -83,6 +83,24 @@ def test_genomes_longer_than_a_window_are_judged_on_their_tails(tmp_path):
     assert joined["validation"] == texts[0][800:] + texts[1][400:]
 
 
+def test_a_plasmid_beside_a_genome_does_not_change_how_that_is_split(tmp_path):
+    genome, plasmid = bases(1000, 1), bases(40, 2)
+    (tmp_path / "g.fa").write_text(f">plasmid\n{plasmid}\n>genome\n{genome}\n")
+    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=64, validation_share=0.2)
+    parts = examine(data, Objective(task="generation"), seed=0).parts
+    assert "".join(row.sequence for row in parts["validation"]) == genome[800:]
+    assert "".join(row.sequence for row in parts["train"]) == genome[:800] + plasmid
+
+
+def test_a_letter_alone_foretells_nothing(tmp_path):
+    (tmp_path / "g.fa").write_text(">a\nACGTACGTAC\n")
+    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=1)
+    objective = Objective(task="generation")
+    rows = examine(data, objective, seed=0).parts["train"]
+    with pytest.raises(RecipeError, match=r"g\.fa, record 1: no sequence has a token after"):
+        as_examples(rows, ByteTokenizer(DNA), objective, ())
+
+
 def test_both_strands_are_learnt_and_one_is_judged_on(table):
     data = GenomicData(path=table("a.csv", ROWS), reverse_complement=True)
     parts = examine(data, Objective(task="generation"), seed=0).parts

@@ -45,7 +45,22 @@ def held_out_tails(rows: Sequence[Row], share: float) -> tuple[list[Row], list[R
     return learnt, judged
 
 
-def split_rows(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
+def split_rows(
+    rows: Sequence[Row], share: float, *, seed: int, longest: int | None = None
+) -> tuple[list[Row], list[Row]]:
+    """Split rows into what is learnt and what is judged on.
+
+    Of those of more than `longest` letters the last ones are judged on, as of a genome. The others,
+    plasmids beside it, stay whole, and those of one sequence are on one side.
+    """
+    long = [row for row in rows if longest is not None and len(row.sequence) > longest]
+    short = [row for row in rows if longest is None or len(row.sequence) <= longest]
+    pairs = zip(held_out_tails(long, share), _split_whole(short, share, seed=seed), strict=True)
+    learnt, judged = (ends + whole for ends, whole in pairs)
+    return learnt, judged
+
+
+def _split_whole(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
     """Split rows by their sequences: those of one sequence are on one side."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:

@@ -11,7 +11,6 @@ from narrowcast.errors import RecipeError
 from narrowcast.workloads.genomics.data import made
 from narrowcast.workloads.genomics.data.cutting import (
     both_strands,
-    held_out_tails,
     shortened,
     split_rows,
     windows,
@@ -108,9 +107,8 @@ def _split(data: GenomicData, objective: Objective, *, seed: int) -> Parts:
     parts |= {part: read(name) for part, name in named.items() if name}
     share, rows = data.validation_share, parts["train"]
     if "validation" not in parts:
-        long = all(len(row.sequence) > data.max_length for row in rows)
-        tails = objective.reads_genomes and long
-        split = held_out_tails(rows, share) if tails else split_rows(rows, share, seed=seed)
+        length = data.max_length if objective.reads_genomes else None
+        split = split_rows(rows, share, seed=seed, longest=length)
         parts["train"], parts["validation"] = split
     if data.source:
         split = split_rows(parts["source"], share, seed=seed)
@@ -179,6 +177,11 @@ def as_examples(
     targets: Targets
     match objective.task, objective.target:
         case "generation", _:
+            if max(map(len, tokens)) < 2:
+                raise RecipeError(
+                    f"{rows[0].place}: no sequence has a token after its first, so that nothing "
+                    "can be foretold; write a larger data.max_length, or give longer ones"
+                )
             targets = None
         case "annotation", _:
             targets = _letters(rows, tokens, tokenizer)

@@ -103,7 +103,7 @@ def _complement_table(config: GenomicConfig, complement: Sequence[int] | None) -
         )
     table = torch.tensor([int(each) for each in complement], device="cpu")
     whole = len(table) == config.vocab_size and bool((table < len(table)).all())
-    if not whole or not torch.equal(table[table], torch.arange(config.vocab_size)):
+    if not whole or not torch.equal(table[table], torch.arange(len(table), device="cpu")):
         raise RecipeError(
             f"the table of complements must have an entry for each of {config.vocab_size} tokens, "
             "and the complement of a complement must be the token itself"
