@@ -111,7 +111,10 @@ def test_help_lists_the_command_of_a_workload_without_importing_it():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0
-    assert re.search(r"Commands of workloads:\n  ica  +finds, .*\n  tutorial  +reads ", done.stdout)
+    listed = (
+        r"Commands of workloads:\n  genomics  +trains .*\n  ica  +finds, .*\n  tutorial  +reads "
+    )
+    assert re.search(listed, done.stdout)
 
 
 def test_a_word_that_is_neither_a_verb_nor_a_workload_is_refused(narrowcast):

@@ -43,7 +43,7 @@ def test_a_base_that_wrote_genomes_gets_a_new_head(finished, table, tmp_path):
     now = parts.network.state_dict()
     assert all(torch.equal(now[key], before[key]) for key in now if key.startswith("backbone."))
     assert now["head.out.weight"].shape == (2, 16)
-    assert f"the network goes on from {base}, with a new head" in parts.notes
+    assert f"the network goes on from {base}, in its shape, with a new head" in parts.notes
     assert parts.kept.config.causal
     list(nc.train("genomics/variant_effect", words, out=tmp_path / "run"))
     after = load_file(tmp_path / "run" / "model.safetensors")
@@ -57,7 +57,7 @@ def test_a_classifier_goes_on_with_its_own_head(finished, table, tmp_path):
     path = f"model.path={tmp_path / 'first'}"
     same = parts_of("variant_effect", *words, path)
     assert all(torch.equal(value, before[key]) for key, value in same.network.state_dict().items())
-    assert same.notes[-1] == f"the network goes on from {tmp_path / 'first'}"
+    assert same.notes[-1] == f"the network goes on from {tmp_path / 'first'}, in its shape"
     other = parts_of("variant_effect", table(["a", "b", "c"] * 20, "other.csv"), path)
     assert other.network.state_dict()["head.out.weight"].shape[0] == 3
     adapted = parts_of("domain_adaptation", *words, path, "model.pool=max")

@@ -276,4 +276,4 @@ def _go_on(network: Network, recipe: Recipe, base: Kept, kept: Kept) -> str:
     same = ["target", "classes", "pairs", "pool", *places]
     head = base.task != "generation" and all(getattr(base, k) == getattr(kept, k) for k in same)
     load_into(network, read_weights(folder), head=head)
-    return f"the network goes on from {name}{'' if head else ', with a new head'}"
+    return f"the network goes on from {name}, in its shape{'' if head else ', with a new head'}"

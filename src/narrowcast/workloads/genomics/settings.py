@@ -98,7 +98,7 @@ class GenomicData(DataSection):
         default=False, description="learn every sequence from both strands (dna, rna)"
     )
     mutate: Share = Field(
-        default=0.0, description="share of letters exchanged at random in every training batch"
+        default=0.0, description="share of letters drawn anew, at random, in every training batch"
     )
 
     @model_validator(mode="after")
