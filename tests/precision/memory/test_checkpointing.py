@@ -300,6 +300,10 @@ def test_blocks_that_are_compiled_are_computed_again_as_they_are_compiled():
         results.append(trained(run, 2))
         assert graphs
     assert same(*results) == []
+    # Autocast regions that were entered are left: in one that is open, torch never drops the copies
+    # of weights that it has cast, and later loops would train on old ones.
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
     torch._dynamo.reset()
 
 

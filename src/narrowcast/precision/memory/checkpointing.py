@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
 
 from narrowcast.errors import UnsupportedError
@@ -95,14 +96,17 @@ def _recomputed(
             "memory.checkpoint=none"
         )
     drawn = None if device is None or captured else _drawn(device)
-    result = checkpoint(
-        call,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=not captured,
-        context_fn=lambda: _contexts(again, selective=block.nc_selective),
-        **kwargs,
-    )
+    # A second pass ends where all that is needed is there, by an exception: a compiled block would
+    # then not leave the autocast regions that its graph has entered, for the rest of the process.
+    with set_checkpoint_early_stop(block._compiled_call_impl is None):
+        result = checkpoint(
+            call,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=not captured,
+            context_fn=lambda: _contexts(again, selective=block.nc_selective),
+            **kwargs,
+        )
     if device is not None and drawn is not None and _drawn(device) != drawn:
         block.nc_draws = True
     block.nc_once.after(again)
