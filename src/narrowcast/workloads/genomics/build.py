@@ -10,6 +10,7 @@ from torch import Tensor
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
+from narrowcast.plain_files import path_of
 from narrowcast.workloads.genomics.data.examples import Examples
 from narrowcast.workloads.genomics.data.preparing import Examined, as_examples, examine
 from narrowcast.workloads.genomics.data.rows import UNLABELLED, Row, label_table, values_of
@@ -271,9 +272,8 @@ def _begin(
 def _go_on(network: Network, recipe: Recipe, base: Kept, kept: Kept) -> str:
     """Give a network the weights of a finished run; return what there is to say of that."""
     name = recipe.section(GenomicModelSection).path
-    _, folder = read_kept(name)
     places = ["max_length"] if kept.pool == "position" else []
     same = ["target", "classes", "pairs", "pool", *places]
     head = base.task != "generation" and all(getattr(base, k) == getattr(kept, k) for k in same)
-    load_into(network, read_weights(folder), head=head)
+    load_into(network, read_weights(path_of(name)), head=head)
     return f"the network goes on from {name}, in its shape{'' if head else ', with a new head'}"

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, final
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -86,7 +87,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             f"{shown_path(path)} is not there: the run has not ended; narrowcast resume "
             f"{shown_path(folder)}"
         ) from error
-    except Exception as error:  # what safetensors raises of a damaged file has many names
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error
 
 

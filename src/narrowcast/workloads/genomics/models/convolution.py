@@ -109,34 +109,16 @@ class _GatedConvolution(torch.autograd.Function):
 _apply: Any = _GatedConvolution.apply
 
 
-def _forward(
-    value: Tensor,
-    filters: Tensor,
-    bias: Tensor | None,
-    before: Tensor | None,
-    after: Tensor | None,
-    causal: bool,
-    chunk: int,
-    method: str,
-) -> Tensor:
-    way = _way(method, value)
-    result: Tensor = way.forward(value, filters, bias, before, after, causal, chunk)
+# What operators are given is said once, by `_GIVEN`: the value first, the method last.
+def _forward(value: Tensor, *given: Any) -> Tensor:
+    *others, method = given
+    result: Tensor = _way(method, value).forward(value, *others)
     return result
 
 
-def _backward(
-    grad: Tensor,
-    value: Tensor,
-    filters: Tensor,
-    bias: Tensor | None,
-    before: Tensor | None,
-    after: Tensor | None,
-    causal: bool,
-    chunk: int,
-    method: str,
-) -> list[Tensor]:
-    way = _way(method, value)
-    grads: list[Tensor] = way.backward(grad, value, filters, bias, before, after, causal, chunk)
+def _backward(grad: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
+    *others, method = given
+    grads: list[Tensor] = _way(method, value).backward(grad, value, *others)
     return grads
 
 
@@ -149,31 +131,13 @@ def _way(method: str, value: Tensor) -> Any:
     return fused
 
 
-def _empty(
-    value: Tensor,
-    filters: Tensor,
-    bias: Tensor | None,
-    before: Tensor | None,
-    after: Tensor | None,
-    causal: bool,
-    chunk: int,
-    method: str,
-) -> Tensor:
+def _empty(value: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-def _empty_grads(
-    grad: Tensor,
-    value: Tensor,
-    filters: Tensor,
-    bias: Tensor | None,
-    before: Tensor | None,
-    after: Tensor | None,
-    causal: bool,
-    chunk: int,
-    method: str,
-) -> list[Tensor]:
-    return transforms.empty_grads(value, filters, bias, before, after)
+def _empty_grads(grad: Tensor, *given: Any) -> list[Tensor]:
+    *tensors, _causal, _chunk, _method = given
+    return transforms.empty_grads(*tensors)
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")
