@@ -34,7 +34,7 @@ from genomics_studies.tables import print_table, write_page
 from narrowcast.runs import describe_environment
 
 CHOOSING_SEED = 1000
-"""Not one of those that are reported."""
+"""The first seed of choosing; not one of those that are reported."""
 CHOOSING_FOLDS = 4
 """Of a question with folds, how many candidates are chosen by."""
 QUICK = ("epochs=none", "steps=2", "eval.every=0", "batch_size=16", "model.width=16",
@@ -52,9 +52,10 @@ def jobs_of(questions: Sequence[Question], args: argparse.Namespace) -> list[Job
             # In fp32 where precisions are compared: none of them is favoured.
             policy = question.policies[0]
             jobs += [
-                job_of(question, candidate=name, policy=policy, seed=CHOOSING_SEED, fold=fold,
-                       tested=False, **common)
+                job_of(question, candidate=name, policy=policy, seed=CHOOSING_SEED + seed,
+                       fold=fold, tested=False, **common)
                 for name in question.candidates
+                for seed in range(question.choosing_seeds)
                 for fold in range(min(question.folds, CHOOSING_FOLDS))
             ]  # fmt: skip
             continue

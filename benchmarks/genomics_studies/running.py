@@ -105,7 +105,8 @@ def run_all(
             if not any(process.is_alive() for process in processes):
                 break
     for process in processes:
-        process.terminate()
+        # A run that is asked to stop ends well, and the process would take the next job.
+        process.kill()
         process.join()
 
 
