@@ -1,0 +1,1 @@
+"""Decompose: stochastic parameter decomposition of trained networks."""
