@@ -1,4 +1,7 @@
-"""The terms of the objective. What is drawn is drawn by `draw`, so that a test can choose it."""
+"""The terms of the objective. What is drawn is drawn by `draw`, so that a test can choose it.
+
+Terms are fp32: autocast makes them so on CUDA, and here they are so everywhere.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,12 +23,12 @@ class Draw(Protocol):
 
 def mse(target: Tensor, found: Tensor) -> Tensor:
     """Mean squared error."""
-    return ((target - found) ** 2).mean()
+    return ((target.float() - found.float()) ** 2).mean()
 
 
 def kl(target: Tensor, found: Tensor) -> Tensor:
     """KL(softmax(target) || softmax(found)), mean over positions."""
-    log_p, log_q = target.log_softmax(-1), found.log_softmax(-1)
+    log_p, log_q = target.float().log_softmax(-1), found.float().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
@@ -37,7 +40,7 @@ def faithfulness(deltas: Mapping[str, Tensor]) -> Tensor:
 
 def importance_minimality(upper: Mapping[str, Tensor], p: float) -> Tensor:
     """Sum over modules and components of the mean of (importance + 1e-12)^p over positions."""
-    return sum(((g + 1e-12) ** p).flatten(0, -2).mean(0).sum() for g in upper.values())
+    return sum(((g.float() + 1e-12) ** p).flatten(0, -2).mean(0).sum() for g in upper.values())
 
 
 def stochastic_masks(
