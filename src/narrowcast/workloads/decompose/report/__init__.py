@@ -1,0 +1,1 @@
+"""What the report of a decomposition adds: a pure function of its folder, drawn as HTML and SVG."""
