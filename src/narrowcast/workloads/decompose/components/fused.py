@@ -28,7 +28,7 @@ def is_fused(x: Tensor, mask: SiteMask) -> bool:
     return known and x.shape[1] > 0 and has_kernels(x.device.type)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_kernels(device: str) -> bool:
     """Say whether Triton computes on devices of this type; a compiled pass asks once."""
     return not unsupported_reason(torch.device(device))
@@ -131,6 +131,7 @@ class _Masked(torch.autograd.Function):
 
 
 _apply: Any = _Masked.apply
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _padded(V: Tensor) -> Tensor:
@@ -168,7 +169,7 @@ def _operand(h: Tensor, x: Tensor | None, *given: Any) -> Tensor:
     return out
 
 
-def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *given: Any) -> list[Tensor]:
+def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *given: Any) -> _Four:
     from narrowcast.workloads.decompose.components.kernels import operand
 
     *mask, source_kind, source, delta_kind, delta, stream = given[:-3]
@@ -187,7 +188,7 @@ def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *given: Any) -> lis
         grad_source=ds if to_source else None,
         needs_delta=to_delta,
     )
-    return [dh, dg, ds, dd if found is None else found.to(dd.dtype)]
+    return dh, dg, ds, dd if found is None else found.to(dd.dtype)
 
 
 def _empty_operand(h: Tensor, x: Tensor | None, *_: Any) -> Tensor:
@@ -196,15 +197,15 @@ def _empty_operand(h: Tensor, x: Tensor | None, *_: Any) -> Tensor:
     return h.new_empty((seeds, rows, first + second))
 
 
-def _empty_gradients(_: Tensor, h: Tensor, _x: Tensor | None, *given: Any) -> list[Tensor]:
+def _empty_gradients(_: Tensor, h: Tensor, _x: Tensor | None, *given: Any) -> _Four:
     importance, source, delta = given[:3]
     to_importance, to_source, to_delta = given[-3:]
-    return [
+    return (
         torch.empty_like(h),
         importance.new_empty(importance.shape if to_importance else (0,)),
         source.new_empty(importance.shape) if to_source else h.new_empty(0),
         delta.new_empty(h.shape[:2]) if to_delta else h.new_empty(0),
-    ]
+    )
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")
@@ -216,7 +217,7 @@ _GIVEN = (
 _library.define(f"masked_operand({_GIVEN}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _library.define(
     f"masked_operand_back(Tensor(a!) down, {_GIVEN}, bool to_importance, bool to_source,"
-    " bool to_delta) -> Tensor[]",
+    " bool to_delta) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.impl("masked_operand", _operand, "CompositeExplicitAutograd")
