@@ -29,14 +29,15 @@ def masked_output(
     `V` is (seeds, d_in, C), `U` (seeds, C, d_out), `weight_t` (seeds or 1, d_in, d_out), and `bias`
     (seeds or 1, d_out). Gradients go to x, V, U and the mask's tensors.
     """
-    kept, left = shares(mask, V)
-    acts = product(x, V)
-    first = acts * kept
+    dtype = computed_in(V)
+    kept, left = shares(mask)
+    first = (activations(x, V) * kept).to(dtype)
     if left is None:
-        return _biased(first, U, bias)
-    stacked = torch.cat([U, weight_t.expand(U.shape[0], -1, -1).to(U.dtype)], 1)
-    second = left.unsqueeze(-1) * x
-    return _biased(torch.cat([first, second.to(first.dtype)], -1), stacked, bias)
+        return _biased(first, U.to(dtype), bias).to(_given_back_in(x, dtype))
+    second = (left.unsqueeze(-1) * x).to(dtype)
+    stacked = torch.cat([U.to(dtype), weight_t.expand(U.shape[0], -1, -1).to(dtype)], 1)
+    out = _biased(torch.cat([first, second], -1), stacked, bias)
+    return out.to(_given_back_in(x, dtype))
 
 
 def masked_embedding(
@@ -47,11 +48,25 @@ def masked_embedding(
     mask: SiteMask,
 ) -> Tensor:
     """Return the like for tokens, (seeds, rows), whose lines of `V` and `weight` are looked up."""
-    kept, left = shares(mask, V)
+    kept, left = shares(mask)
     result = product(looked_up(V, tokens) * kept, U)
-    if left is None:
-        return result
-    return result + left.unsqueeze(-1) * looked_up(weight[None], tokens)
+    if left is not None:
+        result = result + left.unsqueeze(-1) * looked_up(weight[None], tokens)
+    return result.to(weight.dtype)
+
+
+def activations(x: Tensor, V: Tensor) -> Tensor:
+    """Return what components read from `x`: (seeds, rows, C)."""
+    dtype = computed_in(V)
+    return product(x.to(dtype), V.to(dtype))
+
+
+def computed_in(V: Tensor) -> torch.dtype:
+    """Return the format of products with `V`: that of autocast, or its own."""
+    kind = V.device.type
+    if V.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return V.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def looked_up(table: Tensor, tokens: Tensor) -> Tensor:
@@ -69,7 +84,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b)
 
 
-def shares(mask: SiteMask, like: Tensor) -> tuple[Tensor, Tensor | None]:
+def shares(mask: SiteMask) -> tuple[Tensor, Tensor | None]:
     """Return m - d, (seeds, rows, C), and d, (seeds, rows) or None where it is nowhere but 0."""
     importance = mask.importance
     source = _numbers(mask.source, importance)
@@ -87,6 +102,11 @@ def shares(mask: SiteMask, like: Tensor) -> tuple[Tensor, Tensor | None]:
     return kept, left
 
 
+def _given_back_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the format of outputs: under autocast as of any product, else as of the target's."""
+    return dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
 def _is_zero(delta: Source) -> bool:
     return isinstance(delta, float) and delta == 0.0
 
@@ -101,6 +121,7 @@ def _numbers(source: Source, like: Tensor) -> Tensor | float:
 def _biased(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return product(first, second)
+    bias = bias.to(first.dtype)
     if first.shape[0] == 1:
         return torch.addmm(bias[0], first[0], second[0]).unsqueeze(0)
     return torch.baddbmm(bias.unsqueeze(1), first, second)

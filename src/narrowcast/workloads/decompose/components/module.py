@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.components.folded import (
+    activations,
     looked_up,
     masked_embedding,
     masked_output,
@@ -121,7 +122,7 @@ class ComponentModule(nn.Module):
             current.inputs[self.index] = rows
         if current.cache == "acts":
             table = self.kind == "embedding"
-            current.acts[self.index] = looked_up(V, rows) if table else product(rows, V)
+            current.acts[self.index] = looked_up(V, rows) if table else activations(rows, V)
 
     def _rows(self, x: Tensor) -> Tensor:
         """Return (seeds, rows, …) of whatever shape the target works with."""
