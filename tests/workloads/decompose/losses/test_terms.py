@@ -29,7 +29,7 @@ def prepared(network, term, **settings):
         state = losses[0].sources(
             step.decomposition.sites, seeds=step.seeds, rows=step.rows, length=1, delta=True
         )
-        step.state[losses[0].name] = state.double().to(step.target.device)
+        step.state[losses[0].name] = state.to(step.target.dtype).to(step.target.device)
     return step, losses
 
 
@@ -107,6 +107,20 @@ def test_a_step_without_adversaries_is_compiled_whole(network):
     # The compiler's first half: what it cannot trace whole it would refuse.
     compiled = torch.compile(lambda: total(losses, step)[0], fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(), total(losses, step)[0])
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_in_bf16_is_near_the_one_in_fp32(language, term):
+    found = []
+    for narrow in (False, True):
+        step, losses = prepared(language, term)
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            parts = descended(step, losses)
+        found.append(next(iter(parts.values())))
+        assert all(each.grad is None or each.grad.dtype == torch.float32 for each in leaves(step))
+    # Signs of small gradients may differ, and so which sources an ascent finds.
+    torch.testing.assert_close(*found, rtol=0.5 if "pgd" in term else 0.1, atol=0.0)
 
 
 @pytest.mark.gpu
