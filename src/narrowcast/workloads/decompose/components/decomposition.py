@@ -77,17 +77,19 @@ class Decomposition(nn.Module):
         masks: Sequence[SiteMask | None] | None = None,
         cache: Cache = "none",
         frozen: bool = False,
+        seed: Tensor | None = None,
         **kwargs: Any,
     ) -> Passed:
         """Call the target with components where there is a mask; without any it is the target.
 
         Components that are `frozen` get no gradient, and none is computed: for passes whose masks
-        alone are looked for.
+        alone are looked for. Kernels draw from `seed`, where a pass is to draw what another did.
         """
         if masks is not None and len(masks) != len(self.sites):
             raise RecipeError(f"{len(masks)} masks for {len(self.sites)} sites; give one for each")
         chosen = [None] * len(self.sites) if masks is None else list(masks)
-        current = Pass(chosen, self._pairs(frozen), cache, _seed(chosen))
+        drawn = _seed(chosen) if seed is None else seed
+        current = Pass(chosen, self._pairs(frozen), cache, drawn)
         self._line.current = current
         try:
             raw = self.target(*args, **kwargs)
