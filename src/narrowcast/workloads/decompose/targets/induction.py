@@ -134,7 +134,7 @@ class InductionTransformer(nn.Module):
 
 def induction_plan() -> ToyPlan:
     """Return how such a transformer is made and trained."""
-    return plan_for(InductionRows(ordinary=64, length=32), width=16, steps=1000)
+    return plan_for(InductionRows(ordinary=64, length=32), width=16, steps=600)
 
 
 def plan_for(rows: InductionRows, *, width: int, steps: int) -> ToyPlan:
