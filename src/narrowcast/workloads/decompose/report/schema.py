@@ -10,9 +10,9 @@ called `KIND` or `KIND/SITE`, with a kind of `TRAJECTORIES`, is drawn as a curve
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import RunFolder, strict_json
@@ -50,7 +50,7 @@ class Component(_Value):
     number: int = Field(ge=0)
     """Which component of the site: its column of V and row of U."""
     found: Picture
-    """The matrix, outputs x inputs, as the target's weight is."""
+    """The matrix, outputs x inputs, as the target's weight is (`matrices.component_picture`)."""
     truth: Picture | None = None
     """The part of the target's weight that this component stands for."""
     name: str = ""
@@ -136,6 +136,14 @@ class Decomposition(_Value):
     language: tuple[MaskedLoss, ...] = ()
     pgd: tuple[tuple[int, float], ...] = ()
     """The quality bar: steps of the adversary, and the divergence it reached."""
+
+    @model_validator(mode="after")
+    def _a_number_for_each_seed(self) -> Self:
+        for site in self.sites:
+            told = (site.alive, site.l0, site.identity_error, site.cosine, site.norm_ratio)
+            if any(len(values) not in (0, len(self.seeds)) for values in told):
+                raise ValueError(f"numbers of {site.name} are not as many as seeds")
+        return self
 
 
 def write(folder: Path, found: Decomposition) -> None:
