@@ -159,6 +159,7 @@ def _gue(task: str, backbone: str) -> Question:
 
 
 _DECAY = ("optimizer.weight_decay=0.1",)
+_STRONG_DECAY = ("optimizer.weight_decay=1.0",)
 _GB1: Mapping[str, Settings] = {
     "position 64x1": _network("cnn", "position", "64x1", dropout=0.3, mutate=0, lr=2e-3),
     "position 64x2": _network("cnn", "position", "64x2", dropout=0.1, mutate=0, lr=2e-3),
@@ -211,15 +212,18 @@ _SPLICE = Question(
     candidates={
         "position 32x1": _network("cnn", "position", "32x1", dropout=0.2, mutate=0.1, lr=2e-3),
         "hyena 48x2": _network("hyena", "position", "48x2", dropout=0.3, mutate=0.1, lr=1e-3),
-        "position 32x1, 50": _long_cnn("32x1", dropout=0.3, mutate=0.25, lr=3e-3, epochs=50),
-        "position 32x1, smoothed": (
-            *_long_cnn("32x1", dropout=0.3, mutate=0.25, lr=3e-3, epochs=50), *_SMOOTHED,
+        # Two letters decide: what exchanges letters at random takes away what is to be learnt.
+        "position 32x1, as they are": (
+            *_network("cnn", "position", "32x1", dropout=0.5, mutate=0, lr=1e-3), *_STRONG_DECAY,
         ),
-        "position 48x2, smoothed": (
-            *_long_cnn("48x2", dropout=0.3, mutate=0.25, lr=3e-3, epochs=50), *_SMOOTHED,
+        "position 64x1, as they are": (
+            *_network("cnn", "position", "64x1", dropout=0.6, mutate=0, lr=1e-3), *_STRONG_DECAY,
         ),
-        "position 48x3, smoothed": (
-            *_long_cnn("48x3", dropout=0.4, mutate=0.35, lr=2e-3, epochs=50), *_SMOOTHED,
+        "position 16x1, as they are": (
+            *_network("cnn", "position", "16x1", dropout=0.3, mutate=0, lr=2e-3), *_STRONG_DECAY,
+        ),
+        "position 32x2, as they are": (
+            *_network("cnn", "position", "32x2", dropout=0.5, mutate=0.02, lr=1e-3), *_STRONG_DECAY,
         ),
     },
     metric="accuracy",

@@ -15,13 +15,13 @@ from narrowcast.precision.step.cuda_graph import WARM_UP
 from narrowcast.training.schedules import lr_factor
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.stepping import Stepper
-from narrowcast.training.task import Task
+from narrowcast.training.task import Hook, Task
 
 WIDTH = 32
 EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
 
 
-def task_of(model):
+def task_of(model, hooks=()):
     """Two layers that learn a fixed linear map; nothing is drawn at random on the way."""
     return Task(
         model=model,
@@ -30,6 +30,7 @@ def task_of(model):
         evaluate=lambda model: {"loss": 0.0},
         items=lambda batch: len(batch[0]),
         gemm_rows=16,
+        hooks=hooks,
     )
 
 
@@ -46,7 +47,7 @@ def recipe(policy="fp32", **settings):
     )
 
 
-def made(policy="fp32", *, device="cpu", **settings):
+def made(policy="fp32", *, device="cpu", hooks=(), **settings):
     """A stepper and what it steps, from one seed."""
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, WIDTH)
@@ -54,7 +55,7 @@ def made(policy="fp32", *, device="cpu", **settings):
     asked = recipe(policy, **settings)
     hardware = EMULATING if device == "cpu" else probe(device)
     plan = make_plan(model, policy, hardware=hardware, only_faster=False)
-    task = task_of(model)
+    task = task_of(model, hooks)
     prepared = prepare_recipe(asked, task, plan=plan)
     return Stepper(prepared, task, asked), prepared
 
@@ -329,3 +330,49 @@ def test_what_cannot_be_captured_on_a_gpu_is_refused_or_launched():
         for step in range(WARM_UP + 2):
             stepper(batches(step, device="cuda"))
         assert not stepper.captured
+
+
+CLIPPED = 0.01
+
+
+def clips_the_first_layer(prepared):
+    nn.utils.clip_grad_norm_(prepared.model[0].parameters(), CLIPPED)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_hook_clips_true_gradients_as_torch_does_before_its_step(policy, count):
+    _, plain = made(policy, clip_norm=None)
+    stepper, prepared = made(
+        policy, hooks=(Hook(name="clip", after_backward=clips_the_first_layer),), clip_norm=None
+    )
+    assert equal(weights(plain), weights(prepared))
+    for step in range(3):
+        given = batches(step, count=count)
+        for x, y in given:
+            with plain.compute():
+                loss = F.mse_loss(plain.model(x).float(), y)
+            plain.backward(loss / count)
+        plain.unscale()
+        clips_the_first_layer(plain)
+        plain.step()
+        outcome, _ = stepper(given)
+        assert outcome.applied
+    assert equal(weights(plain), weights(prepared))
+
+
+@pytest.mark.gpu
+def test_a_hook_of_gradients_is_captured_with_the_step_unless_a_scale_is_divided_out():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    hooks = (Hook(name="clip", after_backward=clips_the_first_layer),)
+    launched, one = made("bf16", device="cuda", hooks=hooks, clip_norm=None, cuda_graph=False)
+    replayed, other = made("bf16", device="cuda", hooks=hooks, clip_norm=None)
+    for step in range(WARM_UP + 4):
+        given = batches(step, device="cuda")
+        launched(given)
+        replayed(given)
+    assert replayed.captured
+    assert equal(weights(one), weights(other))
+    with pytest.raises(UnsupportedError, match="a hook of the task edits gradients"):
+        made("fp16", device="cuda", hooks=hooks, cuda_graph=True)

@@ -75,3 +75,14 @@ def outline(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: outline(item) for key, item in value.items()}
     return value
+
+
+def constants_in(value: Any) -> list[Any]:
+    """Return what is no tensor in a value: numbers and words that a loss is told by the host."""
+    if isinstance(value, Tensor):
+        return []
+    if isinstance(value, tuple | list):
+        return [constant for item in value for constant in constants_in(item)]
+    if isinstance(value, Mapping):
+        return [constant for item in value.values() for constant in constants_in(item)]
+    return [value]

@@ -30,7 +30,7 @@ class Stepper:
     """Takes the steps of a run."""
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
-        self._prepared, self._recipe = prepared, recipe
+        self._prepared, self._task, self._recipe = prepared, task, recipe
         self.losses = Losses(prepared, task)
         self._again: LossParts | None = None
         refuse_untraceable(prepared.plan, recipe)
@@ -63,7 +63,7 @@ class Stepper:
     def drop_graphs(self) -> None:
         """Begin as with the first step: the model has other formats now, and graphs do not know."""
         self._graphed = None
-        if _wants_graph(self._prepared, self._recipe):
+        if _wants_graph(self._prepared, self._task, self._recipe):
             self._graphed = GraphedStep(self._prepared.engine)
 
     def __call__(
@@ -90,6 +90,7 @@ class Stepper:
         for number, batch in enumerate(batches, start=1):
             with contextlib.nullcontext() if faults is None else faults.during(number):
                 losses.append(self._pass(batch, micro_batches=len(batches)))
+        self._task.after_backward(self._prepared)
         return self.losses.mean(losses)
 
     def _pass(self, batch: Batch, *, micro_batches: int) -> LossParts:
@@ -112,13 +113,15 @@ class Stepper:
         return self._prepared.step(), loss
 
 
-def _wants_graph(prepared: Prepared, recipe: Recipe) -> bool:
+def _wants_graph(prepared: Prepared, task: Task, recipe: Recipe) -> bool:
     """Say whether steps are to be captured; refuse where that was asked and cannot be."""
     why = unsupported_reason(prepared.engine)
     if recipe.deterministic and not why:
         why = "deterministic kernels may wait for the host"
     if recipe.faults and not why:
         why = "a captured step is the same every time, and faults are not"
+    if task.edits_gradients and prepared.loss_scale is not None and not why:
+        why = "a hook of the task edits gradients, which the host must first divide by the scale"
     if recipe.cuda_graph and why:
         raise UnsupportedError(
             f"cuda_graph=true: {why}; write cuda_graph=null to have it where it can be"

@@ -117,6 +117,10 @@ class Hook:
     """What its state is called in a checkpoint."""
     before_first_step: Callable[[Prepared], None] | None = None
     """Called once, without gradients, when a run begins; not when it is resumed."""
+    after_backward: Callable[[Prepared], None] | None = None
+    """Called, without gradients, when every weight has the true gradient of a step, to look at
+    gradients or edit them in place. It is part of what a CUDA graph captures, so it must not wait
+    for the device, and what it keeps is in tensors."""
     after_step: Callable[[Prepared, Tensor], None] | None = None
     """Called, without gradients, when a step has been queued. The tensor is true where the step was
     applied; it is on the device, and reading it on the host would wait."""
@@ -226,6 +230,21 @@ class Task:
             if hook.before_first_step is not None:
                 with blamed_on(f"before_first_step of the task's hook {hook.name!r}"):
                     hook.before_first_step(prepared)
+
+    @property
+    def edits_gradients(self) -> bool:
+        """Whether a hook is given the gradients of a step before they are used."""
+        return any(hook.after_backward is not None for hook in self.hooks)
+
+    @torch.no_grad()
+    def after_backward(self, prepared: Prepared) -> None:
+        """Call the hooks of gradients that are all there; under a loss scale it is divided out."""
+        if self.edits_gradients:
+            prepared.unscale()
+        for hook in self.hooks:
+            if hook.after_backward is not None:
+                with blamed_on(f"after_backward of the task's hook {hook.name!r}"):
+                    hook.after_backward(prepared)
 
     @torch.no_grad()
     def after_step(self, prepared: Prepared, outcome: Outcome) -> None:

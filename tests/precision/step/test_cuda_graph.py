@@ -99,3 +99,36 @@ def test_a_replayed_step_takes_back_of_buffers_what_a_launched_one_does():
         for name, value in replayed.model[1].named_buffers():
             assert torch.equal(value, launched.model[1].get_buffer(name)), (number, name)
             assert torch.equal(value, before[name]) is (number in (bad, loaded)), (number, name)
+
+
+@pytest.mark.gpu
+def test_graphs_of_a_few_forms_are_kept_and_each_computes_its_own():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    launched, replayed = prepared("cuda"), prepared("cuda")
+    captures = []
+
+    def passes_with_power(run, batches):
+        (each,) = batches
+        captures.append(each["power"])
+        with run.compute():
+            error = run.model(each["x"]).float() - each["target"][0]
+            loss = error.abs().pow(each["power"]).mean()
+        run.backward(loss)
+        return loss.detach()
+
+    def launch(batches, between):
+        loss = passes_with_power(replayed, batches)
+        return replayed.step(), loss
+
+    step = GraphedStep(replayed.engine)
+    for number in range(WARM_UP + 9):
+        batches = [batch(number, "cuda") | {"power": 2 + number % 2}]
+        expected = passes_with_power(launched, batches)
+        launched.step()
+        captures.clear()
+        _, loss = step(
+            batches, None, passes=lambda given: passes_with_power(replayed, given), launch=launch
+        )
+        assert torch.equal(loss, expected)
+        assert bool(captures) is (number < WARM_UP + 2)

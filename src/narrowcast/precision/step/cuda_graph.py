@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.replay import capture_stream, on_capture_stream
-from narrowcast.precision.nested import copy_tensors, map_tensors, outline
+from narrowcast.precision.nested import constants_in, copy_tensors, map_tensors, outline
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
@@ -29,6 +29,8 @@ Launch = Callable[[Sequence[Any], Between | None], tuple[Outcome, Tensor]]
 
 WARM_UP = 3
 """Steps before a capture: the compiler, cuBLAS and the allocator settle in them."""
+MOST_FORMS = 4
+"""Forms of a step that are kept captured at once: each holds the memory of a whole step."""
 
 
 def unsupported_reason(engine: Engine) -> str:
@@ -48,18 +50,20 @@ class GraphedStep:
     """Steps of a model in the formats it has now, replayed as soon as they are warm.
 
     Their memory stays with the graphs, so they are captured anew, by another of these, when the
-    formats change, rather than kept for each policy.
+    formats change, rather than kept for each policy. Where a batch has numbers or words beside its
+    tensors, these are the form of the step, as what a loss is told by the host; graphs of a few
+    forms are kept, for a run that goes back and forth between them.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._graphs: _Graphs | None = None
+        self._graphs: list[_Graphs] = []
         self._taken, self._applied_before = 0, engine.log.counts().applied
 
     @property
     def captured(self) -> bool:
         """Whether steps are replayed by now."""
-        return self._graphs is not None
+        return bool(self._graphs)
 
     def __call__(
         self,
@@ -77,9 +81,14 @@ class GraphedStep:
         if not self._is_warm():
             with on_capture_stream(_current_device()):
                 return launch(batches, between)
-        if self._graphs is None or not self._graphs.fit(batches):
-            self._graphs = self._capture(batches, passes)
-        return self._graphs.replay(batches, between)
+        graphs = next((each for each in self._graphs if each.fit(batches)), None)
+        if graphs is None:
+            # Those of the same form are for other shapes: what they hold is let go first.
+            others = [each for each in self._graphs if not each.has_form_of(batches)]
+            self._graphs = others[1 - MOST_FORMS :]
+            graphs = self._capture(batches, passes)
+            self._graphs.append(graphs)
+        return graphs.replay(batches, between)
 
     def _is_warm(self) -> bool:
         # A graph keeps what its capture did, so the scales of fp8 must be those of a step by then.
@@ -138,6 +147,10 @@ class _Graphs:
     def fit(self, batches: Sequence[Any]) -> bool:
         """Say whether batches are built, and have the shapes, as those that were captured."""
         return bool(outline(list(batches)) == outline(self._inputs))
+
+    def has_form_of(self, batches: Sequence[Any]) -> bool:
+        """Say whether batches hold the same beside their tensors as those that were captured."""
+        return bool(constants_in(list(batches)) == constants_in(self._inputs))
 
     def replay(self, batches: Sequence[Any], between: Between | None) -> tuple[Outcome, Tensor]:
         """Take a step with other values in the captured batches."""

@@ -1,0 +1,127 @@
+"""A masked site as one product, without ever forming what components leave of the weight.
+
+By definition the output is ((x V) m) U + d x (W - (V U)^T)^T + b, for masks m and d of components
+and of what they leave. Since x (V U) is (x V) U, that is
+
+    y = [ (x V) (m - d) | d x ] [ U ; W^T ] + b
+
+exactly: one product of inner size C + d_in, summed in fp32 inside it, and so not as the difference
+of two rounded results. A row that is not routed has 0 for the first part and d = 1, and is the
+target's.
+"""
+
+import torch
+from torch import Tensor
+
+from narrowcast.workloads.decompose.components.mask import Draw, SiteMask, Source
+
+
+def masked_output(
+    x: Tensor,
+    V: Tensor,
+    U: Tensor,
+    weight_t: Tensor,
+    bias: Tensor | None,
+    mask: SiteMask,
+) -> Tensor:
+    """Return (seeds, rows, d_out) of `x`, (seeds, rows, d_in), with components as the mask says.
+
+    `V` is (seeds, d_in, C), `U` (seeds, C, d_out), `weight_t` (seeds or 1, d_in, d_out), and `bias`
+    (seeds or 1, d_out). Gradients go to x, V, U and the mask's tensors.
+    """
+    dtype = computed_in(V)
+    kept, left = shares(mask)
+    first = (activations(x, V) * kept).to(dtype)
+    if left is None:
+        return _biased(first, U.to(dtype), bias).to(_given_back_in(x, dtype))
+    second = (left.unsqueeze(-1) * x).to(dtype)
+    stacked = torch.cat([U.to(dtype), weight_t.expand(U.shape[0], -1, -1).to(dtype)], 1)
+    out = _biased(torch.cat([first, second], -1), stacked, bias)
+    return out.to(_given_back_in(x, dtype))
+
+
+def masked_embedding(
+    tokens: Tensor,
+    V: Tensor,
+    U: Tensor,
+    weight: Tensor,
+    mask: SiteMask,
+) -> Tensor:
+    """Return the like for tokens, (seeds, rows), whose lines of `V` and `weight` are looked up."""
+    kept, left = shares(mask)
+    result = product(looked_up(V, tokens) * kept, U)
+    if left is not None:
+        result = result + left.unsqueeze(-1) * looked_up(weight[None], tokens)
+    return result.to(weight.dtype)
+
+
+def activations(x: Tensor, V: Tensor) -> Tensor:
+    """Return what components read from `x`: (seeds, rows, C)."""
+    dtype = computed_in(V)
+    return product(x.to(dtype), V.to(dtype))
+
+
+def computed_in(V: Tensor) -> torch.dtype:
+    """Return the format of products with `V`: that of autocast, or its own."""
+    kind = V.device.type
+    if V.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return V.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def looked_up(table: Tensor, tokens: Tensor) -> Tensor:
+    """Return the lines of a table, (seeds or 1, tokens, width), for tokens of (seeds, rows)."""
+    if table.shape[0] == 1:
+        return table[0][tokens]
+    seeds = torch.arange(table.shape[0], device=table.device)[:, None]
+    return table[seeds, tokens]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of each seed; of one seed a plain one, which is faster than a batch."""
+    if a.shape[0] == 1:
+        return (a[0] @ b[0]).unsqueeze(0)
+    return torch.bmm(a, b)
+
+
+def shares(mask: SiteMask) -> tuple[Tensor, Tensor | None]:
+    """Return m - d, (seeds, rows, C), and d, (seeds, rows) or None where it is nowhere but 0."""
+    importance = mask.importance
+    source = _numbers(mask.source, importance)
+    kept = importance + (1 - importance) * source
+    rows = importance[..., 0]
+    left = None if mask.delta is None or _is_zero(mask.delta) else _numbers(mask.delta, rows)
+    if isinstance(left, float):
+        left = torch.full_like(rows, left)
+    if left is not None:
+        kept = kept - left.unsqueeze(-1)
+    if mask.routed is not None:
+        kept = kept.masked_fill(~mask.routed.unsqueeze(-1), 0.0)
+        none = torch.zeros_like(rows) if left is None else left
+        left = none.masked_fill(~mask.routed, 1.0)
+    return kept, left
+
+
+def _given_back_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the format of outputs: under autocast as of any product, else as of the target's."""
+    return dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+
+def _is_zero(delta: Source) -> bool:
+    return isinstance(delta, float) and delta == 0.0
+
+
+def _numbers(source: Source, like: Tensor) -> Tensor | float:
+    if not isinstance(source, Draw):
+        return source
+    drawn = torch.rand_like(like)
+    return drawn if source.kind == "continuous" else drawn.round()
+
+
+def _biased(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return product(first, second)
+    bias = bias.to(first.dtype)
+    if first.shape[0] == 1:
+        return torch.addmm(bias[0], first[0], second[0]).unsqueeze(0)
+    return torch.baddbmm(bias.unsqueeze(1), first, second)

@@ -1,0 +1,175 @@
+"""The module that takes the place of one of the target's, and the pass it takes part in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.components.folded import (
+    activations,
+    looked_up,
+    masked_embedding,
+    masked_output,
+    product,
+)
+from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.sites import IDENTITY, Kind, kind_of
+
+Cache = Literal["none", "inputs", "acts"]
+"""What a pass keeps of each site: nothing, its inputs, or the activations of its components."""
+
+
+@dataclass
+class Pass:
+    """One call of the target: what its sites are to do, and what they were given."""
+
+    masks: Sequence[SiteMask | None]
+    components: Sequence[tuple[Tensor, Tensor]]
+    """V and U of each site."""
+    cache: Cache
+    visited: set[int] = field(default_factory=set)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    acts: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Line:
+    """Where modules learn which pass they are in; in none, they compute as the target's."""
+
+    current: Pass | None = None
+
+
+class ComponentModule(nn.Module):
+    """A matrix of the target's, frozen, computed by components where the pass says so."""
+
+    def __init__(
+        self, name: str, kind: Kind, weight: Tensor, bias: Tensor | None, *, seeds: int, line: Line
+    ) -> None:
+        """Take the weights over under the names they had; `index` is set where it is a site."""
+        super().__init__()
+        self.name, self.kind, self.seeds = name, kind, seeds
+        self.index: int | None = None
+        self._line = line
+        if isinstance(weight, nn.Parameter):
+            self.weight = weight
+        else:
+            self.register_buffer("weight", weight, persistent=False)
+        self.bias = bias
+        self.register_module(IDENTITY, None)
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, *, seeds: int, line: Line) -> "ComponentModule":
+        """Return what takes the place of a module."""
+        weight = module._parameters["weight"]
+        assert weight is not None
+        if weight.dim() == 3 and weight.shape[0] != seeds:
+            raise RecipeError(
+                f"{name} has weights of {weight.shape[0]} seeds, and {seeds} are decomposed; "
+                f"write {weight.shape[0]} seeds"
+            )
+        bias = module._parameters.get("bias")
+        return cls(name, kind_of(name, module), weight, bias, seeds=seeds, line=line)
+
+    @classmethod
+    def identity(
+        cls, name: str, width: int, like: Tensor, *, seeds: int, line: Line
+    ) -> "ComponentModule":
+        """Return an identity that can be taken apart."""
+        weight = torch.eye(width, device=like.device, dtype=like.dtype)
+        return cls(name, "identity", weight, None, seeds=seeds, line=line)
+
+    @property
+    def weight_t(self) -> Tensor:
+        """The matrix as (seeds or 1, d_in, d_out), whichever way the module keeps it."""
+        weight = self.weight.mT if self.kind == "linear" else self.weight
+        return weight if weight.dim() == 3 else weight.unsqueeze(0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the target's module does, or what components make of it."""
+        x = _only_input(self.name, args, kwargs)
+        before = self._modules[IDENTITY]
+        if before is not None:
+            x = before(x)
+        current = self._line.current
+        if current is None or self.index is None:
+            return self._plain(x)
+        rows = self._rows(x)
+        V, U = current.components[self.index]
+        self._keep(current, rows, V)
+        mask = current.masks[self.index]
+        if mask is None:
+            return self._plain(x)
+        _check_rows(self.name, mask, (*rows.shape[:2], V.shape[-1]))
+        if self.kind == "embedding":
+            out = masked_embedding(rows, V, U, self.weight, mask)
+            return out.reshape(*x.shape, out.shape[-1])
+        out = masked_output(rows, V, U, self.weight_t, self._biases(), mask)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def _keep(self, current: Pass, rows: Tensor, V: Tensor) -> None:
+        assert self.index is not None
+        if self.index in current.visited:
+            raise RecipeError(
+                f"the target calls {self.name} more than once in a pass, and a mask is for one "
+                "call; choose other sites"
+            )
+        current.visited.add(self.index)
+        if current.cache == "inputs":
+            current.inputs[self.index] = rows
+        if current.cache == "acts":
+            table = self.kind == "embedding"
+            current.acts[self.index] = looked_up(V, rows) if table else activations(rows, V)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return (seeds, rows, …) of whatever shape the target works with."""
+        width = () if self.kind == "embedding" else (x.shape[-1],)
+        if self.seeds == 1:
+            return x.reshape(1, -1, *width)
+        if x.dim() < 2 or x.shape[0] != self.seeds:
+            raise RecipeError(
+                f"{self.name} is given {tuple(x.shape)}, whose first dimension is not the "
+                f"{self.seeds} seeds; give the target each seed's batch side by side"
+            )
+        return x.reshape(self.seeds, -1, *width)
+
+    def _biases(self) -> Tensor | None:
+        if self.bias is None or self.bias.dim() == 2:
+            return self.bias
+        return self.bias.unsqueeze(0)
+
+    def _plain(self, x: Tensor) -> Tensor:
+        if self.kind == "identity":
+            return x
+        if self.kind == "embedding":
+            return F.embedding(x, self.weight)
+        if self.kind == "conv1d":
+            assert self.bias is not None
+            out = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        elif self.weight.dim() == 2:
+            return F.linear(x, self.weight, self.bias)
+        else:
+            out = product(self._rows(x), self.weight.mT)
+            out = out if self.bias is None else out + self.bias.unsqueeze(1)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _only_input(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    given = [*args, *kwargs.values()]
+    if len(given) != 1 or not isinstance(given[0], Tensor):
+        raise RecipeError(
+            f"the target calls {name} with {len(given)} arguments, and a site takes one tensor; "
+            "choose other sites"
+        )
+    return given[0]
+
+
+def _check_rows(name: str, mask: SiteMask, expected: tuple[int, int, int]) -> None:
+    if mask.importance.shape != expected:
+        raise RecipeError(
+            f"the mask of {name} is {tuple(mask.importance.shape)}, and its pass has {expected}: "
+            "seeds, rows and components; make masks from a pass over the same batch"
+        )

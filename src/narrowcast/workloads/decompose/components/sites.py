@@ -1,0 +1,172 @@
+"""Sites: the modules of a target that are taken apart, found by the names they have there."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+
+Kind = Literal["linear", "conv1d", "embedding", "identity"]
+
+MOST_PER_RANK = 64
+"""Components for each rank of a matrix: twice the most that published decompositions take (4000 for
+a matrix of rank 128). Beyond that, a misread width is likelier than a finding."""
+
+IDENTITY = "pre_identity"
+"""The name, within the module it precedes, of an identity that is taken apart."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A matrix of the target's, and how many components it is taken apart into."""
+
+    name: str
+    kind: Kind
+    d_in: int
+    """Width of the input; of an embedding, how many tokens it knows."""
+    d_out: int
+    components: int
+    bias: bool
+
+    def __post_init__(self) -> None:
+        """Refuse a number of components that cannot be meant."""
+        rank = min(self.d_in, self.d_out)
+        if not 1 <= self.components <= MOST_PER_RANK * rank:
+            raise RecipeError(
+                f"{self.components} components for {self.name}, a matrix of {self.d_in} x "
+                f"{self.d_out}: write a number from 1 to {MOST_PER_RANK * rank}, {MOST_PER_RANK} "
+                "for each of its ranks"
+            )
+
+
+def find_sites(
+    target: nn.Module, patterns: Mapping[str, int], identities: Mapping[str, int] | None = None
+) -> list[Site]:
+    """Return the sites whose names match, in the target's order, with components as written.
+
+    Patterns are of the shell, such as `h.*.mlp.c_fc`. `identities` are sites of their own, before
+    the modules that they name.
+    """
+    identities = identities or {}
+    chosen = _matches(target, patterns)
+    before = _matches(target, identities)
+    sites: list[Site] = []
+    for name, module in target.named_modules():
+        if name in before:
+            sites.append(_identity(name, module, before[name]))
+        if name in chosen:
+            sites.append(_site(name, module, chosen[name]))
+    if not sites:
+        raise RecipeError("no site is named; name modules to take apart, such as 'h.*.mlp.c_fc'")
+    return sites
+
+
+def kind_of(name: str, module: nn.Module) -> Kind:
+    """Say what a module is; refuse one that is no matrix, or does more than to apply it."""
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        if _is_seeded(module, weight) or _computes_as(module, nn.Linear):
+            return _plain(name, module, "linear")
+        if _is_conv1d(module, weight):
+            return _plain(name, module, "conv1d")
+        if _computes_as(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
+            return _plain(name, module, "embedding")
+    raise RecipeError(
+        f"{name} is a {type(module).__name__}, and sites are linear layers, Conv1D, or embeddings "
+        "that change no weight: let the pattern name those alone"
+    )
+
+
+def _matches(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
+    """Return which module takes how many components."""
+    found: dict[str, tuple[str, int]] = {}
+    names = list(_names(target))
+    for pattern, components in patterns.items():
+        here = [name for name in names if fnmatchcase(name, pattern)]
+        if not here:
+            raise RecipeError(
+                f"{pattern!r} matches no module of the target, which has {_some(names)}"
+            )
+        for name in here:
+            if name in found:
+                raise RecipeError(
+                    f"{name} matches both {found[name][0]!r} and {pattern!r}; write patterns that "
+                    "share no module"
+                )
+            found[name] = pattern, components
+    _refuse_shared(target, found)
+    return {name: components for name, (_, components) in found.items()}
+
+
+def _names(target: nn.Module) -> Iterator[str]:
+    return (name for name, _ in target.named_modules(remove_duplicate=False) if name)
+
+
+def _refuse_shared(target: nn.Module, names: Mapping[str, object]) -> None:
+    known: dict[int, list[str]] = {}
+    for name, module in target.named_modules(remove_duplicate=False):
+        known.setdefault(id(module), []).append(name)
+    for name in names:
+        same = known[id(target.get_submodule(name))]
+        if len(same) > 1:
+            raise RecipeError(
+                f"{' and '.join(same)} are one module, called more than once in a pass: its "
+                "activations are of several places; choose other sites"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _site(name: str, module: nn.Module, components: int) -> Site:
+    kind = kind_of(name, module)
+    d_in, d_out = _widths(kind, module)
+    return Site(name, kind, d_in, d_out, components, bias=_bias(module) is not None)
+
+
+def _identity(name: str, module: nn.Module, components: int) -> Site:
+    kind = kind_of(name, module)
+    if kind == "embedding":
+        raise RecipeError(
+            f"{name} is an embedding, and token numbers have no identity to take apart; name a "
+            "linear layer"
+        )
+    width, _ = _widths(kind, module)
+    return Site(f"{name}.{IDENTITY}", "identity", width, width, components, bias=False)
+
+
+def _widths(kind: Kind, module: nn.Module) -> tuple[int, int]:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    *_, first, second = weight.shape
+    return (second, first) if kind == "linear" else (first, second)
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    return module._parameters.get("bias")
+
+
+def _plain(name: str, module: nn.Module, kind: Kind) -> Kind:
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise RecipeError(
+            f"{name} has hooks, which components in its place would not call; remove them first"
+        )
+    return kind
+
+
+def _computes_as(module: nn.Module, kind: type[nn.Linear] | type[nn.Embedding]) -> bool:
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _is_conv1d(module: nn.Module, weight: Tensor) -> bool:
+    """transformers' linear layer, whose weight lies the other way, without importing it."""
+    named = type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
+    return named and weight.dim() == 2 and getattr(module, "nf", None) == weight.shape[1]
+
+
+def _is_seeded(module: nn.Module, weight: Tensor) -> bool:
+    return weight.dim() == 3 and getattr(module, "seeds", None) == weight.shape[0]

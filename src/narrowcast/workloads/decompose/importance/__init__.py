@@ -1,0 +1,1 @@
+"""Causal importance: how much of each component a position needs, and the masks made of it."""

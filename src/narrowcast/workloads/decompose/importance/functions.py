@@ -1,0 +1,144 @@
+"""Functions that tell the causal importance of every component at every position.
+
+Three kinds see one site at a time: `mlp` a component's own activation, `vector_mlp` the site's
+input with an MLP for each component, `shared_mlp` the input with one MLP for all. Two see all
+sites at once: `global_shared_mlp`, and `global_transformer`, which sees other positions too.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.components.sites import Site
+from narrowcast.workloads.decompose.importance.dense import ComponentMLP, SharedMLP
+from narrowcast.workloads.decompose.importance.transformer import Transformer
+
+Kind = Literal["mlp", "vector_mlp", "shared_mlp", "global_shared_mlp", "global_transformer"]
+Needs = Literal["acts", "inputs"]
+
+
+class ImportanceFunction(nn.Module):
+    """Logits of importance from what a pass of the target has kept of each site."""
+
+    needs: Needs = "inputs"
+    """What a pass must keep for it: component activations, or the inputs of sites."""
+
+    def forward(
+        self, inputs: Sequence[Tensor], acts: Sequence[Tensor], *, length: int
+    ) -> list[Tensor]:
+        """Return the logits of each site, (seeds, rows, components).
+
+        Every `length` rows are the positions of one text, for what sees more than one of them.
+        """
+        raise NotImplementedError
+
+
+class SiteBySite(ImportanceFunction):
+    """A function for each site, of what that site alone is given."""
+
+    def __init__(self, functions: Sequence[nn.Module], needs: Needs) -> None:
+        super().__init__()
+        self.functions, self.needs = nn.ModuleList(functions), needs
+
+    def forward(
+        self, inputs: Sequence[Tensor], acts: Sequence[Tensor], *, length: int
+    ) -> list[Tensor]:
+        """Return the logits of each site."""
+        seen = acts if self.needs == "acts" else inputs
+        return [function(x) for function, x in zip(self.functions, seen, strict=True)]
+
+
+class AllAtOnce(ImportanceFunction):
+    """One function of the inputs of all sites, whose outputs are theirs side by side."""
+
+    def __init__(self, function: nn.Module, components: Sequence[int]) -> None:
+        super().__init__()
+        self.function, self.components = function, list(components)
+
+    def forward(
+        self, inputs: Sequence[Tensor], acts: Sequence[Tensor], *, length: int
+    ) -> list[Tensor]:
+        """Return the logits of each site."""
+        if isinstance(self.function, Transformer):
+            logits = self.function(inputs, length=length)
+        else:
+            logits = self.function(torch.cat(list(inputs), -1))
+        return list(logits.split(self.components, -1))
+
+
+def build_importance(
+    kind: Kind,
+    sites: Sequence[Site],
+    *,
+    seeds: int,
+    hidden: Sequence[int],
+    width: int = 0,
+    blocks: int = 0,
+    heads: int = 0,
+) -> ImportanceFunction:
+    """Build the importance functions of `sites`, with weights of its own for every seed.
+
+    `hidden` are the widths of an MLP's hidden layers; of a transformer, which has besides a
+    `width`, `blocks` and `heads`, the one of its blocks' MLPs.
+    """
+    _require_known(kind, sites, hidden)
+    d_in = sum(site.d_in for site in sites)
+    components = [site.components for site in sites]
+    match kind:
+        case "mlp":
+            each = [ComponentMLP(seeds, None, hidden, site.components) for site in sites]
+            return SiteBySite(each, "acts")
+        case "vector_mlp":
+            each = [ComponentMLP(seeds, site.d_in, hidden, site.components) for site in sites]
+            return SiteBySite(each, "inputs")
+        case "shared_mlp":
+            shared = [SharedMLP(seeds, site.d_in, hidden, site.components) for site in sites]
+            return SiteBySite(shared, "inputs")
+        case "global_shared_mlp":
+            return AllAtOnce(SharedMLP(seeds, d_in, hidden, sum(components)), components)
+        case "global_transformer":
+            _require_transformer(hidden, width=width, blocks=blocks, heads=heads)
+            function = Transformer(
+                seeds,
+                d_in,
+                sum(components),
+                width=width,
+                blocks=blocks,
+                heads=heads,
+                hidden=hidden[0],
+            )
+            return AllAtOnce(function, components)
+
+
+def _require_known(kind: str, sites: Sequence[Site], hidden: Sequence[int]) -> None:
+    if kind not in get_args(Kind):
+        raise RecipeError(
+            f"there is no importance function {kind!r}; write one of {', '.join(get_args(Kind))}"
+        )
+    embeddings = [site.name for site in sites if site.kind == "embedding"]
+    if embeddings and kind != "mlp":
+        raise RecipeError(
+            f"{embeddings[0]} is an embedding, whose input is a token and no vector, which the "
+            f"importance function {kind!r} cannot see; write mlp, or leave the embedding out"
+        )
+    if min(hidden, default=0) < 1:
+        raise RecipeError(
+            f"the importance function {kind!r} needs hidden layers of at least 1; "
+            f"write hidden: [16], not {list(hidden)}"
+        )
+
+
+def _require_transformer(hidden: Sequence[int], *, width: int, blocks: int, heads: int) -> None:
+    if min(width, blocks, heads) < 1 or len(hidden) != 1:
+        raise RecipeError(
+            "a global_transformer needs a width, blocks and heads of at least 1 and one hidden "
+            "width for its MLPs; write for example width: 256, blocks: 4, heads: 4, hidden: [1024]"
+        )
+    if width % (2 * heads):
+        raise RecipeError(
+            f"width {width} is not heads × an even number, which rotary positions need of "
+            f"{heads} heads; write width: {max(width // (2 * heads), 1) * 2 * heads}"
+        )

@@ -1,0 +1,81 @@
+"""Says before a network is decomposed whether there is something in it to find.
+
+A network whose outputs are all zero is reconstructed without error by nothing at all: every loss of
+its decomposition is perfect. So is a network that never trained close to one that did, by most
+measures. Both are refused here.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import RecipeError
+
+TOLERANCE = 0.25
+"""How far from what is wanted, 0.75, a feature may come out. A dropped one is 0.75 off; those
+learnt fall short the more, the more share a dimension: by 0.03 in TMS 5-2, by 0.14 in 40-10."""
+LEARNT_NATS = 0.1
+"""By which share of log(vocabulary) a language model must be better than to guess evenly. One of
+random weights is worse than that; one that knows how frequent words are is better by a third."""
+MOST_NAMED = 8
+
+
+def check_features(
+    name: str, *, given: Tensor, wanted: Tensor, tolerance: float = TOLERANCE
+) -> None:
+    """Refuse toy networks that do not bring out each feature, and it alone; waits for the device.
+
+    `given` (seeds, features, features) is what the networks say of each feature by itself.
+    """
+    off = ~((given - wanted).abs() <= tolerance)  # (seeds, features asked, features answered)
+    dead = (given == 0).all(dim=(1, 2)) | ~given.isfinite().all(dim=2).all(dim=1)
+    dropped = off.diagonal(dim1=1, dim2=2)
+    mixed = (off & ~torch.eye(off.shape[1], dtype=torch.bool, device=off.device)).any(dim=2)
+    wrong = (dropped | mixed).sum(dim=1).tolist()
+    if not any(wrong):
+        return
+    seeds, features, _ = off.shape
+    failed = [(seed, count) for seed, count in enumerate(wrong) if count]
+    if bool(dead.any()):
+        which = [seed for seed, is_dead in enumerate(dead.tolist()) if is_dead]
+        fact = f"{_seeds(which, seeds)}: dead, all outputs are 0 or not finite"
+    else:
+        which = [seed for seed, _ in failed]
+        worst = max(count for _, count in failed)
+        fact = (
+            f"{_seeds(which, seeds)}: up to {worst} of {features} features come out wrong by more "
+            f"than {tolerance:g}, or bring out others"
+        )
+    raise RecipeError(
+        f"target {name} has not learnt what would be decomposed. {fact}. Train it for more steps, "
+        "on larger batches, or from another seed"
+    )
+
+
+def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
+    """Refuse networks that answer rightly less often than they should; waits for the device."""
+    which = [seed for seed, each in enumerate(accuracy.tolist()) if not each >= least]
+    if which:
+        raise RecipeError(
+            f"target {name} has not learnt what would be decomposed. "
+            f"{_seeds(which, len(accuracy))}: right in {float(accuracy.min()):.0%} of cases at "
+            f"worst, and should be in {least:.0%}. Train it for more steps, or from another seed"
+        )
+
+
+def check_language(name: str, *, cross_entropy: float, vocabulary: int) -> None:
+    """Refuse a language model that predicts no better than chance."""
+    even = math.log(vocabulary)
+    if not cross_entropy <= (1 - LEARNT_NATS) * even:
+        raise RecipeError(
+            f"target {name} predicts this text with {cross_entropy:.2f} nats a token, and evenly "
+            f"guessed it would be {even:.2f}: it was never trained, or on other tokens. Give a "
+            "trained model, and text that its tokenizer cuts"
+        )
+
+
+def _seeds(which: list[int], seeds: int) -> str:
+    named = ", ".join(str(seed) for seed in which[:MOST_NAMED])
+    more = f" and {len(which) - MOST_NAMED} more" if len(which) > MOST_NAMED else ""
+    return f"seed{'s' if len(which) > 1 else ''} {named}{more} of {seeds} (counted from 0)"
