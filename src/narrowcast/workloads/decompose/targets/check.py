@@ -7,7 +7,6 @@ measures. Both are refused here.
 
 import math
 
-import torch
 from torch import Tensor
 
 from narrowcast.errors import RecipeError
@@ -29,23 +28,17 @@ def check_features(
     `given` (seeds, features, features) is what the networks say of each feature by itself.
     """
     off = ~((given - wanted).abs() <= tolerance)  # (seeds, features asked, features answered)
-    dead = (given == 0).all(dim=(1, 2)) | ~given.isfinite().all(dim=2).all(dim=1)
-    dropped = off.diagonal(dim1=1, dim2=2)
-    mixed = (off & ~torch.eye(off.shape[1], dtype=torch.bool, device=off.device)).any(dim=2)
-    wrong = (dropped | mixed).sum(dim=1).tolist()
-    if not any(wrong):
+    wrong = off.any(dim=2).sum(dim=1)
+    dead = (given == 0).all(dim=2).all(dim=1) | ~given.isfinite().all(dim=2).all(dim=1)
+    if not wrong.any():
         return
-    seeds, features, _ = off.shape
-    failed = [(seed, count) for seed, count in enumerate(wrong) if count]
-    if bool(dead.any()):
-        which = [seed for seed, is_dead in enumerate(dead.tolist()) if is_dead]
-        fact = f"{_seeds(which, seeds)}: dead, all outputs are 0 or not finite"
+    features = off.shape[1]
+    if dead.any():
+        fact = f"{_seeds(dead)}: dead, all outputs are 0 or not finite"
     else:
-        which = [seed for seed, _ in failed]
-        worst = max(count for _, count in failed)
         fact = (
-            f"{_seeds(which, seeds)}: up to {worst} of {features} features come out wrong by more "
-            f"than {tolerance:g}, or bring out others"
+            f"{_seeds(wrong > 0)}: up to {int(wrong.max())} of {features} features come out wrong "
+            f"by more than {tolerance:g}, or bring out others"
         )
     raise RecipeError(
         f"target {name} has not learnt what would be decomposed. {fact}. Train it for more steps, "
@@ -55,12 +48,12 @@ def check_features(
 
 def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
     """Refuse networks that answer rightly less often than they should; waits for the device."""
-    which = [seed for seed, each in enumerate(accuracy.tolist()) if not each >= least]
-    if which:
+    wrong = ~(accuracy >= least)
+    if wrong.any():
         raise RecipeError(
-            f"target {name} has not learnt what would be decomposed. "
-            f"{_seeds(which, len(accuracy))}: right in {float(accuracy.min()):.0%} of cases at "
-            f"worst, and should be in {least:.0%}. Train it for more steps, or from another seed"
+            f"target {name} has not learnt what would be decomposed. {_seeds(wrong)}: right in "
+            f"{float(accuracy.min()):.0%} of cases at worst, and should be in {least:.0%}. Train "
+            "it for more steps, or from another seed"
         )
 
 
@@ -75,7 +68,8 @@ def check_language(name: str, *, cross_entropy: float, vocabulary: int) -> None:
         )
 
 
-def _seeds(which: list[int], seeds: int) -> str:
+def _seeds(wrong: Tensor) -> str:
+    which = wrong.nonzero().flatten().tolist()
     named = ", ".join(str(seed) for seed in which[:MOST_NAMED])
     more = f" and {len(which) - MOST_NAMED} more" if len(which) > MOST_NAMED else ""
-    return f"seed{'s' if len(which) > 1 else ''} {named}{more} of {seeds} (counted from 0)"
+    return f"seed{'s' if len(which) > 1 else ''} {named}{more} of {len(wrong)} (counted from 0)"

@@ -1,0 +1,89 @@
+"""Which sites compute with their components in a pass, at which rows, and with which masks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from narrowcast.workloads.decompose.components.mask import SiteMask, Source
+
+Routing = Literal["all", "layerwise", "uniform_k_subset", "static_probability"]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One pass: the sites that compute with components in it, and at which rows."""
+
+    active: tuple[int, ...]
+    """Other sites are as in the target."""
+    routed: Tensor | None = None
+    """Where each site computes with components, bool of (sites, seeds, rows); None: everywhere."""
+    copies: int = 1
+    """How many times the batch stands in the pass, one after another."""
+
+
+def routes(
+    routing: Routing,
+    importance: Sequence[Tensor],
+    *,
+    probability: float = 0.5,
+    batched: bool = False,
+) -> list[Route]:
+    """Return the passes of a routing, drawn anew where it is random.
+
+    One pass, but for `layerwise`: one for each site, or where `batched` a single pass over as many
+    copies of the batch, each of which one site computes with components.
+    """
+    sites, (seeds, rows, _) = len(importance), importance[0].shape
+    device, every = importance[0].device, tuple(range(len(importance)))
+    match routing:
+        case "all":
+            return [Route(every)]
+        case "uniform_k_subset":
+            return [Route(every, uniform_k_subset(sites, seeds, rows, device))]
+        case "static_probability":
+            return [Route(every, torch.rand(sites, seeds, rows, device=device) < probability)]
+        case "layerwise" if batched and sites > 1:
+            own = torch.eye(sites, dtype=torch.bool, device=device)[:, None, :, None]
+            routed = own.expand(sites, seeds, sites, rows).reshape(sites, seeds, sites * rows)
+            return [Route(every, routed, copies=sites)]
+        case "layerwise":
+            return [Route((site,)) for site in every]
+
+
+def uniform_k_subset(sites: int, seeds: int, rows: int, device: torch.device) -> Tensor:
+    """Draw for each row how many sites, from 1 to all with even chances, and then which."""
+    count = torch.randint(1, sites + 1, (seeds, rows), device=device)
+    # What sorts random numbers is a permutation, all of them with even chances.
+    order = torch.rand(sites, seeds, rows, device=device).argsort(0)
+    return order < count
+
+
+def site_masks(
+    route: Route,
+    importance: Sequence[Tensor],
+    sources: Sequence[Source],
+    deltas: Sequence[Source | None],
+) -> list[SiteMask | None]:
+    """Return the masks of a pass, for as many copies of the batch as it has."""
+    masks: list[SiteMask | None] = [None] * len(importance)
+    for site in route.active:
+        masks[site] = SiteMask(
+            _repeated(importance[site], route.copies),
+            _repeated(sources[site], route.copies),
+            _repeated(deltas[site], route.copies),
+            None if route.routed is None else route.routed[site],
+        )
+    return masks
+
+
+Given = TypeVar("Given", Tensor, Source, Source | None)
+
+
+def _repeated(given: Given, copies: int) -> Given:
+    """Return rows one copy after another; what broadcasts over rows does so still."""
+    if copies == 1 or not isinstance(given, Tensor) or given.shape[1] == 1:
+        return given
+    return given.repeat(1, copies, *[1] * (given.dim() - 2))

@@ -1,0 +1,1 @@
+"""What a decomposition is trained to: terms of a loss, each a number for every seed."""

@@ -1,0 +1,107 @@
+"""How many components are important, made smooth enough to descend."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.losses.divergence import wide
+from narrowcast.workloads.decompose.losses.terms import Loss, Step
+
+EPSILON = 1e-12
+"""Added to an importance: 0 to a power below 1 has no finite slope."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Annealed(Loss):
+    """A penalty of each importance, summed over components, whose shape changes in the run."""
+
+    anneal_from: float = 0.0
+    """Share of the run after which the penalty begins to change."""
+    anneal_to: float = 1.0
+    """Share of the run at which it has its last shape."""
+    beta: float = 0.0
+    """Weight of the frequency term, which presses harder on components that many rows need."""
+    reference_rows: int | None = None
+    """Rows that the frequency term counts as if there were; by default those there are."""
+
+    def check(self) -> None:
+        """Refuse shares out of order, and negative weights."""
+        if not 0 <= self.anneal_from < self.anneal_to <= 1:
+            raise RecipeError(
+                f"{self.kind}: it cannot anneal from {self.anneal_from} to {self.anneal_to}; write "
+                "shares of the run, the first below the second, such as 0.0 and 1.0"
+            )
+        if self.beta < 0 or (self.reference_rows is not None and self.reference_rows < 1):
+            raise RecipeError(
+                f"{self.kind}: beta is at least 0 and reference_rows at least 1, "
+                f"not {self.beta} and {self.reference_rows}"
+            )
+
+    def between(self, first: float, last: float, progress: Tensor) -> Tensor:
+        """Return the number on the way from `first` to `last` at this point of the run."""
+        way = (progress - self.anneal_from) / (self.anneal_to - self.anneal_from)
+        return first + (last - first) * way.clamp(0, 1)
+
+    def summed(self, step: Step, penalty: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the penalties' means over rows, with their frequency term, over all components."""
+        sites = []
+        for upper in step.upper:
+            mean = penalty(wide(upper)).mean(1)  # (seeds, components)
+            if self.beta:
+                often = mean * (self.reference_rows or step.rows)
+                mean = mean + self.beta * mean * torch.log2(1 + often)
+            sites.append(mean.sum(-1))
+        return torch.stack(sites).sum(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minimality(_Annealed):
+    """Importances to a power p: at 1 their sum, near 0 their number."""
+
+    kind: ClassVar[str] = "minimality"
+    p: float = 1.0
+    p_final: float | None = None
+    """What `p` becomes, in a straight line; by default it stays."""
+
+    def check(self) -> None:
+        """Refuse powers that are no penalty."""
+        super().check()
+        if self.p <= 0 or (self.p_final is not None and self.p_final <= 0):
+            raise RecipeError(f"{self.kind}: p and p_final are above 0; write p: 1.0")
+
+    def __call__(self, step: Step, ascents: int = 1) -> Tensor:
+        """Return the sum over sites and components of mean powers."""
+        if self.p_final is None:
+            return self.summed(step, lambda upper: (upper + EPSILON) ** self.p)
+        power = self.between(self.p, self.p_final, step.progress)
+        return self.summed(step, lambda upper: (upper + EPSILON) ** power.to(upper.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothL0(_Annealed):
+    """u²/(u² + γ²) of an importance u: nearly 1 for those well above γ, nearly 0 below."""
+
+    kind: ClassVar[str] = "smooth_l0"
+    gamma: float = 1.0
+    gamma_final: float = 0.01
+    """What `gamma` becomes, in a straight line."""
+
+    def check(self) -> None:
+        """Refuse widths of nothing."""
+        super().check()
+        if min(self.gamma, self.gamma_final) <= 0:
+            raise RecipeError(f"{self.kind}: gamma and gamma_final are above 0; write gamma: 1.0")
+
+    def __call__(self, step: Step, ascents: int = 1) -> Tensor:
+        """Return the smooth count of important components, a mean over rows."""
+        width = self.between(self.gamma, self.gamma_final, step.progress).square()
+
+        def penalty(upper: Tensor) -> Tensor:
+            square = upper.square()
+            return square / (square + width.to(upper.dtype))
+
+        return self.summed(step, penalty)

@@ -1,0 +1,151 @@
+"""How far masked passes are from the target's output, or from its activations on the way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.workloads.decompose.components.mask import Draw, Source
+from narrowcast.workloads.decompose.importance.masks import Route, Routing, routes, site_masks
+from narrowcast.workloads.decompose.losses.divergence import wide
+from narrowcast.workloads.decompose.losses.terms import Loss, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed(Loss):
+    """A term of one or more masked passes, in which some sites compute with components."""
+
+    routing: Routing = "all"
+    """Which sites, at which rows: all, one at a time, random subsets, or each by chance."""
+    probability: float = 0.5
+    """Of a site to compute with components, with `static_probability`."""
+    batched: bool = False
+    """Whether `layerwise` is one pass of as many copies of the batch as there are sites."""
+    recompute: bool = False
+    """Whether the backward pass computes the passes again, and keeps none of their activations."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in records: its kind, and its routing where that is not all."""
+        return self.kind if self.routing == "all" else f"{self.kind}_{self.routing}"
+
+    def check(self) -> None:
+        """Refuse a probability that is none, and options of another routing."""
+        if not 0 < self.probability <= 1:
+            raise RecipeError(
+                f"{self.kind}: a probability of {self.probability} is none; write one above 0, "
+                "such as 0.5"
+            )
+        if self.batched and self.routing != "layerwise":
+            raise RecipeError(
+                f"{self.kind}: batched is about routing: layerwise, not {self.routing}; leave it "
+                "out"
+            )
+
+    def routes(self, step: Step) -> list[Route]:
+        """Return the passes of the term; random ones are drawn anew."""
+        return routes(self.routing, step.lower, probability=self.probability, batched=self.batched)
+
+    def apart(
+        self,
+        step: Step,
+        route: Route,
+        sources: Sequence[Source],
+        deltas: Sequence[Source | None],
+    ) -> Tensor:
+        """Return how far one pass is from the target, for every seed."""
+
+        def passed() -> Tensor:
+            masks = site_masks(route, step.lower, sources, deltas)
+            return step.apart(step.masked(masks, copies=route.copies).output, copies=route.copies)
+
+        if self.recompute and torch.is_grad_enabled() and not step.held:
+            return _recomputed(passed, draws=isinstance(sources[0], Draw))
+        return passed()
+
+    def mean(
+        self, step: Step, sources: Sequence[Source], deltas: Sequence[Source | None]
+    ) -> Tensor:
+        """Return the mean over the term's passes."""
+        apart = [self.apart(step, route, sources, deltas) for route in self.routes(step)]
+        return torch.stack(apart).mean(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stochastic(Routed):
+    """What is not important takes part at random, and so does what components leave."""
+
+    kind: ClassVar[str] = "stochastic"
+
+    def __call__(self, step: Step, ascents: int = 1) -> Tensor:
+        """Return the divergence under masks drawn anew."""
+        return self.mean(step, *_drawn(step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceMasked(Routed):
+    """Only what is important takes part: to be watched, for who minimises it cheats."""
+
+    kind: ClassVar[str] = "importance_masked"
+
+    def __call__(self, step: Step, ascents: int = 1) -> Tensor:
+        """Return the divergence where masks are the importances."""
+        return self.mean(step, [0.0] * len(step.lower), [None] * len(step.lower))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmasked(Loss):
+    """All components take part, and nothing of what they leave."""
+
+    kind: ClassVar[str] = "unmasked"
+
+    def __call__(self, step: Step, ascents: int = 1) -> Tensor:
+        """Return the divergence of the sums of components."""
+        everything, none = [1.0] * len(step.lower), [None] * len(step.lower)
+        (route,) = routes("all", step.lower)
+        return step.apart(step.masked(site_masks(route, step.lower, everything, none)).output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenActivations(Loss):
+    """The mean squared error of what sites are given, where masks are drawn at random."""
+
+    kind: ClassVar[str] = "hidden_activations"
+
+    def __call__(self, step: Step, ascents: int = 1) -> Tensor:
+        """Return the squares over all sites by their number; tokens are never wrong."""
+        known = step.inputs
+        if not known:
+            with torch.no_grad():
+                known = step.masked([None] * len(step.lower), inputs=True).inputs
+        (route,) = routes("all", step.lower)
+        made = step.masked(site_masks(route, step.lower, *_drawn(step)), inputs=True).inputs
+        pairs = [(a, b) for a, b in zip(made, known, strict=True) if a.is_floating_point()]
+        if not pairs:
+            raise RecipeError(
+                f"{self.kind}: every site is an embedding, which is given tokens; leave it out"
+            )
+        squares = [(wide(a) - wide(b.detach())).square().sum((1, 2)) for a, b in pairs]
+        return torch.stack(squares).sum(0) / sum(a[0].numel() for a, _ in pairs)
+
+
+def _recomputed(passed: Callable[[], Tensor], *, draws: bool) -> Tensor:
+    """Run a pass that the backward pass computes again, with the same draws."""
+    if draws and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "recompute=true: a pass that draws masks cannot draw the same ones again inside a CUDA "
+            "graph; write cuda_graph=false, or recompute=false"
+        )
+    found: Tensor = checkpoint(passed, use_reentrant=False, preserve_rng_state=draws)
+    return found
+
+
+def _drawn(step: Step) -> tuple[list[Source], list[Source | None]]:
+    """Return the sources of a stochastic pass: what components leave is drawn evenly, always."""
+    sites = len(step.lower)
+    delta = Draw("continuous") if step.delta else None
+    return [Draw(step.sampling)] * sites, [delta] * sites
