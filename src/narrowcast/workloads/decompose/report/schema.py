@@ -84,8 +84,10 @@ class Site(_Value):
     """Entries of the importance matrix that are wrong, of each seed."""
     cosine: Numbers = ()
     """The least over the columns of the truth, of its largest alive component; of each seed."""
-    norm_ratio: Numbers = ()
+    mean_cosine: Numbers = ()
     """The mean of the same."""
+    norm_ratio: Numbers = ()
+    """Norms of the same over those of the columns, the mean."""
 
     importance: Picture | None = None
     """Probe inputs x components, 0 to 1, of the drawn seed (`matrices.importance_picture`)."""
@@ -140,8 +142,9 @@ class Decomposition(_Value):
     @model_validator(mode="after")
     def _a_number_for_each_seed(self) -> Self:
         for site in self.sites:
-            told = (site.alive, site.l0, site.identity_error, site.cosine, site.norm_ratio)
-            if any(len(values) not in (0, len(self.seeds)) for values in told):
+            told = (site.alive, site.l0, site.identity_error, site.cosine, site.mean_cosine)
+            lengths = {len(values) for values in (*told, site.norm_ratio)}
+            if not lengths <= {0, len(self.seeds)}:
                 raise ValueError(f"numbers of {site.name} are not as many as seeds")
         return self
 
