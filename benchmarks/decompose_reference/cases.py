@@ -38,10 +38,14 @@ class Case:
         return Run(self.target(), self.settings, device=device, output=self.output)
 
 
-def toy_cases(*, bf16: bool) -> list[Case]:
-    """Return TMS 5-2 and a residual MLP of one layer, as their recipes decompose them."""
+TMS_BATCH = {"cuda": 4096, "cpu": 1024}
+"""Samples of a step: what others train with on a GPU, and what is enough."""
+
+
+def toy_cases(kind: str, *, bf16: bool) -> list[Case]:
+    """Return TMS 5-2 and a residual MLP of one layer, as they are decomposed on that device."""
+    batch = TMS_BATCH[kind]
     mse = {"divergence": losses.mse, "stochastic": 1.0, "layerwise": 1.0}
-    # The recipe of TMS has a batch of 1024; both are given the one that others train it with.
     tms = Settings(
         patterns={"linear*": 20},
         importance="mlp",
@@ -66,10 +70,10 @@ def toy_cases(*, bf16: bool) -> list[Case]:
         Case(
             name="TMS 5-2",
             recipe="decompose/tms_5-2",
-            words=("batch_size=4096",),
+            words=(f"batch_size={batch}",),
             settings=tms,
             target=targets.pentagon,
-            batches=lambda device: targets.sparse_features(4096, 5, 0.05, device=device),
+            batches=lambda device: targets.sparse_features(batch, 5, 0.05, device=device),
         ),
         Case(
             name="ResidMLP 1",
