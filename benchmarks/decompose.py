@@ -81,7 +81,8 @@ def toy_row(case: Case, ways: dict[str, list[Measured]], kind: str) -> dict[str,
     print(
         f"{faster:.2f} × the reference"
         + (f" (asked: {asked:g})" if asked else "")
-        + f", {one / wide:.2f} × the one without autocast; 8 seeds take {longer:.2f} × the time of one"
+        + f", {one / wide:.2f} × the one without autocast; "
+        + f"8 seeds take {longer:.2f} × the time of one"
         + (f" (asked: {EIGHT_SEEDS})" if kind == "cuda" else "")
         + f", {8 * eight / plain:.1f} × the reference by seed."
     )

@@ -158,7 +158,8 @@ def evaluations():
                 "l0/linear1": 5.0 / (at + 1),
                 "l0/linear2": 6.0 / (at + 1) if at != 3 else math.nan,
                 "alive/linear1": 20.0 - 3 * at,
-                "identity_error/linear1": float(30 - 6 * at),
+                "identity_error": float(30 - 6 * at),
+                "faithfulness": 10.0 ** (-1 - at),
             },
         )
         for at in range(6)

@@ -114,11 +114,14 @@ def test_curves_go_through_what_evaluations_measured(drawn, evaluations):
         np.array([point.split(",") for point in each.split()], dtype=float)
         for each in re.findall(r'<polyline points="([^"]+)"', html)
     ]
-    assert [len(each) for each in lines] == [6, 5, 6, 6]  # one number was not finite
+    assert [len(each) for each in lines] == [6, 5, 6, 6, 6]  # one number was not finite
     measured = [record.metrics["l0/linear1"] for record in evaluations]
     heights = lines[0][:, 1]
     assert np.corrcoef(heights, measured)[0, 1] == pytest.approx(-1, abs=1e-4)  # y points down
     assert "linear1 from 5 to 0.833" in html
+    # A number that falls by powers of ten falls in a straight line.
+    assert np.diff(lines[-1][:, 1]) == pytest.approx(np.diff(lines[-1][:, 1]).mean(), abs=0.11)
+    assert ">1e-06</text>" in html
 
 
 def test_a_run_that_has_not_ended_has_its_curves_only(drawn, evaluations):

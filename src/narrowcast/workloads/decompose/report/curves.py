@@ -24,6 +24,8 @@ from narrowcast.workloads.decompose.report.schema import TRAJECTORIES
 WIDTH, HEIGHT = 460.0, 250.0
 WHOLE = "all sites"
 """What a metric without a site is of."""
+WIDE = 100
+"""Curves that fall or rise by more are drawn over a logarithm."""
 MOST_POINTS = 400
 """Of a curve; a longer one is thinned."""
 
@@ -56,14 +58,17 @@ def trajectories(records: Sequence[Record]) -> list[Trajectory]:
 def trajectory_chart(told: Trajectory) -> str:
     """Draw the curves of one kind; of many, as many as there are colours."""
     shown = dict(list(told.curves.items())[:COLOURS])
-    points = [point for curve in shown.values() for point in curve]
-    steps, values = [step for step, _ in points], [value for _, value in points]
+    steps = [step for curve in shown.values() for step, _ in curve]
+    values = [value for curve in shown.values() for _, value in curve]
     x = Scale(min(steps), max(steps), 64, WIDTH - 16)
-    y = Scale(min(0.0, *values), max(values), HEIGHT - 56, 14)
-    marks = axes(x, y, below="step", beside="")
+    wide = min(values) > 0 and max(values) / min(values) > WIDE
+    shift = math.log10 if wide else float
+    low = shift(min(values)) if wide else min(0.0, *values)
+    y = Scale(low, shift(max(values)), HEIGHT - 56, 14)
+    marks = _axes(x, y) if wide else axes(x, y, below="step", beside="")
     for place, curve in enumerate(shown.values()):
-        thin = _thinned(curve)
-        marks.append(path([(x(step), y(value)) for step, value in thin], stroke=colour(place)))
+        points = [(x(step), y(shift(value))) for step, value in _thinned(curve)]
+        marks.append(path(points, stroke=colour(place)))
     ends = ", ".join(
         f"{site} from {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for site, curve in shown.items()
     )
@@ -74,6 +79,19 @@ def trajectory_chart(told: Trajectory) -> str:
     if left_out:
         named.append(("transparent", f"and {left_out} more that are not drawn"))
     return chart + (legend(named) if set(told.curves) != {WHOLE} else "")
+
+
+def _axes(x: Scale, y: Scale) -> list[str]:
+    """Draw a grid of which the upright numbers are logarithms: a line for each power of ten."""
+    marks = [words(x.end, y.start + 36, "step", anchor="end")]
+    for value, label in x.ticks():
+        marks.append(line(x(value), y.start, x(value), y.end))
+        marks.append(words(x(value), y.start + 18, label, anchor="middle"))
+    powers = range(math.ceil(y.low - 1e-9), math.floor(y.high + 1e-9) + 1)
+    for power in [p for p in powers if len(powers) <= 8 or p % 2 == 0]:
+        marks.append(line(x.start, y(power), x.end, y(power)))
+        marks.append(words(x.start - 8, y(power) + 4, f"{10.0**power:g}", anchor="end"))
+    return marks
 
 
 def _thinned(curve: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:

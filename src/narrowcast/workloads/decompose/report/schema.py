@@ -28,11 +28,13 @@ MOST_DRAWN = 24
 TRAJECTORIES: Mapping[str, str] = {
     "l0": "Components in use at a position (L0)",
     "alive": "Components alive",
-    "identity_error": "Identity error",
-    "cosine": "Cosine with the ground truth",
-    "norm_ratio": "Norm ratio to the ground truth",
+    "identity_error": "Importances that are wrong",
+    "right": "Share of seeds that are right",
+    "stochastic": "Divergence under random masks",
+    "unmasked": "Divergence of the sums of components",
+    "faithfulness": "Faithfulness: what is left of the weights",
     "kl": "KL divergence from the target",
-    "mse": "Squared error from the target",
+    "ce": "Cross-entropy",
 }
 """Kinds of curves, and what each is called; an evaluation's `l0/linear1` is a line in the first."""
 
