@@ -95,7 +95,7 @@ def layerwise(
     return sum(terms) / len(terms)
 
 
-def adversarial(
+def adversarial_masks(
     model: ComponentModel,
     batch: Tensor,
     target: Tensor,
@@ -107,25 +107,25 @@ def adversarial(
     step_size: float,
     where: Mapping[str, Tensor] | None = None,
     draw: Draw = torch.rand,
-) -> Tensor:
-    """The same with sources that all positions share, which ascend the loss by signs (PGD)."""
+) -> dict[str, Mask]:
+    """Return masks whose sources all positions share, and ascend the loss by signs (PGD)."""
 
-    def loss(sources: Mapping[str, Tensor]) -> Tensor:
+    def masks_of(sources: Mapping[str, Tensor]) -> dict[str, Mask]:
         masks = {}
         for name, g in lower.items():
             s = sources[name].expand(*g.shape[:-1], -1)
             m = g + (1 - g) * s[..., :-1]
             masks[name] = Mask(components=m, delta=(deltas[name], s[..., -1]))
-        chosen = masks if where is None else routed(masks, where)
-        return reconstruction(model, batch, target, chosen, divergence)
+        return masks if where is None else routed(masks, where)
 
     sources = {
         name: draw(*[1] * (g.ndim - 1), g.shape[-1] + 1, device=g.device).requires_grad_()
         for name, g in lower.items()
     }
     for _ in range(steps):
-        grads = torch.autograd.grad(loss(sources), list(sources.values()))
+        loss = reconstruction(model, batch, target, masks_of(sources), divergence)
+        grads = torch.autograd.grad(loss, list(sources.values()))
         with torch.no_grad():
             for source, grad in zip(sources.values(), grads, strict=True):
                 source.add_(step_size * grad.sign()).clamp_(0, 1)
-    return loss({name: source.detach() for name, source in sources.items()})
+    return masks_of({name: source.detach() for name, source in sources.items()})

@@ -1,14 +1,14 @@
 """A decomposition, step by step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from decompose_reference import losses
-from decompose_reference.components import ComponentModel
+from decompose_reference.components import ComponentModel, Mask
 from decompose_reference.importance import KINDS, lower_leaky, upper_leaky
 from decompose_reference.losses import Divergence, Draw
 
@@ -44,6 +44,16 @@ class Settings:
     cosine: bool = True
     bf16: bool = True
     tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the target and the importance functions made of a batch."""
+
+    batch: Tensor
+    target: Tensor
+    lower: dict[str, Tensor]
+    upper: dict[str, Tensor]
 
 
 class Run:
@@ -93,44 +103,58 @@ class Run:
             {name: upper_leaky(z) for name, z in logits.items()},
         )
 
+    def prepared(self, batch: Tensor) -> Prepared:
+        """Run the target and the importance functions, under autocast."""
+        with self.autocast():
+            with torch.no_grad():
+                target, inputs = self.model.with_inputs(batch)
+            lower, upper = self.importances(inputs)
+        return Prepared(batch, target, lower, upper)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of everything but deltas."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16)
+
+    def masks(
+        self, made: Prepared, deltas: Mapping[str, Tensor], draw: Draw = torch.rand
+    ) -> Iterator[tuple[str, float, dict[str, Mask]]]:
+        """Yield each term that compares outputs: its name, coefficient and masks, drawn anew."""
+        asked, lower = self.settings.objective, made.lower
+        for name, coefficient in (("stochastic", asked.stochastic), ("layerwise", asked.layerwise)):
+            if coefficient is not None:
+                yield name, coefficient, losses.stochastic_masks(lower, deltas, draw)
+        if asked.subset is not None:
+            masks = losses.stochastic_masks(lower, deltas, draw)
+            where = losses.subset_routing(lower, draw)
+            yield "subset", asked.subset, losses.routed(masks, where)
+        if asked.pgd_subset is not None:
+            ascent = {"steps": asked.pgd_steps, "step_size": asked.pgd_step_size, "draw": draw}
+            found = losses.adversarial_masks(
+                self.model,
+                made.batch,
+                made.target,
+                lower,
+                deltas,
+                asked.divergence,
+                where=losses.subset_routing(lower, draw),
+                **ascent,
+            )
+            yield "pgd_subset", asked.pgd_subset, found
+
+    def reconstructed(self, name: str, made: Prepared, masks: Mapping[str, Mask]) -> Tensor:
+        """Return a term that compares outputs."""
+        compare = losses.layerwise if name == "layerwise" else losses.reconstruction
+        divergence = self.settings.objective.divergence
+        return compare(self.model, made.batch, made.target, masks, divergence)
+
     def terms(self, batch: Tensor, draw: Draw = torch.rand) -> dict[str, tuple[float, Tensor]]:
         """Return each term of the loss with its coefficient."""
-        asked, model = self.settings.objective, self.model
-        deltas = model.deltas()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16):
-            with torch.no_grad():
-                target, inputs = model.with_inputs(batch)
-            lower, upper = self.importances(inputs)
-            masked = (model, batch, target)
-            found = {
-                "minimality": (asked.minimality, losses.importance_minimality(upper, self._p()))
-            }
-            if asked.stochastic is not None:
-                masks = losses.stochastic_masks(lower, deltas, draw)
-                term = losses.reconstruction(*masked, masks, asked.divergence)
-                found["stochastic"] = (asked.stochastic, term)
-            if asked.layerwise is not None:
-                masks = losses.stochastic_masks(lower, deltas, draw)
-                term = losses.layerwise(*masked, masks, asked.divergence)
-                found["layerwise"] = (asked.layerwise, term)
-            if asked.subset is not None:
-                masks = losses.stochastic_masks(lower, deltas, draw)
-                masks = losses.routed(masks, losses.subset_routing(lower, draw))
-                term = losses.reconstruction(*masked, masks, asked.divergence)
-                found["subset"] = (asked.subset, term)
-            if asked.pgd_subset is not None:
-                where = losses.subset_routing(lower, draw)
-                term = losses.adversarial(
-                    *masked,
-                    lower,
-                    deltas,
-                    asked.divergence,
-                    steps=asked.pgd_steps,
-                    step_size=asked.pgd_step_size,
-                    where=where,
-                    draw=draw,
-                )
-                found["pgd_subset"] = (asked.pgd_subset, term)
+        asked, deltas, made = self.settings.objective, self.model.deltas(), self.prepared(batch)
+        with self.autocast():
+            penalty = losses.importance_minimality(made.upper, self.p())
+            found = {"minimality": (asked.minimality, penalty)}
+            for name, coefficient, masks in self.masks(made, deltas, draw):
+                found[name] = (coefficient, self.reconstructed(name, made, masks))
         if asked.faithfulness is not None:
             found["faithfulness"] = (asked.faithfulness, losses.faithfulness(deltas))
         return found
@@ -151,7 +175,8 @@ class Run:
     def _progress(self) -> float:
         return min(self.taken / max(self.settings.steps, 1), 1.0)
 
-    def _p(self) -> float:
+    def p(self) -> float:
+        """Return the power that the penalty has at this step."""
         asked = self.settings.objective
         end = asked.p if asked.p_end is None else asked.p_end
         return asked.p + (end - asked.p) * self._progress()

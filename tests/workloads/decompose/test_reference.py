@@ -136,10 +136,11 @@ def test_an_ascent_of_one_full_step_goes_to_the_corner_that_its_gradient_points_
     batch, lower = torch.randn(6, 3), {"0": torch.rand(6, 4)}
     deltas = {"0": model.deltas()["0"].detach()}
     start = torch.rand(1, 5)
-    found = losses.adversarial(
+    zeros = torch.zeros(6, 2)
+    masks = losses.adversarial_masks(
         model,
         batch,
-        torch.zeros(6, 2),
+        zeros,
         lower,
         deltas,
         losses.mse,
@@ -147,11 +148,12 @@ def test_an_ascent_of_one_full_step_goes_to_the_corner_that_its_gradient_points_
         step_size=1.0,
         draw=lambda *shape, device: start.clone().view(shape),
     )
+    found = losses.reconstruction(model, batch, zeros, masks, losses.mse)
 
     def at(sources):
         m = lower["0"] + (1 - lower["0"]) * sources[:, :4]
         mask = Mask(components=m, delta=(deltas["0"], sources[:, 4].expand(6)))
-        return losses.mse(torch.zeros(6, 2), model(batch, {"0": mask}))
+        return losses.mse(zeros, model(batch, {"0": mask}))
 
     differences = torch.zeros(5)
     with torch.no_grad():
@@ -163,30 +165,96 @@ def test_an_ascent_of_one_full_step_goes_to_the_corner_that_its_gradient_points_
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_few_steps_lower_the_loss_of_a_toy(bf16):
+@pytest.fixture
+def toy_run():
+    """A decomposition of a toy in the reference, with components near the target's weights."""
     from decompose_reference import losses
-    from decompose_reference.targets import pentagon, sparse_features
+    from decompose_reference.targets import pentagon
     from decompose_reference.training import Objective, Run, Settings
 
-    torch.manual_seed(0)
-    objective = Objective(divergence=losses.mse, minimality=3e-3, stochastic=1.0, layerwise=1.0)
-    settings = Settings(
-        patterns={"linear*": 20},
-        importance="mlp",
-        hidden=(16,),
-        objective=objective,
-        lr=1e-2,
-        steps=40,
-        bf16=bf16,
-        tied={"linear2": "linear1"},
-    )
-    device = torch.device("cpu")
-    run = Run(pentagon(), settings, device=device)
+    def make(*, bf16):
+        torch.manual_seed(0)
+        objective = Objective(divergence=losses.mse, minimality=3e-3, stochastic=1.0, layerwise=1.0)
+        settings = Settings(
+            patterns={"linear*": 20},
+            importance="mlp",
+            hidden=(16,),
+            objective=objective,
+            lr=1e-2,
+            steps=40,
+            bf16=bf16,
+            tied={"linear2": "linear1"},
+        )
+        target = pentagon()
+        return Run(target, settings, device=torch.device("cpu")), target
+
+    return make
+
+
+@pytest.fixture
+def language_run():
+    """The same of a small language model, with subsets and an adversary."""
+    pytest.importorskip("transformers")
+    from decompose_reference import losses
+    from decompose_reference.targets import language_model
+    from decompose_reference.training import Objective, Run, Settings
+
+    def make(*, bf16):
+        target = language_model(layers=2, width=32, hidden=64, vocabulary=50)
+        objective = Objective(
+            divergence=losses.kl, minimality=1e-3, p=2.0, subset=0.5, pgd_subset=0.5
+        )
+        settings = Settings(
+            patterns={"model.layers.*.self_attn.?_proj": 24, "model.layers.*.mlp.[ud]*": 24},
+            importance="shared_mlp",
+            hidden=(32,),
+            objective=objective,
+            lr=1e-3,
+            steps=10,
+            bf16=bf16,
+        )
+        run = Run(target, settings, device=torch.device("cpu"), output=lambda found: found.logits)
+        return run, target
+
+    return make
+
+
+@pytest.mark.parametrize(("bf16", "within"), [(False, 1e-6), (True, 1e-3)])
+def test_terms_of_a_toy_are_those_of_the_library_under_equal_masks(toy_run, bf16, within):
+    from decompose_reference.side_by_side import terms
+
+    run, target = toy_run(bf16=bf16)
+    run.warm_up(20)
+    batch = torch.rand(128, 5) * (torch.rand(128, 5) < 0.3)
+    found = list(terms(run, batch, target))
+    assert [each.name for each in found] == [
+        "minimality", "stochastic", "layerwise", "faithfulness"
+    ]  # fmt: skip
+    for each in found:
+        assert each.ours == pytest.approx(each.reference, rel=within, abs=within)
+
+
+@pytest.mark.parametrize(("bf16", "within"), [(False, 1e-6), (True, 1e-3)])
+def test_terms_of_a_language_model_are_those_of_the_library(language_run, bf16, within):
+    from decompose_reference.side_by_side import terms
+
+    run, target = language_run(bf16=bf16)
+    found = list(terms(run, torch.randint(50, (4, 32)), target, output="logits"))
+    assert [each.name for each in found] == ["minimality", "subset", "pgd_subset", "faithfulness"]
+    for each in found:
+        assert each.ours == pytest.approx(each.reference, rel=within, abs=within)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_few_steps_lower_the_loss_of_a_toy(toy_run, bf16):
+    from decompose_reference import losses
+    from decompose_reference.targets import sparse_features
+
+    run, _ = toy_run(bf16=bf16)
     before = losses.faithfulness(run.model.deltas()).item()
     run.warm_up(20)
     assert losses.faithfulness(run.model.deltas()).item() < before / 4
-    batches = sparse_features(256, 5, 0.05, device=device)
+    batches = sparse_features(256, 5, 0.05, device=run.device)
     logged = [run.step(next(batches)) for _ in range(40)]
     assert set(logged[0]) == {"minimality", "stochastic", "layerwise", "total"}
     first, last = (sum(each["total"] for each in part) for part in (logged[:5], logged[-5:]))

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from narrowcast.workloads.genomics.report import sections
-from narrowcast.workloads.genomics.report.drawing import Scale
+from narrowcast.runs.report_drawing import Scale
 from narrowcast.workloads.genomics.report.pictures import correlation
 
 

@@ -12,6 +12,8 @@ LEVELS = 254
 """Steps from the lowest to the highest cell, two hexadecimal digits each; even: 0 can be amid."""
 MOST_CELLS = 128
 """Along either side of a picture; a larger matrix is pooled."""
+FEW_CELLS = 32
+"""The same of one component's matrix, of which there are many on a page."""
 DECADES = (-6, 0)
 """Densities that a histogram tells apart: from one in a million."""
 BINS = 24
@@ -51,7 +53,18 @@ class Picture(BaseModel):
         return self.shape != (len(self.rows), len(self.rows[0]) // 2)
 
 
-def picture(matrix: Tensor, *, low: float | None = None, high: float | None = None) -> Picture:
+def component_picture(matrix: Tensor) -> Picture:
+    """Make a small picture of one matrix of many."""
+    return picture(matrix, most_cells=FEW_CELLS)
+
+
+def picture(
+    matrix: Tensor,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    most_cells: int = MOST_CELLS,
+) -> Picture:
     """Make a picture of (rows, columns); of several numbers in a cell the largest in size stays.
 
     Without `low` and `high` the scale is even around 0, so that 0 is in its middle; what is beyond
@@ -60,7 +73,8 @@ def picture(matrix: Tensor, *, low: float | None = None, high: float | None = No
     full = matrix.detach().float().cpu()
     shape = (full.shape[0], full.shape[1])
     most = float(full.nan_to_num(0, 0, 0).abs().max()) or 1.0
-    small = _pooled(_pooled(full.nan_to_num(0, most, -most)).T).T
+    plain = full.nan_to_num(0, most, -most)
+    small = _pooled(_pooled(plain, most_cells).T, most_cells).T
     low, high = (-most if low is None else low), (most if high is None else high)
     levels = ((small - low) / ((high - low) or 1.0) * LEVELS).round().clamp(0, LEVELS)
     rows = tuple(bytes(row).hex() for row in levels.to(torch.uint8).tolist())
@@ -122,9 +136,9 @@ def histogram(densities: Tensor | Sequence[float]) -> Histogram:
     )
 
 
-def _pooled(matrix: Tensor) -> Tensor:
-    """Join rows to at most `MOST_CELLS`, keeping of each column the number of the largest size."""
-    if len(matrix) <= MOST_CELLS:
+def _pooled(matrix: Tensor, most: int) -> Tensor:
+    """Join rows to at most `most`, keeping of each column the number of the largest size."""
+    if len(matrix) <= most:
         return matrix
-    parts = matrix.tensor_split(MOST_CELLS)
+    parts = matrix.tensor_split(most)
     return torch.stack([part.gather(0, part.abs().argmax(0)[None])[0] for part in parts])

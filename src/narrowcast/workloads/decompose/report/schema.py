@@ -10,9 +10,9 @@ called `KIND` or `KIND/SITE`, with a kind of `TRAJECTORIES`, is drawn as a curve
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import RunFolder, strict_json
@@ -28,11 +28,13 @@ MOST_DRAWN = 24
 TRAJECTORIES: Mapping[str, str] = {
     "l0": "Components in use at a position (L0)",
     "alive": "Components alive",
-    "identity_error": "Identity error",
-    "cosine": "Cosine with the ground truth",
-    "norm_ratio": "Norm ratio to the ground truth",
+    "identity_error": "Importances that are wrong",
+    "right": "Share of seeds that are right",
+    "stochastic": "Divergence under random masks",
+    "unmasked": "Divergence of the sums of components",
+    "faithfulness": "Faithfulness: what is left of the weights",
     "kl": "KL divergence from the target",
-    "mse": "Squared error from the target",
+    "ce": "Cross-entropy",
 }
 """Kinds of curves, and what each is called; an evaluation's `l0/linear1` is a line in the first."""
 
@@ -50,7 +52,7 @@ class Component(_Value):
     number: int = Field(ge=0)
     """Which component of the site: its column of V and row of U."""
     found: Picture
-    """The matrix, outputs x inputs, as the target's weight is."""
+    """The matrix, outputs x inputs, as the target's weight is (`matrices.component_picture`)."""
     truth: Picture | None = None
     """The part of the target's weight that this component stands for."""
     name: str = ""
@@ -84,8 +86,10 @@ class Site(_Value):
     """Entries of the importance matrix that are wrong, of each seed."""
     cosine: Numbers = ()
     """The least over the columns of the truth, of its largest alive component; of each seed."""
-    norm_ratio: Numbers = ()
+    mean_cosine: Numbers = ()
     """The mean of the same."""
+    norm_ratio: Numbers = ()
+    """Norms of the same over those of the columns, the mean."""
 
     importance: Picture | None = None
     """Probe inputs x components, 0 to 1, of the drawn seed (`matrices.importance_picture`)."""
@@ -136,6 +140,15 @@ class Decomposition(_Value):
     language: tuple[MaskedLoss, ...] = ()
     pgd: tuple[tuple[int, float], ...] = ()
     """The quality bar: steps of the adversary, and the divergence it reached."""
+
+    @model_validator(mode="after")
+    def _a_number_for_each_seed(self) -> Self:
+        for site in self.sites:
+            told = (site.alive, site.l0, site.identity_error, site.cosine, site.mean_cosine)
+            lengths = {len(values) for values in (*told, site.norm_ratio)}
+            if not lengths <= {0, len(self.seeds)}:
+                raise ValueError(f"numbers of {site.name} are not as many as seeds")
+        return self
 
 
 def write(folder: Path, found: Decomposition) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from narrowcast.workloads.genomics.report.drawing import (
+from narrowcast.runs.report_drawing import (
     GRID,
     INK,
     LINE,

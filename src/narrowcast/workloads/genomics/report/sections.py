@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from narrowcast.errors import NarrowcastError
 from narrowcast.plain_files import read_plain
 from narrowcast.runs import Record, ReportSection, RunFolder, TaskInfo, strict_json
+from narrowcast.runs.report_drawing import COLOURS, colour, legend
 from narrowcast.workloads.genomics.report import pictures, tables
-from narrowcast.workloads.genomics.report.drawing import COLOURS, colour, legend
 from narrowcast.workloads.genomics.results import FILE
 from narrowcast.workloads.genomics.sequences.operations import gc
 

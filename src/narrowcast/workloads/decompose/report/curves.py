@@ -1,0 +1,126 @@
+"""Curves of a decomposition: how often components are in use, and how a run came to be so."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from narrowcast.runs import EvalRecord, Record
+from narrowcast.runs.report_drawing import (
+    COLOURS,
+    GRID,
+    Scale,
+    axes,
+    box,
+    colour,
+    drawing,
+    legend,
+    line,
+    path,
+    words,
+)
+from narrowcast.workloads.decompose.report.matrices import Histogram
+from narrowcast.workloads.decompose.report.schema import TRAJECTORIES
+
+WIDTH, HEIGHT = 460.0, 250.0
+WHOLE = "all sites"
+"""What a metric without a site is of."""
+WIDE = 100
+"""Curves that fall or rise by more are drawn over a logarithm."""
+MOST_POINTS = 400
+"""Of a curve; a longer one is thinned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One kind of metric over a run: a curve for each site that has it."""
+
+    title: str
+    curves: Mapping[str, Sequence[tuple[int, float]]]
+
+
+def trajectories(records: Sequence[Record]) -> list[Trajectory]:
+    """Collect what evaluations measured, by kind; of a curve only finite numbers are drawn."""
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {kind: {} for kind in TRAJECTORIES}
+    for record in records:
+        if not isinstance(record, EvalRecord):
+            continue
+        for name, value in record.metrics.items():
+            kind, _, site = name.partition("/")
+            if kind in found and math.isfinite(value):
+                found[kind].setdefault(site or WHOLE, []).append((record.step, value))
+    return [
+        Trajectory(title=title, curves=curves)
+        for kind, title in TRAJECTORIES.items()
+        if (curves := {site: at for site, at in found[kind].items() if len(at) > 1})
+    ]
+
+
+def trajectory_chart(told: Trajectory) -> str:
+    """Draw the curves of one kind; of many, as many as there are colours."""
+    shown = dict(list(told.curves.items())[:COLOURS])
+    steps = [step for curve in shown.values() for step, _ in curve]
+    values = [value for curve in shown.values() for _, value in curve]
+    x = Scale(min(steps), max(steps), 64, WIDTH - 16)
+    wide = min(values) > 0 and max(values) / min(values) > WIDE
+    shift = math.log10 if wide else float
+    low = shift(min(values)) if wide else min(0.0, *values)
+    y = Scale(low, shift(max(values)), HEIGHT - 56, 14)
+    marks = _axes(x, y) if wide else axes(x, y, below="step", beside="")
+    for place, curve in enumerate(shown.values()):
+        points = [(x(step), y(shift(value))) for step, value in _thinned(curve)]
+        marks.append(path(points, stroke=colour(place)))
+    ends = ", ".join(
+        f"{site} from {curve[0][1]:.3g} to {curve[-1][1]:.3g}" for site, curve in shown.items()
+    )
+    alt = f"{told.title} over evaluations: {ends}."
+    chart = drawing(marks, width=WIDTH, height=HEIGHT, alt=alt, most=WIDTH * 1.2)
+    named = [(colour(place), site) for place, site in enumerate(shown)]
+    left_out = len(told.curves) - len(shown)
+    if left_out:
+        named.append(("transparent", f"and {left_out} more that are not drawn"))
+    return chart + (legend(named) if set(told.curves) != {WHOLE} else "")
+
+
+def _axes(x: Scale, y: Scale) -> list[str]:
+    """Draw a grid of which the upright numbers are logarithms: a line for each power of ten."""
+    marks = [words(x.end, y.start + 36, "step", anchor="end")]
+    for value, label in x.ticks():
+        marks.append(line(x(value), y.start, x(value), y.end))
+        marks.append(words(x(value), y.start + 18, label, anchor="middle"))
+    powers = range(math.ceil(y.low - 1e-9), math.floor(y.high + 1e-9) + 1)
+    for power in [p for p in powers if len(powers) <= 8 or p % 2 == 0]:
+        marks.append(line(x.start, y(power), x.end, y(power)))
+        marks.append(words(x.start - 8, y(power) + 4, f"{10.0**power:g}", anchor="end"))
+    return marks
+
+
+def _thinned(curve: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    if len(curve) <= MOST_POINTS:
+        return curve
+    last = len(curve) - 1
+    return [curve[round(at * last / (MOST_POINTS - 1))] for at in range(MOST_POINTS)]
+
+
+def density_chart(found: Histogram, name: str) -> str:
+    """Draw how many components are in use at what share of positions, by its logarithm."""
+    low, high = found.edges[0], found.edges[-1]
+    x = Scale(low, high, 48, WIDTH - 16)
+    y = Scale(0, max(*found.counts, 1), 140, 22)
+    marks = []
+    for value, label in y.ticks():
+        if value == int(value):
+            marks.append(line(x.start, y(value), x.end, y(value), stroke=GRID))
+            marks.append(words(x.start - 8, y(value) + 4, label.split(".")[0], anchor="end"))
+    for power in range(math.ceil(low), math.floor(high) + 1):
+        marks.append(words(x(power), y.start + 18, f"{10.0**power:g}", anchor="middle"))
+    for count, left, right in zip(found.counts, found.edges, found.edges[1:], strict=False):
+        if count:
+            wide = x(right) - x(left) - 1
+            marks.append(box(x(left), y(count), wide, y.start - y(count), fill="var(--series)"))
+    marks.append(words(x.end, y.start + 36, "share of positions", anchor="end"))
+    used = sum(found.counts)
+    alt = (
+        f"Components of {name} by the share of positions at which they are in use: {used:,} are "
+        f"used, {found.never:,} never."
+    )
+    return drawing(marks, width=WIDTH, height=182, alt=alt, most=WIDTH * 1.2)

@@ -1,0 +1,214 @@
+"""The sections themselves, each of one thing that `decomposition.json` or the records tell."""
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from narrowcast.runs import Record, ReportSection
+from narrowcast.runs.report_drawing import legend
+from narrowcast.workloads.decompose.report import curves, tables
+from narrowcast.workloads.decompose.report.heat import NEGATIVE, POSITIVE, heat_map
+from narrowcast.workloads.decompose.report.matrices import Picture
+from narrowcast.workloads.decompose.report.schema import (
+    FILE,
+    Component,
+    Decomposition,
+    Site,
+    read,
+)
+
+MOST_MAPS, MOST_DENSITIES = 12, 24
+"""Sites whose importances, or densities, are drawn."""
+MOST_COMPARED = 6
+"""Sites whose components are drawn."""
+MOST_VERDICTS = 32
+HIGH, LOW = 0.9, 0.1
+"""An importance is said to be there, or not, beyond these."""
+
+
+def sections(folder: Path, records: Sequence[Record]) -> list[ReportSection]:
+    """Return the sections, of what the folder has; what cannot be read is a sentence."""
+    charts = curves.trajectories(records)
+    courses = []
+    if charts:
+        drawn = _side_by_side([(told.title, curves.trajectory_chart(told)) for told in charts])
+        courses = [ReportSection(title="On the way there", html=drawn)]
+    try:
+        found = read(folder)
+    except FileNotFoundError:  # the run has not ended
+        return courses
+    except (OSError, ValueError, RecursionError) as error:
+        said = f"{FILE} cannot be read: {str(error).splitlines()[0]}"
+        return [ReportSection(title="What was found", html=f"<p>{escape(said)}</p>"), *courses]
+    own = [
+        ReportSection(title=title, html=html)
+        for title, draw in DRAWN.items()
+        if (html := draw(found))
+    ]
+    return [*own, *courses]
+
+
+def _found(found: Decomposition) -> str:
+    said = []
+    for verdict in found.verdicts[:MOST_VERDICTS]:
+        kind = "fair" if verdict.right is None else "good" if verdict.right else "bad"
+        name = f"seed {verdict.seed}: " if len(found.seeds) > 1 else ""
+        said.append(f'<li class="{kind}">{escape(name + verdict.said)}</li>')
+    judged = [verdict.right for verdict in found.verdicts if verdict.right is not None]
+    lead = escape(found.target)
+    if len(judged) > 1:
+        lead += f": {sum(judged)} of {len(judged)} seeds found the ground truth."
+    parts = [f'<p class="lead">{lead}</p>']
+    if said:
+        parts.append(f'<ul class="told">{"".join(said)}</ul>')
+    parts.append(_cut(len(found.verdicts), MOST_VERDICTS, "seeds"))
+    parts.append(tables.sites_table(found))
+    if len(found.seeds) > 1:
+        each = "".join(
+            f"<h3>{escape(site.name)}</h3>{tables.seeds_table(found, site)}"
+            for site in found.sites[:MOST_MAPS]
+        )
+        parts.append(f"<details><summary>Seed by seed</summary>{each}</details>")
+    note = f"A component is in use where its importance is beyond {found.alive_threshold:g}. "
+    if len(found.seeds) > 1:
+        note += f"Of {len(found.seeds)} seeds: the least to the most. "
+    return "".join(parts) + _noted(note + "L0: components in use at a position, on average.")
+
+
+def _importances(found: Decomposition) -> str:
+    drawn = [site for site in found.sites if site.importance is not None]
+    figures = [
+        (site.name, _importance(site, site.importance))
+        for site in drawn[:MOST_MAPS]
+        if site.importance is not None
+    ]
+    if not figures:
+        return ""
+    probe = f" Rows: {found.probe}." if found.probe else ""
+    note = (
+        f"Seed {found.drawn_seed}.{probe} Columns: components, ordered by the row that they matter "
+        "most for. A full tint is an importance of 1."
+    )
+    return _side_by_side(figures) + _cut(len(drawn), MOST_MAPS, "sites") + _noted(note)
+
+
+def _importance(site: Site, picture: Picture) -> str:
+    cells = picture.cells()
+    columns = len(cells[0])
+    met = sum(max(row) > HIGH for row in cells)
+    idle = sum(max(column) < LOW for column in zip(*cells, strict=True))
+    alt = (
+        f"Importances in {site.name}: {met} of {len(cells)} rows have a component beyond {HIGH}; "
+        f"{idle} of {columns} columns stay below {LOW}."
+    )
+    below = (
+        f"{columns} components"
+        if columns == site.components
+        else f"the first {columns} of {site.components:,} components"
+    )
+    if picture.shape[0] > len(cells):
+        below += f"; {picture.shape[0]:,} rows in {len(cells)}"
+    return heat_map(picture, alt=alt, most=420, below=below, beside=f"{picture.shape[0]:,} rows")
+
+
+def _components(found: Decomposition) -> str:
+    drawn = [site for site in found.sites if site.largest]
+    parts = []
+    for site in drawn[:MOST_COMPARED]:
+        figures = "".join(_component(site, each) for each in site.largest)
+        parts.append(
+            f"<h3>{escape(site.name)}, {site.inputs:,} → {site.outputs:,}</h3>"
+            f'<div style="display:flex;flex-wrap:wrap;gap:1rem 2.5rem">{figures}</div>'
+        )
+    if not parts:
+        return ""
+    known = any(each.truth is not None for site in drawn for each in site.largest)
+    note = (
+        f"The largest components of seed {found.drawn_seed} that are alive, as matrices of outputs "
+        "by inputs" + (": left as in the target, right as found." if known else ".")
+    )
+    shades = legend([(POSITIVE, "positive"), (NEGATIVE, "negative")])
+    pooled = any(each.found.pooled for site in drawn for each in site.largest)
+    if pooled:
+        note += " A cell of a large matrix is the largest of those that it stands for."
+    return shades + "".join(parts) + _cut(len(drawn), MOST_COMPARED, "sites") + _noted(note)
+
+
+def _component(site: Site, each: Component) -> str:
+    caption = f"{each.name}: component {each.number}" if each.name else f"component {each.number}"
+    numbers = [
+        f"cosine {each.cosine:.4f}" if each.cosine is not None else "",
+        f"norm {each.norm_ratio:.3f} ×" if each.norm_ratio is not None else "",
+        f"in use {100 * each.density:.2g} %" if each.density is not None else "",
+    ]
+    told = ", ".join(part for part in numbers if part)
+    alt = f"{caption} of {site.name}. {told}"
+    pictures = [heat_map(each.found, alt=alt, most=96)]
+    if each.truth is not None:
+        truth = f"What {each.name or 'it'} is in the target's {site.name}."
+        pictures.insert(0, heat_map(each.truth, alt=truth, most=96))
+    boxes = "".join(f'<div style="width:97px">{drawn}</div>' for drawn in pictures)
+    return (
+        '<figure style="margin:0">'
+        f'<div style="display:flex;gap:.375rem;align-items:flex-start">{boxes}</div>'
+        f'<figcaption class="note" style="display:block">{escape(caption)}<br>{escape(told)}'
+        "</figcaption></figure>"
+    )
+
+
+def _densities(found: Decomposition) -> str:
+    drawn = [site for site in found.sites if site.densities is not None]
+    figures = []
+    for site in drawn[:MOST_DENSITIES]:
+        if site.densities is not None:
+            title = f"{site.name}: {site.densities.never:,} never in use"
+            figures.append((title, curves.density_chart(site.densities, site.name)))
+    if not figures:
+        return ""
+    note = (
+        f"Seed {found.drawn_seed}. How many components are in use at what share of positions; the "
+        "first bar has all rarer ones."
+    )
+    return _side_by_side(figures) + _cut(len(drawn), MOST_DENSITIES, "sites") + _noted(note)
+
+
+def _language(found: Decomposition) -> str:
+    parts = []
+    if found.language:
+        parts.append(tables.language_table(found))
+        parts.append(
+            _noted(
+                "KL divergence is from the target's predictions. Unrecovered is the difference of "
+                "cross-entropy as a share of what zero masks lose."
+            )
+        )
+    if found.pgd:
+        rows = [[f"{steps:,}", f"{value:.4g}"] for steps, value in found.pgd]
+        parts.append("<h3>Against an adversary</h3>" + tables.table(["steps", "divergence"], rows))
+        parts.append(
+            _noted("Masks of unimportant components are chosen by projected gradient ascent.")
+        )
+    return "".join(parts)
+
+
+def _side_by_side(figures: Sequence[tuple[str, str]]) -> str:
+    each = "".join(f"<div><h3>{escape(title)}</h3>{drawn}</div>" for title, drawn in figures)
+    return f'<div class="pair">{each}</div>'
+
+
+def _cut(there: int, shown: int, what: str) -> str:
+    return _noted(f"The first {shown} of {there:,} {what} are drawn.") if there > shown else ""
+
+
+def _noted(said: str) -> str:
+    return f'<p class="note">{escape(said)}</p>'
+
+
+DRAWN: Mapping[str, Callable[[Decomposition], str]] = {
+    "What was found": _found,
+    "What the target makes of masks": _language,
+    "Causal importances": _importances,
+    "Components beside the target": _components,
+    "How often components are in use": _densities,
+}
+"""The sections of what was found, each drawn where there is something to draw."""
