@@ -9,5 +9,6 @@ WORKLOAD = Workload(
     about="takes the weights of a trained network apart into components that matter one by one",
     sections="narrowcast.workloads.decompose.settings:SECTIONS",
     task="narrowcast.workloads.decompose.task:build_task",
+    report="narrowcast.workloads.decompose.report:sections",
     recipes=Path(__file__).parent / "recipes",
 )
