@@ -17,14 +17,15 @@ from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.workloads.decompose.components.mask import Draw, SiteMask, Source
 from narrowcast.workloads.decompose.components.products import added_product, product
 
-_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels read and write; others are left to torch."""
 
 
 def is_fused(x: Tensor, mask: SiteMask) -> bool:
     """Say whether the kernels compute a site of this input and mask."""
     tensors = [x, mask.importance]
     tensors += [each for each in (mask.source, mask.delta) if isinstance(each, Tensor)]
-    known = all(each.dtype in _FORMATS for each in tensors)
+    known = all(each.dtype in FORMATS for each in tensors)
     return known and x.shape[1] > 0 and has_kernels(x.device.type)
 
 

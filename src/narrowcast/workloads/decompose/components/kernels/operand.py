@@ -119,7 +119,8 @@ class _Cut:
         d_padded = -(-d_in // 8) * 8
         second = triton.cdiv(d_padded, 4 * quarter)
         self.grid = (triton.cdiv(seeds * rows, together), first + second)
-        self.sizes = (seeds * rows, rows, count, padded, d_in, d_padded, first)
+        # Given as eighths, widths show the compiler that lines begin at multiples of 8.
+        self.sizes = (seeds * rows, rows, count, padded // 8, d_in, d_padded // 8, first)
         self.constants = {"ROWS": together, "QUARTER": quarter, "num_warps": 4}
 
 
@@ -217,7 +218,7 @@ def _write(
     out, h, x,
     importance, source, delta, routed, seed,
     g_seed, g_row, g_column, s_seed, s_row, s_column, d_seed, d_row,
-    rows, per_seed, count, padded, d_in, d_padded, first,
+    rows, per_seed, count, eighths, d_in, d_eighths, first,
     source_value, delta_value, stream,
     SOURCE: tl.constexpr, DELTA: tl.constexpr, ROUTED: tl.constexpr,
     ROWS: tl.constexpr, QUARTER: tl.constexpr,
@@ -228,6 +229,7 @@ def _write(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
+    padded, d_padded = eighths * 8, d_eighths * 8
     width = padded + d_padded
     part = tl.program_id(1)
     if part < first:
@@ -242,17 +244,17 @@ def _write(
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
             kept = tl.where(chosen[:, None], g + (1.0 - g) * s - left[:, None], 0.0)
-            act = tl.load(h + line * padded + column[None, :], mask=inside, other=0.0)
             stored = here[:, None] & (column < padded)[None, :]
+            act = tl.load(h + line * padded + column[None, :], mask=stored, other=0.0)
             value = (act.to(tl.float32) * kept).to(out.dtype.element_ty)
             tl.store(out + line * width + column[None, :], value, mask=stored)
     else:
-        column = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
-        inside = here[:, None] & (column < d_in)[None, :]
-        value = tl.load(x + line * d_in + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        value = (value * left[:, None]).to(out.dtype.element_ty)
-        stored = here[:, None] & (column < d_padded)[None, :]
-        tl.store(out + line * width + padded + column[None, :], value, mask=stored)
+        place = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
+        known = here[:, None] & (place < d_in)[None, :]
+        seen = tl.load(x + line * d_in + place[None, :], mask=known, other=0.0).to(tl.float32)
+        seen = (seen * left[:, None]).to(out.dtype.element_ty)
+        within = here[:, None] & (place < d_padded)[None, :]
+        tl.store(out + line * width + padded + place[None, :], seen, mask=within)
 
 
 @triton.jit
@@ -261,7 +263,7 @@ def _back(
     importance, source, delta, routed, seed,
     g_seed, g_row, g_column, s_seed, s_row, s_column, d_seed, d_row,
     grad_h, grad_importance, grad_source, sums,
-    rows, per_seed, count, padded, d_in, d_padded, first,
+    rows, per_seed, count, eighths, d_in, d_eighths, first,
     source_value, delta_value, stream,
     SOURCE: tl.constexpr, DELTA: tl.constexpr, ROUTED: tl.constexpr,
     NEEDS_IMPORTANCE: tl.constexpr, NEEDS_SOURCE: tl.constexpr, NEEDS_DELTA: tl.constexpr,
@@ -273,6 +275,7 @@ def _back(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
+    padded, d_padded = eighths * 8, d_eighths * 8
     width = padded + d_padded
     part = tl.program_id(1)
     total = tl.zeros((ROWS,), tl.float32)
@@ -289,31 +292,31 @@ def _back(
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
             kept = tl.where(chosen[:, None], g + (1.0 - g) * s - left[:, None], 0.0)
-            act = tl.load(h + line * padded + column[None, :], mask=inside, other=0.0)
+            act = tl.load(h + line * padded + column[None, :], mask=stored, other=0.0)
             act = act.to(tl.float32)
             at = down + line * width + column[None, :]
-            given = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            given = tl.load(at, mask=stored, other=0.0).to(tl.float32)
             tl.store(at, (act * kept).to(down.dtype.element_ty), mask=stored)
             to_h = (given * kept).to(grad_h.dtype.element_ty)
             tl.store(grad_h + line * padded + column[None, :], to_h, mask=stored)
             of_mask = tl.where(chosen[:, None], given * act, 0.0)
-            place = line * count + column[None, :]
+            entry = line * count + column[None, :]
             if NEEDS_IMPORTANCE:
                 value = (of_mask * (1.0 - s)).to(grad_importance.dtype.element_ty)
-                tl.store(grad_importance + place, value, mask=inside)
+                tl.store(grad_importance + entry, value, mask=inside)
             if NEEDS_SOURCE:
                 value = (of_mask * (1.0 - g)).to(grad_source.dtype.element_ty)
-                tl.store(grad_source + place, value, mask=inside)
+                tl.store(grad_source + entry, value, mask=inside)
             if NEEDS_DELTA:
                 total -= tl.sum(of_mask, 1)
     else:
-        column = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
-        inside = here[:, None] & (column < d_in)[None, :]
-        at = down + line * width + padded + column[None, :]
-        given = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, (given * left[:, None]).to(down.dtype.element_ty), mask=inside)
+        place = (part - first) * 4 * QUARTER + tl.arange(0, 4 * QUARTER)
+        known = here[:, None] & (place < d_in)[None, :]
+        beside = down + line * width + padded + place[None, :]
+        of_x = tl.load(beside, mask=known, other=0.0).to(tl.float32)
+        tl.store(beside, (of_x * left[:, None]).to(down.dtype.element_ty), mask=known)
         if NEEDS_DELTA:
-            seen = tl.load(x + line * d_in + column[None, :], mask=inside, other=0.0)
-            total += tl.where(chosen, tl.sum(given * seen.to(tl.float32), 1), 0.0)
+            seen = tl.load(x + line * d_in + place[None, :], mask=known, other=0.0)
+            total += tl.where(chosen, tl.sum(of_x * seen.to(tl.float32), 1), 0.0)
     if NEEDS_DELTA:
         tl.store(sums + row.to(tl.int64) * tl.num_programs(1) + part, total, mask=here)
