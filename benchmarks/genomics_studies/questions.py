@@ -216,14 +216,22 @@ _SPLICE = Question(
         "position 32x1, as they are": (
             *_network("cnn", "position", "32x1", dropout=0.5, mutate=0, lr=1e-3), *_STRONG_DECAY,
         ),
-        "position 64x1, as they are": (
-            *_network("cnn", "position", "64x1", dropout=0.6, mutate=0, lr=1e-3), *_STRONG_DECAY,
-        ),
         "position 16x1, as they are": (
             *_network("cnn", "position", "16x1", dropout=0.3, mutate=0, lr=2e-3), *_STRONG_DECAY,
         ),
-        "position 32x2, as they are": (
-            *_network("cnn", "position", "32x2", dropout=0.5, mutate=0.02, lr=1e-3), *_STRONG_DECAY,
+        "position 12x1, as they are": (
+            *_network("cnn", "position", "12x1", dropout=0.3, mutate=0, lr=2e-3), *_STRONG_DECAY,
+        ),
+        "position 8x1, as they are": (
+            *_network("cnn", "position", "8x1", dropout=0.2, mutate=0, lr=3e-3), *_STRONG_DECAY,
+        ),
+        "position 16x1, half dropped": (
+            *_network("cnn", "position", "16x1", dropout=0.5, mutate=0, lr=2e-3), *_STRONG_DECAY,
+        ),
+        "position 16x1, 50": (
+            *_network("cnn", "position", "16x1", dropout=0.4, mutate=0, lr=2e-3),
+            *_STRONG_DECAY,
+            "epochs=50",
         ),
     },
     metric="accuracy",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from narrowcast.training.task import Task
 
 BUILT_IN: Mapping[str, str] = {
+    "decompose": "narrowcast.workloads.decompose:WORKLOAD",
     "genomics": "narrowcast.workloads.genomics:WORKLOAD",
     "lm": "narrowcast.workloads.lm:WORKLOAD",
     "sft": "narrowcast.workloads.sft:WORKLOAD",

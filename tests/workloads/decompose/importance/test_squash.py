@@ -93,6 +93,6 @@ def test_losses_press_on_logits_that_no_noise_has_touched():
 def test_the_lower_leaky_sigmoid_is_compiled_whole():
     z = torch.tensor([-1.0, 0.5, 2.0, -1.0], requires_grad=True)
     given = torch.tensor([-1.0, 2.0, 3.0, 1.0])
-    compiled = torch.compile(lower, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lower, fullgraph=True, backend="eager")
     (grad,) = torch.autograd.grad(compiled(z), z, given)
     assert torch.equal(grad, torch.tensor([-0.01, 2.0, 0.0, 0.0]))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
@@ -23,6 +24,46 @@ class Seeded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.baddbmm(self.bias[:, None], x, self.weight.mT)
+
+
+class Reader(nn.Module):
+    """A language model of one layer of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        query, key, value = self.qkv(x).chunk(3, -1)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.head(x + self.out(seen))
+
+
+@pytest.fixture
+def language() -> Callable[..., Step]:
+    """A step of texts of five tokens, in fp32, with KL between distributions of the next one."""
+
+    def make(*, texts: int = 4, device: str = "cpu", **more: Any) -> Step:
+        torch.manual_seed(0)
+        target = Reader()
+        sites = find_sites(target, {"qkv": 6, "out": 5, "head": 9})
+        decomposition = Decomposition(target, sites).to(device)
+        tokens = torch.randint(11, (texts, 5)).to(device)
+        lower = [torch.rand(1, texts * 5, site.components).to(device) for site in sites]
+        settings = {
+            "decomposition": decomposition,
+            "args": (tokens,),
+            "target": decomposition(tokens).output,
+            "lower": [each.requires_grad_() for each in lower],
+            "upper": lower,
+            "progress": torch.tensor(0.5, device=device),
+            "divergence": "kl",
+        }
+        return Step(**{**settings, **more})
+
+    return make
 
 
 @pytest.fixture

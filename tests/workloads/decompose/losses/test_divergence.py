@@ -70,3 +70,18 @@ def test_the_target_is_a_constant():
         output = logits(1, 1, 2, 3).requires_grad_()
         divergence(output, target, kind).sum().backward()
         assert target.grad is None
+
+
+@pytest.mark.interpreted
+def test_the_kernel_compares_as_plain_torch_does():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    output = torch.randn(2, 3, 5, 7).to(device).requires_grad_()
+    target = torch.randn(2, 5, 7).to(device)
+    found = divergence(output, target, "kl")
+    (grad,) = torch.autograd.grad((found * torch.tensor([1.0, 2.0]).to(device)).sum(), output)
+    exact_output = output.detach().double().requires_grad_()
+    exact = divergence(exact_output, target.double(), "kl")
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64, device=device)
+    (exact_grad,) = torch.autograd.grad((exact * weights).sum(), exact_output)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=1e-5, atol=1e-7)

@@ -14,8 +14,8 @@ def test_sites_count_by_their_weights_and_seeds_apart(network):
     squares, weights = torch.zeros(2, dtype=torch.float64), 3 * 4 + 4 * 5
     modules = (step.decomposition.target[0], step.decomposition.target[2])
     components = list(step.decomposition.components.parameters())
-    for module, V, U in zip(modules, components[::2], components[1::2], strict=True):
+    for module, v, u in zip(modules, components[::2], components[1::2], strict=True):
         for seed in range(2):
-            squares[seed] += (module.weight[seed] - (V[seed] @ U[seed]).T).square().sum().detach()
+            squares[seed] += (module.weight[seed] - (v[seed] @ u[seed]).T).square().sum().detach()
     found = Faithfulness(coefficient=1.0)(step)
     torch.testing.assert_close(found, squares / weights, rtol=1e-12, atol=0)

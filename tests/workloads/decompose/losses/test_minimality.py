@@ -16,8 +16,7 @@ UPPER = [
 
 
 def at(numbers, progress=0.0, upper=UPPER):
-    step = numbers(upper=upper, progress=torch.tensor(progress, dtype=torch.float64))
-    return step
+    return numbers(upper=upper, progress=torch.tensor(progress, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

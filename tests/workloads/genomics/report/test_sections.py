@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from narrowcast.workloads.genomics.report import sections
 from narrowcast.runs.report_drawing import Scale
+from narrowcast.workloads.genomics.report import sections
 from narrowcast.workloads.genomics.report.pictures import correlation
 
 

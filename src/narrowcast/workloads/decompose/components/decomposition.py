@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
-from narrowcast.workloads.decompose.components.folded import product
-from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.fused import has_kernels, new_seed
+from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
 from narrowcast.workloads.decompose.components.module import Cache, ComponentModule, Line, Pass
+from narrowcast.workloads.decompose.components.products import product
 from narrowcast.workloads.decompose.components.sites import IDENTITY, Site
 from narrowcast.workloads.decompose.components.weights import make_components
 
@@ -76,17 +77,19 @@ class Decomposition(nn.Module):
         masks: Sequence[SiteMask | None] | None = None,
         cache: Cache = "none",
         frozen: bool = False,
+        seed: Tensor | None = None,
         **kwargs: Any,
     ) -> Passed:
         """Call the target with components where there is a mask; without any it is the target.
 
         Components that are `frozen` get no gradient, and none is computed: for passes whose masks
-        alone are looked for.
+        alone are looked for. Kernels draw from `seed`, where a pass is to draw what another did.
         """
         if masks is not None and len(masks) != len(self.sites):
             raise RecipeError(f"{len(masks)} masks for {len(self.sites)} sites; give one for each")
         chosen = [None] * len(self.sites) if masks is None else list(masks)
-        current = Pass(chosen, self._pairs(frozen), cache)
+        drawn = _seed(chosen) if seed is None else seed
+        current = Pass(chosen, self._pairs(frozen), cache, drawn)
         self._line.current = current
         try:
             raw = self.target(*args, **kwargs)
@@ -140,6 +143,15 @@ class Decomposition(nn.Module):
         )
         placed.index = index
         setattr(after, IDENTITY, placed)
+
+
+def _seed(masks: Sequence[SiteMask | None]) -> Tensor | None:
+    """Return one seed for all sites that draw in kernels."""
+    for mask in masks:
+        drawn = mask is not None and (isinstance(mask.source, Draw) or isinstance(mask.delta, Draw))
+        if mask is not None and drawn and has_kernels(mask.importance.device.type):
+            return new_seed(mask.importance.device)
+    return None
 
 
 def _ordered(kept: dict[int, Tensor]) -> list[Tensor]:

@@ -13,7 +13,9 @@ target's.
 import torch
 from torch import Tensor
 
+from narrowcast.workloads.decompose.components.fused import fused_output, is_fused
 from narrowcast.workloads.decompose.components.mask import Draw, SiteMask, Source
+from narrowcast.workloads.decompose.components.products import added_product, product
 
 
 def masked_output(
@@ -23,21 +25,31 @@ def masked_output(
     weight_t: Tensor,
     bias: Tensor | None,
     mask: SiteMask,
+    *,
+    seed: Tensor | None = None,
+    stream: int = 0,
 ) -> Tensor:
     """Return (seeds, rows, d_out) of `x`, (seeds, rows, d_in), with components as the mask says.
 
     `V` is (seeds, d_in, C), `U` (seeds, C, d_out), `weight_t` (seeds or 1, d_in, d_out), and `bias`
     (seeds or 1, d_out). Gradients go to x, V, U and the mask's tensors.
+    Sites that are given one `seed` for their draws are given a `stream` each.
     """
     dtype = computed_in(V)
+    # Under autocast an output is of its format, as of any product; else as the target's was.
+    given_back = dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
+    x = x.to(dtype)
+    if is_fused(x, mask):
+        out = fused_output(x, V, U, weight_t, bias, mask, seed=seed, stream=stream)
+        return out.to(given_back)
     kept, left = shares(mask)
-    first = (activations(x, V) * kept).to(dtype)
-    if left is None:
-        return _biased(first, U.to(dtype), bias).to(_given_back_in(x, dtype))
-    second = (left.unsqueeze(-1) * x).to(dtype)
-    stacked = torch.cat([U.to(dtype), weight_t.expand(U.shape[0], -1, -1).to(dtype)], 1)
-    out = _biased(torch.cat([first, second], -1), stacked, bias)
-    return out.to(_given_back_in(x, dtype))
+    operand = (product(x, V.to(dtype)) * kept).to(dtype)
+    stack = U.to(dtype)
+    if left is not None:
+        operand = torch.cat([operand, (left.unsqueeze(-1) * x).to(dtype)], -1)
+        stack = torch.cat([stack, weight_t.expand(U.shape[0], -1, -1).to(dtype)], 1)
+    lines = None if bias is None else bias.unsqueeze(1)
+    return added_product(lines, operand, stack).to(given_back)
 
 
 def masked_embedding(
@@ -77,13 +89,6 @@ def looked_up(table: Tensor, tokens: Tensor) -> Tensor:
     return table[seeds, tokens]
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of each seed; of one seed a plain one, which is faster than a batch."""
-    if a.shape[0] == 1:
-        return (a[0] @ b[0]).unsqueeze(0)
-    return torch.bmm(a, b)
-
-
 def shares(mask: SiteMask) -> tuple[Tensor, Tensor | None]:
     """Return m - d, (seeds, rows, C), and d, (seeds, rows) or None where it is nowhere but 0."""
     importance = mask.importance
@@ -102,11 +107,6 @@ def shares(mask: SiteMask) -> tuple[Tensor, Tensor | None]:
     return kept, left
 
 
-def _given_back_in(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the format of outputs: under autocast as of any product, else as of the target's."""
-    return dtype if torch.is_autocast_enabled(x.device.type) else x.dtype
-
-
 def _is_zero(delta: Source) -> bool:
     return isinstance(delta, float) and delta == 0.0
 
@@ -116,12 +116,3 @@ def _numbers(source: Source, like: Tensor) -> Tensor | float:
         return source
     drawn = torch.rand_like(like)
     return drawn if source.kind == "continuous" else drawn.round()
-
-
-def _biased(first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return product(first, second)
-    bias = bias.to(first.dtype)
-    if first.shape[0] == 1:
-        return torch.addmm(bias[0], first[0], second[0]).unsqueeze(0)
-    return torch.baddbmm(bias.unsqueeze(1), first, second)

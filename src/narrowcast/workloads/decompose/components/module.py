@@ -14,9 +14,9 @@ from narrowcast.workloads.decompose.components.folded import (
     looked_up,
     masked_embedding,
     masked_output,
-    product,
 )
 from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.products import product
 from narrowcast.workloads.decompose.components.sites import IDENTITY, Kind, kind_of
 
 Cache = Literal["none", "inputs", "acts"]
@@ -31,6 +31,8 @@ class Pass:
     components: Sequence[tuple[Tensor, Tensor]]
     """V and U of each site."""
     cache: Cache
+    seed: Tensor | None
+    """Of all draws in the pass, on the device; None where torch draws them."""
     visited: set[int] = field(default_factory=set)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     acts: dict[int, Tensor] = field(default_factory=dict)
@@ -107,7 +109,9 @@ class ComponentModule(nn.Module):
         if self.kind == "embedding":
             out = masked_embedding(rows, V, U, self.weight, mask)
             return out.reshape(*x.shape, out.shape[-1])
-        out = masked_output(rows, V, U, self.weight_t, self._biases(), mask)
+        out = masked_output(
+            rows, V, U, self.weight_t, self._biases(), mask, seed=current.seed, stream=self.index
+        )
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def _keep(self, current: Pass, rows: Tensor, V: Tensor) -> None:

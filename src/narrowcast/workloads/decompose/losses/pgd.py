@@ -30,7 +30,8 @@ class PGD(Adversarial):
     step_size: float = 1.0
     """How far an ascent moves each source."""
     init: Init = "random"
-    """Where sources begin."""
+    """Where sources begin; with `ones`, what components leave included, that is the target, and no
+    slope leads away from it."""
     scope: Literal["shared", "per_datapoint"] = "shared"
     """Whether all rows of a batch have one source, or each its own."""
 

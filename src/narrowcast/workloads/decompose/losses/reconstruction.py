@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.kernels.launch import is_capturing
+from narrowcast.workloads.decompose.components.fused import has_kernels, new_seed
 from narrowcast.workloads.decompose.components.mask import Draw, Source
 from narrowcast.workloads.decompose.importance.masks import Route, Routing, routes, site_masks
 from narrowcast.workloads.decompose.losses.divergence import wide
@@ -59,12 +61,13 @@ class Routed(Loss):
     ) -> Tensor:
         """Return how far one pass is from the target, for every seed."""
 
-        def passed() -> Tensor:
+        def passed(seed: Tensor | None = None) -> Tensor:
             masks = site_masks(route, step.lower, sources, deltas)
-            return step.apart(step.masked(masks, copies=route.copies).output, copies=route.copies)
+            made = step.masked(masks, copies=route.copies, seed=seed).output
+            return step.apart(made, copies=route.copies)
 
         if self.recompute and torch.is_grad_enabled() and not step.held:
-            return _recomputed(passed, draws=isinstance(sources[0], Draw))
+            return _recomputed(passed, step, draws=isinstance(sources[0], Draw))
         return passed()
 
     def mean(
@@ -133,15 +136,24 @@ class HiddenActivations(Loss):
         return torch.stack(squares).sum(0) / sum(a[0].numel() for a, _ in pairs)
 
 
-def _recomputed(passed: Callable[[], Tensor], *, draws: bool) -> Tensor:
+def _recomputed(passed: Callable[..., Tensor], step: Step, *, draws: bool) -> Tensor:
     """Run a pass that the backward pass computes again, with the same draws."""
-    if draws and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    device = step.lower[0].device
+    seed = new_seed(device) if draws and _draws_in_kernels(step) else None
+    by_torch = draws and seed is None
+    if by_torch and is_capturing(device):
         raise UnsupportedError(
-            "recompute=true: a pass that draws masks cannot draw the same ones again inside a CUDA "
-            "graph; write cuda_graph=false, or recompute=false"
+            "recompute=true: embeddings and float64 draw masks without a kernel, and cannot draw "
+            "the same ones again inside a CUDA graph; write cuda_graph=false, or recompute=false"
         )
-    found: Tensor = checkpoint(passed, use_reentrant=False, preserve_rng_state=draws)
+    found: Tensor = checkpoint(passed, seed, use_reentrant=False, preserve_rng_state=by_torch)
     return found
+
+
+def _draws_in_kernels(step: Step) -> bool:
+    vectors = all(site.kind != "embedding" for site in step.decomposition.sites)
+    narrow = all(each.dtype != torch.float64 for each in (*step.lower, step.target))
+    return vectors and narrow and has_kernels(step.target.device.type)
 
 
 def _drawn(step: Step) -> tuple[list[Source], list[Source | None]]:

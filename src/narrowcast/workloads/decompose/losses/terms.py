@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition, Passed
@@ -64,19 +63,21 @@ class Step:
         return replace(self, lower=[each.detach() for each in self.lower], held=True)
 
     def masked(
-        self, masks: Sequence[SiteMask | None], *, copies: int = 1, inputs: bool = False
+        self,
+        masks: Sequence[SiteMask | None],
+        *,
+        copies: int = 1,
+        inputs: bool = False,
+        seed: Tensor | None = None,
     ) -> Passed:
         """Pass the batch, `copies` times over, through the decomposition with `masks`."""
         args = tuple(self._repeated(each, copies) for each in self.args)
         kwargs = {name: self._repeated(each, copies) for name, each in self.kwargs.items()}
-        said = {"masks": masks, "cache": "inputs" if inputs else "none", **kwargs}
-        network = self.decomposition
-        if not self.held:
-            return _passed(network(*args, **said))
-        constants = {
-            name: each.detach() for name, each in network.named_parameters() if each.requires_grad
-        }
-        return _passed(functional_call(network, constants, args, said))
+        cache = "inputs" if inputs else "none"
+        passed: Passed = self.decomposition(
+            *args, masks=masks, cache=cache, frozen=self.held, seed=seed, **kwargs
+        )
+        return passed
 
     def apart(self, output: Tensor, *, copies: int = 1) -> Tensor:
         """Return how far the output of a pass is from the target's, for every seed."""
@@ -138,8 +139,3 @@ def total(
     }
     everything: Any = sum(coefficient * each.sum() for coefficient, each in terms.values())
     return everything, {name: each.detach().mean() for name, (_, each) in terms.items()}
-
-
-def _passed(found: Any) -> Passed:
-    assert isinstance(found, Passed)
-    return found

@@ -74,7 +74,10 @@ def tms_plan(features: int, hidden: int, *, identity: bool = False) -> ToyPlan:
     data = SparseFeatures(features=features, probability=0.05)
     components = 4 * features
     sites = {"linear1": components, "linear2": components}
-    truth = {site: Truth(kind="identity", size=features) for site in sites}
+    truth = {
+        "linear1": Truth(kind="identity", size=features, along="inputs"),
+        "linear2": Truth(kind="identity", size=features, along="outputs"),
+    }
     if identity:
         sites["hidden_layers.0"] = components
         truth["hidden_layers.0"] = Truth(kind="dense", size=hidden)

@@ -23,6 +23,8 @@ class Truth:
 
     kind: Literal["identity", "dense"]
     size: int
+    along: Literal["inputs", "outputs"] | None = None
+    """Where a feature is one column of the site's weight, or one row; none: neither."""
 
 
 class Drawn(Protocol):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.targets.induction import induction_plan
 from narrowcast.workloads.decompose.targets.resid_mlp import resid_mlp_plan
 from narrowcast.workloads.decompose.targets.tms import tms_plan
 from narrowcast.workloads.decompose.targets.toy import Toy, ToyPlan, make_toy
@@ -15,8 +16,8 @@ from narrowcast.workloads.decompose.targets.toy import Toy, ToyPlan, make_toy
 TMS_NAME = re.compile(r"tms_([1-9]\d{0,3})-([1-9]\d{0,3})(-id)?", re.ASCII)
 RESID_NAME = re.compile(r"resid_mlp([1-3])", re.ASCII)
 NAMES = (
-    "tms_5-2 (N features in M dimensions: tms_N-M; with an identity layer: tms_N-M-id), or "
-    "resid_mlp1, resid_mlp2 or resid_mlp3"
+    "tms_5-2 (N features in M dimensions: tms_N-M; with an identity layer: tms_N-M-id), "
+    "resid_mlp1, resid_mlp2, resid_mlp3 or induction"
 )
 
 
@@ -49,6 +50,8 @@ def plan_of(name: str) -> ToyPlan:
     if found := TMS_NAME.fullmatch(name):
         features, hidden = int(found[1]), int(found[2])
         return tms_plan(features, hidden, identity=found[3] is not None)
+    if name == "induction":
+        return induction_plan()
     if found := RESID_NAME.fullmatch(name):
         return resid_mlp_plan(int(found[1]))
     raise RecipeError(f"target {name}: there is no such toy network; write {NAMES}")

@@ -1,0 +1,125 @@
+"""From a recipe to what is trained: the target, its sites, importance functions and losses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.components.decomposition import Decomposition
+from narrowcast.workloads.decompose.components.sites import find_sites
+from narrowcast.workloads.decompose.importance.functions import build_importance
+from narrowcast.workloads.decompose.losses.catalogue import build_losses
+from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
+from narrowcast.workloads.decompose.losses.terms import Loss
+from narrowcast.workloads.decompose.model import DecompositionModel, Reading
+from narrowcast.workloads.decompose.settings import (
+    DecompositionSection,
+    ImportanceSection,
+    SitesSection,
+)
+from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject, build_subject
+from narrowcast.workloads.decompose.terms import LossesSection
+
+ROUTED = ("layerwise", "subset")
+"""Ends of the names of losses whose passes compute some sites with components."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a task is made of."""
+
+    subject: ToySubject | LanguageSubject
+    model: DecompositionModel
+    losses: Sequence[Loss]
+
+
+def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
+    """Make the target and all that is trained, from the recipe's seed; elsewhere nothing is drawn.
+
+    On the meta device only shapes count.
+    """
+    subject = build_subject(recipe, device=device)
+    with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
+        torch.manual_seed(recipe.seed)
+        model, losses = _trained(recipe, subject)
+    return Parts(subject=subject, model=model.to(device), losses=losses)
+
+
+def _trained(
+    recipe: Recipe, subject: ToySubject | LanguageSubject
+) -> tuple[DecompositionModel, list[Loss]]:
+    settings, how = recipe.section(DecompositionSection), recipe.section(ImportanceSection)
+    asked = recipe.section(SitesSection)
+    sites = find_sites(subject.target, *_patterns(asked, subject.sites))
+    decomposition = Decomposition(
+        subject.target,
+        sites,
+        seeds=settings.seeds,
+        tied=_tied(asked, subject.tied),
+        output=subject.output,
+    )
+    importance = build_importance(
+        how.kind, sites, seeds=settings.seeds, hidden=how.hidden, width=how.width,
+        blocks=how.blocks, heads=how.heads,
+    )  # fmt: skip
+    losses = losses_of(recipe.section(LossesSection))
+    reading = Reading(
+        divergence=subject.divergence if settings.divergence == "auto" else settings.divergence,
+        batch_dim=subject.batch_dim,
+        squash=how.squash,
+        sampling=how.sampling,
+        delta=settings.delta,
+    )
+    adversaries = {
+        loss.name: loss.sources(
+            sites,
+            seeds=settings.seeds,
+            rows=recipe.batch_size * subject.length,
+            length=subject.length,
+            delta=settings.delta,
+        )
+        for loss in losses
+        if isinstance(loss, PersistentPGD)
+    }
+    model = DecompositionModel(decomposition, importance, adversaries=adversaries, reading=reading)
+    return model, losses
+
+
+def losses_of(section: LossesSection) -> list[Loss]:
+    """Return the terms that a recipe gives a coefficient."""
+    asked = []
+    for name, term in section.chosen.items():
+        kind, routing = name, {}
+        for end in ROUTED:
+            if name.endswith(f"_{end}"):
+                kind = name.removesuffix(f"_{end}")
+                routing = {} if end == "subset" else {"routing": end}
+        asked.append((kind, {**term.model_dump(), **routing}))
+    return build_losses(asked)
+
+
+def _patterns(asked: SitesSection, own: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return how many components modules are given by glob, and identities before others."""
+    patterns = asked.patterns or dict(own)
+    if not patterns:
+        raise RecipeError(
+            "sites.names is empty, and this target has none of its own; write e.g. "
+            "sites.names=[model.layers.*.mlp.up_proj] sites.components=512"
+        )
+    if not asked.names and asked.components is not None:
+        if isinstance(asked.components, tuple):
+            raise RecipeError("sites.components has a number for each of sites.names; name them")
+        patterns = dict.fromkeys(patterns, asked.components)
+    identities = dict.fromkeys(asked.identities, asked.identity_components or 0)
+    return patterns, identities
+
+
+def _tied(asked: SitesSection, own: Mapping[str, str]) -> Mapping[str, str]:
+    if asked.tied and not own:
+        raise RecipeError(
+            "sites.tied=true: this target has no matrices that are each other's transpose; leave "
+            "sites.tied out"
+        )
+    return {} if asked.tied is False else own

@@ -1,0 +1,1 @@
+"""Triton kernels of masked sites and importance functions; each has a twin in plain torch."""

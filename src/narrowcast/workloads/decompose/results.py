@@ -1,0 +1,140 @@
+"""What a finished decomposition leaves in its run folder for the report."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from narrowcast.config.sections import Recipe
+from narrowcast.workloads.decompose.build import Parts
+from narrowcast.workloads.decompose.judging import Found, SiteFound
+from narrowcast.workloads.decompose.report.matrices import histogram, importance_picture, picture
+from narrowcast.workloads.decompose.report.schema import (
+    MOST_DRAWN,
+    Component,
+    Decomposition,
+    Site,
+    Verdict,
+    write,
+)
+from narrowcast.workloads.decompose.settings import JudgeSection
+from narrowcast.workloads.decompose.subject import LanguageSubject
+
+PROBE = "each feature alone, at 0.75"
+
+
+def write_found(folder: Path, found: Found, parts: Parts, recipe: Recipe) -> None:
+    """Write `decomposition.json`; the first seed is drawn."""
+    settings = recipe.section(JudgeSection)
+    is_language = isinstance(parts.subject, LanguageSubject)
+    written = Decomposition(
+        target=parts.subject.name,
+        seeds=tuple(range(parts.model.seeds)),
+        drawn_seed=0,
+        alive_threshold=settings.alive,
+        probe="" if is_language else PROBE,
+        sites=tuple(_site(each, parts) for each in found.sites),
+        verdicts=tuple(_verdicts(found)),
+    )
+    write(folder, written)
+
+
+def _site(each: SiteFound, parts: Parts) -> Site:
+    subject, site = parts.subject, each.site
+    truth = None if isinstance(subject, LanguageSubject) else subject.truth.get(site.name)
+    importance, order = None, list[int]()
+    if each.probed is not None:
+        dense = truth is not None and truth.kind == "dense"
+        importance, order = importance_picture(each.probed[0], dense=dense)
+    return Site(
+        name=site.name,
+        kind=site.kind,
+        inputs=site.d_in,
+        outputs=site.d_out,
+        components=site.components,
+        expected=None if truth is None else truth.size,
+        shape="" if truth is None else truth.kind,
+        alive=tuple(int(count) for count in each.alive.tolist()),
+        l0=_numbers(each.counts.l0),
+        identity_error=() if each.errors is None else tuple(int(n) for n in each.errors.tolist()),
+        cosine=() if each.matched is None else _numbers(each.matched.cosine.amin(1)),
+        norm_ratio=() if each.matched is None else _numbers(each.matched.norm_ratio.mean(1)),
+        importance=importance,
+        importance_order=tuple(order),
+        largest=tuple(_largest(each, parts)),
+        densities=histogram(each.counts.density[0]),
+    )
+
+
+def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
+    """Draw the components alive with the largest norms, beside the features they stand for."""
+    components = parts.model.decomposition.components[each.site.name]
+    read, written = components.V[0].detach().float(), components.U[0].detach().float()
+    norms = read.norm(dim=0) * written.norm(dim=1)
+    alive = each.counts.alive()[0].to(norms.device)
+    order = norms.masked_fill(~alive, -1.0).argsort(descending=True)[: int(alive.sum())]
+    weight = parts.model.decomposition.module(each.site).weight_t[0].mT
+    features = {} if each.matched is None else _features(each.matched.component[0])
+    density = each.counts.density[0]
+    for number in order[:MOST_DRAWN].tolist():
+        feature = features.get(number)
+        truth = None if feature is None else _only(weight, feature, each)
+        yield Component(
+            number=number,
+            found=picture(torch.outer(written[number], read[:, number])),
+            truth=None if truth is None else picture(truth),
+            name="" if feature is None else f"feature {feature}",
+            cosine=_of(each, "cosine", feature),
+            norm_ratio=_of(each, "norm_ratio", feature),
+            density=_number(density[number].item()),
+        )
+
+
+def _features(component: Tensor) -> dict[int, int]:
+    """Return which feature a component stands for."""
+    return {each: at for at, each in enumerate(component.tolist()) if each >= 0}
+
+
+def _only(weight: Tensor, feature: int, each: SiteFound) -> Tensor:
+    """Return the part of a weight (outputs, inputs) that a feature has to itself."""
+    assert each.probed is not None
+    part = torch.zeros_like(weight)
+    if each.site.d_in == each.probed.shape[1]:
+        part[:, feature] = weight[:, feature]
+    else:
+        part[feature] = weight[feature]
+    return part
+
+
+def _of(each: SiteFound, name: str, feature: int | None) -> float | None:
+    if each.matched is None or feature is None:
+        return None
+    return _number(getattr(each.matched, name)[0, feature].item())
+
+
+def _verdicts(found: Found) -> Iterable[Verdict]:
+    right, errors = found.right, found.errors
+    for seed in range(len(found.unmasked)):
+        counts = ", ".join(f"{each.site.name} {int(each.alive[seed])}" for each in found.sites[:8])
+        said = f"components alive: {counts}"
+        if right is None or errors is None:
+            yield Verdict(seed=seed, said=said)
+            continue
+        wrong = int(errors[seed])
+        judged = "as the ground truth has it" if right[seed] else "not as the ground truth has it"
+        yield Verdict(
+            seed=seed,
+            right=bool(right[seed]),
+            said=f"{judged}: {wrong} importance{'s' * (wrong != 1)} wrong; {said}",
+        )
+
+
+def _numbers(each: Tensor) -> tuple[float | None, ...]:
+    numbers: Sequence[float] = each.double().tolist()
+    return tuple(_number(number) for number in numbers)
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

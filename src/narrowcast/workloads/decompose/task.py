@@ -1,0 +1,186 @@
+"""The task: components that add up to a target's weights, few of which matter at a time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.config.sections import Recipe
+from narrowcast.hardware.randomness import randomness_kept
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import Metric, TaskInfo
+from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.training.task import Hook, LossParts, Task
+from narrowcast.workloads.decompose.build import Parts, build_parts
+from narrowcast.workloads.decompose.judging import Found, judge
+from narrowcast.workloads.decompose.losses.adversary import form_of
+from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
+from narrowcast.workloads.decompose.losses.terms import total
+from narrowcast.workloads.decompose.measures import measures_of, metrics_of
+from narrowcast.workloads.decompose.model import DecompositionModel, clip_each_seed
+from narrowcast.workloads.decompose.results import write_found
+from narrowcast.workloads.decompose.settings import DecompositionSection, JudgeSection
+from narrowcast.workloads.decompose.subject import as_batch
+
+
+@dataclass
+class Course:
+    """How far a run has come, which the loss of its next step depends on."""
+
+    step: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.step = int(state["step"])
+
+
+def build_task(recipe: Recipe, *, device: torch.device) -> Task:
+    """Return the task that a recipe of decompositions names."""
+    return Decompose(recipe=recipe, parts=build_parts(recipe, device=device), device=device).task()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decompose:
+    """Components of a target, the loss they are trained with, and how they are judged."""
+
+    recipe: Recipe
+    parts: Parts
+    device: torch.device
+    course: Course = field(default_factory=Course)
+
+    def task(self) -> Task:
+        """Return what the engine trains."""
+        recipe, losses, subject = self.recipe, self.parts.losses, self.parts.subject
+        return Task(
+            model=self.parts.model,
+            train_data=subject.train_data,
+            loss=self.loss,
+            evaluate=self.evaluate,
+            items=lambda batch: as_batch(batch).numel(),
+            gemm_rows=recipe.batch_size * subject.length,
+            info=TaskInfo(
+                unit=subject.unit,
+                metrics=self.metrics,
+                loss_parts=tuple(loss.name for loss in losses),
+                notes=self.notes,
+            ),
+            data_digest=lambda: subject.digest,
+            together=self.together,
+            hooks=self.hooks,
+            write_results=self.write_results,
+        )
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What an evaluation tells."""
+        sites = self.parts.model.decomposition.sites
+        return metrics_of(self.parts.subject, sites, self.recipe.section(JudgeSection).groups)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is said before the first step."""
+        sites = ", ".join(
+            f"{site.name} ({site.d_in} x {site.d_out}, {site.components} components)"
+            for site in self.parts.model.decomposition.sites
+        )
+        seeds = self.parts.model.seeds
+        return (f"{self.parts.subject.name}, {seeds} seed{'s' * (seeds > 1)}: {sites}",)
+
+    def together(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Tell each batch how far the run has come, and how hard adversaries look in this step."""
+        step, steps = self.course.step, self.recipe.steps
+        progress = torch.full((), step / steps, device=self.device)
+        form = form_of(self.parts.losses, step, steps)
+        return [{**batch, "progress": progress, "form": form} for batch in batches]
+
+    def loss(self, model: nn.Module, batch: Any) -> LossParts:
+        """Return the sum over seeds of all terms, and each term's mean over them."""
+        assert isinstance(model, DecompositionModel)
+        x = self.parts.subject.shown(as_batch(batch))
+        step = model(x, progress=batch["progress"])
+        everything, parts = total(self.parts.losses, step, batch["form"])
+        none = torch.zeros((), device=x.device)  # of a term that this step leaves out
+        told = {loss.name: parts.get(loss.name, none) for loss in self.parts.losses}
+        return LossParts(total=everything, parts=told)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return what is told of a decomposition in the midst of its run."""
+        return measures_of(self.judged(model), self.recipe.section(JudgeSection).groups)
+
+    def judged(self, model: nn.Module) -> Found:
+        """Judge a decomposition, on the same samples each time."""
+        assert isinstance(model, DecompositionModel)
+        return judge(
+            model,
+            self.parts.subject,
+            self.recipe.section(JudgeSection),
+            batch_size=self.recipe.batch_size,
+            seed=self.recipe.seed,
+        )
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """What is done around steps: the warm-up, clipping, adversaries that go on, counting."""
+        return (
+            Hook(
+                name="course",
+                before_first_step=self.warm_up,
+                after_backward=self.after_backward if self._edits else None,
+                after_step=self.count,
+                state_dict=self.course.state_dict,
+                load_state_dict=self.course.load_state_dict,
+            ),
+        )
+
+    @property
+    def _edits(self) -> bool:
+        settings = self.recipe.section(DecompositionSection)
+        clips = settings.clip_components is not None or settings.clip_importance is not None
+        return clips or len(self.parts.model.adversaries) > 0
+
+    def warm_up(self, prepared: Prepared) -> None:
+        """Bring components close to the target's weights, before anything is asked of them."""
+        settings = self.recipe.section(DecompositionSection)
+        decomposition = self.parts.model.decomposition
+        trained = list(decomposition.components.parameters())
+        optimizer = torch.optim.AdamW(
+            trained, lr=settings.warmup_lr, weight_decay=settings.warmup_weight_decay
+        )
+        with torch.enable_grad():
+            for _ in range(settings.warmup_steps):
+                gradients = torch.autograd.grad(unfaithfulness(decomposition).sum(), trained)
+                for parameter, gradient in zip(trained, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+        for parameter in trained:
+            parameter.grad = None
+
+    def after_backward(self, prepared: Prepared) -> None:
+        """Clip components and importance functions apart, each seed for itself."""
+        settings = self.recipe.section(DecompositionSection)
+        limits = {"components": settings.clip_components, "importance": settings.clip_importance}
+        for name, parameters in self.parts.model.clipped().items():
+            limit = limits[name]
+            if limit is not None:
+                clip_each_seed(parameters, limit)
+        for adversary in self.parts.model.adversaries.values():
+            adversary.ascend()  # type: ignore[operator]
+
+    def count(self, prepared: Prepared, applied: Tensor) -> None:
+        """Count the step that has been queued."""
+        self.course.step += 1
+
+    def write_results(self, folder: Path, prepared: Prepared) -> None:
+        """Write what the report draws, and what a comparison of runs reads."""
+        device = next(prepared.model.parameters()).device
+        with randomness_kept(device), in_eval_mode(prepared.model), prepared.compute():
+            found = self.judged(prepared.model)
+        write_found(folder, found, self.parts, self.recipe)

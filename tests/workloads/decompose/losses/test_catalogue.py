@@ -1,0 +1,57 @@
+"""Losses by the words of a recipe."""
+
+import pytest
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.losses.catalogue import KINDS, build_loss, build_losses
+from narrowcast.workloads.decompose.losses.pgd import PGD
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_loss_is_built_from_its_coefficient_and_refused_without(kind):
+    assert build_loss(kind, {"coefficient": 2}).coefficient == 2
+    with pytest.raises(RecipeError, match=f"the loss {kind} has no coefficient"):
+        build_loss(kind, {})
+
+
+def test_settings_reach_the_loss():
+    loss = build_loss(
+        "pgd", {"coefficient": 0.5, "routing": "uniform_k_subset", "steps": 4, "step_size": 0.5}
+    )
+    assert loss == PGD(coefficient=0.5, routing="uniform_k_subset", steps=4, step_size=0.5)
+    assert loss.name == "pgd_uniform_k_subset"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("stochastics", {}, r"there is no loss 'stochastics'; did you mean stochastic\?"),
+        ("zzz", {}, "there is no loss 'zzz'; there are faithfulness, "),
+        ("pgd", {"step": 4}, r"pgd has no setting 'step'; did you mean steps\?"),
+        ("pgd", {"steps": 1.5}, "pgd.steps: 1.5 is not a whole number"),
+        ("pgd", {"steps": True}, "pgd.steps: True is not a whole number"),
+        ("pgd", {"scope": "all"}, "pgd.scope: 'all' is not one of shared, per_datapoint"),
+        ("pgd", {"early_steps": "2"}, "pgd.early_steps: '2' is not a whole number or nothing"),
+        ("stochastic", {"batched": 1}, "stochastic.batched: 1 is not true or false"),
+        ("unmasked", {"coefficient": "1"}, "unmasked.coefficient: '1' is not a number"),
+        ("unmasked", {"coefficient": 0.0}, "a coefficient of 0.0 is no weight of a loss"),
+        ("unmasked", {"coefficient": float("nan")}, "a coefficient of nan is no weight"),
+        ("unmasked", {"kind": "pgd"}, "unmasked has no setting 'kind'"),
+    ],
+)
+def test_what_a_loss_does_not_take_is_refused(kind, settings, message):
+    with pytest.raises(RecipeError, match=message):
+        build_loss(kind, {"coefficient": 1.0, **settings})
+
+
+def test_losses_of_one_name_are_refused_and_those_of_another_routing_are_not():
+    one = ("stochastic", {"coefficient": 1.0})
+    layerwise = ("stochastic", {"coefficient": 1.0, "routing": "layerwise"})
+    assert [each.name for each in build_losses([one, layerwise])] == [
+        "stochastic",
+        "stochastic_layerwise",
+    ]
+    with pytest.raises(RecipeError, match="the loss stochastic is named twice"):
+        build_losses([one, layerwise, one])
+    with pytest.raises(RecipeError, match="no loss is named"):
+        build_losses([])

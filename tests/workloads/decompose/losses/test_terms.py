@@ -1,0 +1,152 @@
+"""What holds for every term: seeds are apart, and nothing waits for the device."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from narrowcast.workloads.decompose.losses.catalogue import KINDS, build_losses
+from narrowcast.workloads.decompose.losses.terms import total
+
+ONE = {"coefficient": 1.0}
+TERMS = {
+    **{kind: (kind, ONE) for kind in KINDS},
+    "minimality": ("minimality", {**ONE, "p": 2.0}),  # at 1 the slope is the same everywhere
+    "annealed": ("minimality", {**ONE, "p": 2.0, "p_final": 0.5, "beta": 0.5}),
+    "layerwise": ("stochastic", {**ONE, "routing": "layerwise"}),
+    "batched": ("stochastic", {**ONE, "routing": "layerwise", "batched": True}),
+    "subset": ("stochastic", {**ONE, "routing": "uniform_k_subset"}),
+    "static": ("importance_masked", {**ONE, "routing": "static_probability"}),
+    "pgd_layerwise": ("pgd", {**ONE, "routing": "layerwise"}),
+    "pgd_subset": ("pgd", {**ONE, "routing": "uniform_k_subset", "scope": "per_datapoint"}),
+    "persistent_subset": ("persistent_pgd", {**ONE, "routing": "uniform_k_subset"}),
+}
+
+
+def prepared(network, term, **settings):
+    step = network(**settings)
+    losses = build_losses([TERMS[term]])
+    if losses[0].kind == "persistent_pgd":
+        state = losses[0].sources(
+            step.decomposition.sites, seeds=step.seeds, rows=step.rows, length=1, delta=True
+        )
+        step.state[losses[0].name] = state.to(step.target.dtype).to(step.target.device)
+    return step, losses
+
+
+def leaves(step):
+    return [*step.decomposition.components.parameters(), *step.lower]
+
+
+def descended(step, losses, form=(2,)):
+    """One backward pass of the step, as training makes it."""
+    everything, parts = total(losses, step, form)
+    everything.backward()
+    for state in step.state.values():
+        state.ascend()
+    return parts
+
+
+@pytest.mark.parametrize("divergence", ["mse", "kl"])
+@pytest.mark.parametrize("term", TERMS)
+def test_what_one_seed_is_given_changes_nothing_for_another(network, term, divergence):
+    found = []
+    for changed in (False, True):
+        step, losses = prepared(network, term, divergence=divergence)
+        if changed:
+            with torch.no_grad():
+                step.args[0][0] += 1.0
+                step.target[0] += 0.5
+                for each in leaves(step):
+                    each[0] *= 0.9
+        torch.manual_seed(5)
+        descended(step, losses)
+        grads = [each.grad for each in leaves(step) if each.grad is not None]
+        state = [each for kept in step.state.values() for each in kept.buffers() if each.dim()]
+        found.append([*grads, *state])
+    assert any(not torch.equal(one[0], other[0]) for one, other in zip(*found, strict=True))
+    # A batch of products may be summed in another order when other numbers stand beside them.
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one[1], other[1], rtol=1e-13, atol=1e-15)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses whatever would wait on a GPU: numbers read, and sizes that depend on numbers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_reads_no_number_from_the_device(network, term):
+    step, losses = prepared(network, term)
+    with NoWaiting():
+        parts = descended(step, losses)
+    assert list(parts) == [losses[0].name]
+
+
+def test_the_total_is_a_sum_over_seeds_and_what_is_told_their_mean(network):
+    step = network()
+    losses = build_losses([("unmasked", {"coefficient": 2.0}), ("faithfulness", ONE)])
+    everything, parts = total(losses, step)
+    apart = [loss(step) for loss in losses]
+    torch.testing.assert_close(everything, 2 * apart[0].sum() + apart[1].sum())
+    assert parts == {
+        loss.name: pytest.approx(value.mean().item(), rel=1e-14)
+        for loss, value in zip(losses, apart, strict=True)
+    }
+    left_out, rest = total(losses, step, (0, 1))
+    torch.testing.assert_close(left_out, apart[1].sum())
+    assert list(rest) == ["faithfulness"]
+
+
+def test_a_step_without_adversaries_is_compiled_whole(network):
+    step = network(divergence="kl")
+    chosen = ["faithfulness", "minimality", "importance_masked", "unmasked"]
+    losses = build_losses([TERMS[each] for each in chosen])
+    # The compiler's first half: what it cannot trace whole it would refuse.
+    compiled = torch.compile(lambda: total(losses, step)[0], fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(), total(losses, step)[0])
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_term_in_bf16_is_near_the_one_in_fp32(language, term):
+    found = []
+    for narrow in (False, True):
+        step, losses = prepared(language, term)
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            parts = descended(step, losses)
+        found.append(next(iter(parts.values())))
+        assert all(each.grad is None or each.grad.dtype == torch.float32 for each in leaves(step))
+    # Signs of small gradients may differ, and so which sources an ascent finds.
+    torch.testing.assert_close(*found, rtol=0.5 if "pgd" in term else 0.1, atol=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("term", TERMS)
+def test_a_captured_step_replays_with_new_draws(network, term):
+    step, losses = prepared(network, term, device="cuda")
+
+    def once():
+        for each in leaves(step):
+            each.grad = None
+        return descended(step, losses)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        parts = once()
+    found = []
+    for _ in range(3):
+        graph.replay()
+        found.append(next(iter(parts.values())).item())
+    assert all(torch.isfinite(torch.tensor(found)))
+    random = term in ("stochastic", "layerwise", "batched", "subset", "static", "pgd_subset")
+    moves = term.startswith("persistent")
+    assert (len(set(found)) > 1) == (random or moves or term == "hidden_activations")
