@@ -1,16 +1,17 @@
 """How good a decomposition is: how few components it uses, and whether they are the right ones."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
 from narrowcast.workloads.decompose.components.sites import Site
-from narrowcast.workloads.decompose.evaluation.identity_error import importance_error
-from narrowcast.workloads.decompose.evaluation.matching import Matched, match_features
+from narrowcast.workloads.decompose.evaluation.language_table import LanguageTable
+from narrowcast.workloads.decompose.evaluation.quality_bar import quality_bar
 from narrowcast.workloads.decompose.evaluation.sparsity import FiringCounts
+from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable, toy_table
 from narrowcast.workloads.decompose.losses.catalogue import build_loss
 from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
 from narrowcast.workloads.decompose.model import DecompositionModel
@@ -31,15 +32,13 @@ class SiteFound:
     counts: FiringCounts
     probed: Tensor | None = None
     """Importances of each feature alone (seeds, features, C); None for a language model."""
-    errors: Tensor | None = None
-    """Entries of those that are wrong (seeds,)."""
-    matched: Matched | None = None
-    """Beside the columns or rows of the weight, where each is a feature."""
+    table: SiteTable | None = None
+    """Beside what is known of it."""
 
     @property
     def alive(self) -> Tensor:
-        """Components in use anywhere (seeds,)."""
-        return self.counts.alive().sum(1)
+        """Components in use (seeds,): by any feature alone, or else at any position."""
+        return self.counts.alive().sum(1).cpu() if self.table is None else self.table.alive
 
 
 @final
@@ -53,16 +52,18 @@ class Found:
     stochastic: Tensor
     """The same under masks drawn at random."""
     faithfulness: Tensor
-    by_name: Mapping[str, SiteFound] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_name", {each.site.name: each for each in self.sites})
+    tolerance: float
+    """How far importances may be from 0 or 1."""
+    language: Mapping[str, float]
+    """What a masked language model loses (`LanguageTable`); nothing for a toy."""
 
     @property
     def errors(self) -> Tensor | None:
         """Wrong importances of all sites whose truth is known (seeds,)."""
-        known = [each.errors for each in self.sites if each.errors is not None]
-        return torch.stack(known).sum(0) if known else None
+        known = [each.table for each in self.sites if each.table is not None]
+        return (
+            torch.stack([each.errors[self.tolerance] for each in known]).sum(0) if known else None
+        )
 
     @property
     def right(self) -> Tensor | None:
@@ -70,11 +71,11 @@ class Found:
         if (errors := self.errors) is None:
             return None
         right = errors == 0
-        for matched in (each.matched for each in self.sites if each.matched is not None):
-            low, high = RIGHT_NORMS
-            ratio = matched.norm_ratio.mean(1)
-            near = (matched.cosine.amin(1) >= RIGHT_COSINE) & (ratio >= low) & (ratio <= high)
-            right = right & near.to(right.device)
+        for table in (each.table for each in self.sites if each.table is not None):
+            if table.least_cosine is not None and table.norm_ratio is not None:
+                low, high = RIGHT_NORMS
+                right &= table.least_cosine >= RIGHT_COSINE
+                right &= (table.norm_ratio >= low) & (table.norm_ratio <= high)
         return right
 
 
@@ -97,57 +98,61 @@ def judge(
     ]
     compared = {kind: build_loss(kind, {"coefficient": 1.0}) for kind in ("unmasked", "stochastic")}
     sums = dict.fromkeys(compared, torch.zeros(model.seeds, device=weight.device))
+    table = LanguageTable(rounding=settings.rounding)
+    is_language = isinstance(subject, LanguageSubject)
     for number in range(settings.batches):
-        step = model(subject.judged_on(number, batch_size))
+        x = subject.judged_on(number, batch_size)
+        step = model(x)
+        if is_language:
+            table.add(step, x)
         for count, importance in zip(counts, step.lower, strict=True):
             count.add(importance)
         sums = {kind: sums[kind] + loss(step) for kind, loss in compared.items()}
-    probed = _probed(model, subject)
+    probed, tables = _known(model, subject, settings)
     return Found(
         sites=tuple(
-            _site_found(model, subject, site, count, probed.get(site.name), settings)
+            SiteFound(
+                site=site,
+                counts=count,
+                probed=probed.get(site.name),
+                table=tables.get(site.name),
+            )
             for site, count in zip(sites, counts, strict=True)
         ),
         unmasked=sums["unmasked"] / settings.batches,
         stochastic=sums["stochastic"] / settings.batches,
         faithfulness=unfaithfulness(model.decomposition),
+        tolerance=settings.tolerance,
+        language=table.read() if is_language else {},
     )
 
 
-def _probed(
-    model: DecompositionModel, subject: ToySubject | LanguageSubject
-) -> Mapping[str, Tensor]:
-    """Return the importances that each site has for each feature alone."""
-    if isinstance(subject, LanguageSubject) or subject.toy.probe is None:
-        return {}
-    importances = model(subject.toy.probe).lower
-    return {
-        site.name: each for site, each in zip(model.decomposition.sites, importances, strict=True)
-    }
-
-
-def _site_found(
+@torch.no_grad()
+def worst_masks(
     model: DecompositionModel,
     subject: ToySubject | LanguageSubject,
-    site: Site,
-    counts: FiringCounts,
-    probed: Tensor | None,
     settings: JudgeSection,
-) -> SiteFound:
-    truth = None if isinstance(subject, LanguageSubject) else subject.truth.get(site.name)
-    if truth is None or probed is None:
-        return SiteFound(site=site, counts=counts, probed=probed)
-    errors = importance_error(probed, truth, tolerance=settings.tolerance)
-    matched = None
-    features = probed.shape[1]
-    if truth.kind == "identity" and features in (site.d_in, site.d_out):
-        components = model.decomposition.components[site.name]
-        weight = model.decomposition.module(site).weight_t.mT
-        matched = match_features(
-            components.V,
-            components.U,
-            weight,
-            along="inputs" if site.d_in == features else "outputs",
-            alive=counts.alive(),
-        )
-    return SiteFound(site=site, counts=counts, probed=probed, errors=errors, matched=matched)
+    *,
+    batch_size: int,
+    seed: int,
+) -> float | None:
+    """Return how far outputs are under the worst masks found, a mean over seeds; waits."""
+    if not settings.pgd_steps:
+        return None
+    torch.manual_seed(seed)
+    steps = [model(subject.judged_on(number, batch_size)) for number in range(settings.batches)]
+    found = quality_bar(steps, ascents=settings.pgd_steps, step_size=settings.pgd_step_size)
+    return float(found.double().mean().item())
+
+
+def _known(
+    model: DecompositionModel, subject: ToySubject | LanguageSubject, settings: JudgeSection
+) -> tuple[Mapping[str, Tensor], Mapping[str, SiteTable]]:
+    """Return the importances of each feature alone, and how they stand to what is known."""
+    if isinstance(subject, LanguageSubject) or subject.toy.probe is None:
+        return {}, {}
+    decomposition = model.decomposition
+    importances = model(subject.toy.probe).lower
+    tables = toy_table(decomposition, importances, subject.truth, tolerances=(settings.tolerance,))
+    names = [site.name for site in decomposition.sites]
+    return dict(zip(names, importances, strict=True)), tables

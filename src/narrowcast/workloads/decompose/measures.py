@@ -11,6 +11,8 @@ from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.judging import Found
 from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject
 
+TOLD = ("stochastic", "ci", "rounded", "unmasked")
+"""Masks of a language model that an evaluation tells of; the report has them all."""
 MOST_SITES = 8
 """Sites that are told of one by one in an evaluation; of more, all together and by group."""
 
@@ -24,7 +26,12 @@ def metrics_of(
     if known:
         told.append(Metric(name="identity_error", text=".3g"))
         told.append(Metric(name="right", better="higher", text=".0%"))
-    told += [Metric(name="stochastic"), Metric(name="unmasked"), Metric(name="faithfulness")]
+    if isinstance(subject, LanguageSubject):
+        told += [Metric(name=f"kl/{each}") for each in TOLD]
+        told += [Metric(name=f"ce/{each}") for each in ("target", *TOLD)]
+        told.append(Metric(name="faithfulness"))
+    else:
+        told += [Metric(name="stochastic"), Metric(name="unmasked"), Metric(name="faithfulness")]
     told += [Metric(name=name) for name in _counted(sites, groups)]
     return tuple(told)
 
@@ -34,11 +41,12 @@ def measures_of(found: Found, groups: Sequence[str]) -> dict[str, float]:
     told: dict[str, float] = {}
     if found.errors is not None and found.right is not None:
         told |= {"identity_error": _mean(found.errors), "right": _mean(found.right)}
-    told |= {
-        "stochastic": _mean(found.stochastic),
-        "unmasked": _mean(found.unmasked),
-        "faithfulness": _mean(found.faithfulness),
-    }
+    if table := found.language:
+        told |= {f"kl/{each}": table[f"kl_{each}"] for each in TOLD}
+        told |= {f"ce/{each}": table[f"ce_{each}"] for each in ("target", *TOLD)}
+    else:
+        told |= {"stochastic": _mean(found.stochastic), "unmasked": _mean(found.unmasked)}
+    told["faithfulness"] = _mean(found.faithfulness)
     sites = [each.site for each in found.sites]
     l0 = {each.site.name: _mean(each.counts.l0) for each in found.sites}
     alive = {each.site.name: _mean(each.alive) for each in found.sites}

@@ -1,7 +1,7 @@
 """What a finished decomposition leaves in its run folder for the report."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,12 +9,15 @@ from torch import Tensor
 
 from narrowcast.config.sections import Recipe
 from narrowcast.workloads.decompose.build import Parts
+from narrowcast.workloads.decompose.evaluation.language_table import MASKINGS
+from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable
 from narrowcast.workloads.decompose.judging import Found, SiteFound
 from narrowcast.workloads.decompose.report.matrices import histogram, importance_picture, picture
 from narrowcast.workloads.decompose.report.schema import (
     MOST_DRAWN,
     Component,
     Decomposition,
+    MaskedLoss,
     Site,
     Verdict,
     write,
@@ -25,8 +28,13 @@ from narrowcast.workloads.decompose.subject import LanguageSubject
 PROBE = "each feature alone, at 0.75"
 
 
-def write_found(folder: Path, found: Found, parts: Parts, recipe: Recipe) -> None:
-    """Write `decomposition.json`; the first seed is drawn."""
+def write_found(
+    folder: Path, found: Found, parts: Parts, recipe: Recipe, *, worst: float | None
+) -> None:
+    """Write `decomposition.json`; the first seed is drawn.
+
+    `worst` is how far outputs are under the worst masks that were found, a mean over seeds.
+    """
     settings = recipe.section(JudgeSection)
     is_language = isinstance(parts.subject, LanguageSubject)
     written = Decomposition(
@@ -37,12 +45,15 @@ def write_found(folder: Path, found: Found, parts: Parts, recipe: Recipe) -> Non
         probe="" if is_language else PROBE,
         sites=tuple(_site(each, parts) for each in found.sites),
         verdicts=tuple(_verdicts(found)),
+        language=tuple(_language(found.language)),
+        pgd=((settings.pgd_steps, worst),) if worst is not None else (),
     )
     write(folder, written)
 
 
 def _site(each: SiteFound, parts: Parts) -> Site:
-    subject, site = parts.subject, each.site
+    subject, site, table = parts.subject, each.site, each.table
+    matched = None if table is None else table.matched
     truth = None if isinstance(subject, LanguageSubject) else subject.truth.get(site.name)
     importance, order = None, list[int]()
     if each.probed is not None:
@@ -58,9 +69,10 @@ def _site(each: SiteFound, parts: Parts) -> Site:
         shape="" if truth is None else truth.kind,
         alive=tuple(int(count) for count in each.alive.tolist()),
         l0=_numbers(each.counts.l0),
-        identity_error=() if each.errors is None else tuple(int(n) for n in each.errors.tolist()),
-        cosine=() if each.matched is None else _numbers(each.matched.cosine.amin(1)),
-        norm_ratio=() if each.matched is None else _numbers(each.matched.norm_ratio.mean(1)),
+        identity_error=() if table is None else _errors(table),
+        cosine=() if matched is None else _numbers(matched.cosine.amin(1)),
+        mean_cosine=() if matched is None else _numbers(matched.cosine.mean(1)),
+        norm_ratio=() if matched is None else _numbers(matched.norm_ratio.mean(1)),
         importance=importance,
         importance_order=tuple(order),
         largest=tuple(_largest(each, parts)),
@@ -76,19 +88,23 @@ def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
     alive = each.counts.alive()[0].to(norms.device)
     order = norms.masked_fill(~alive, -1.0).argsort(descending=True)[: int(alive.sum())]
     weight = parts.model.decomposition.module(each.site).weight_t[0].mT
-    features = {} if each.matched is None else _features(each.matched.component[0])
+    matched = None if each.table is None else each.table.matched
+    features = {} if matched is None else _features(matched.component[0])
     density = each.counts.density[0]
     for number in order[:MOST_DRAWN].tolist():
         feature = features.get(number)
-        truth = None if feature is None else _only(weight, feature, each)
+        alike: dict[str, float | None] = {}
+        if matched is not None and feature is not None:
+            alike["cosine"] = _number(matched.cosine[0, feature].item())
+            alike["norm_ratio"] = _number(matched.norm_ratio[0, feature].item())
+        own = None if feature is None else _only(weight, feature, each)
         yield Component(
             number=number,
             found=picture(torch.outer(written[number], read[:, number])),
-            truth=None if truth is None else picture(truth),
+            truth=None if own is None else picture(own),
             name="" if feature is None else f"feature {feature}",
-            cosine=_of(each, "cosine", feature),
-            norm_ratio=_of(each, "norm_ratio", feature),
             density=_number(density[number].item()),
+            **alike,
         )
 
 
@@ -108,10 +124,24 @@ def _only(weight: Tensor, feature: int, each: SiteFound) -> Tensor:
     return part
 
 
-def _of(each: SiteFound, name: str, feature: int | None) -> float | None:
-    if each.matched is None or feature is None:
-        return None
-    return _number(getattr(each.matched, name)[0, feature].item())
+def _language(told: Mapping[str, float]) -> Iterable[MaskedLoss]:
+    """Return the table that people publish."""
+    if not told:
+        return
+    yield MaskedLoss(mask="target", cross_entropy=_number(told["ce_target"]), kl=0.0)
+    for masking in MASKINGS:
+        yield MaskedLoss(
+            mask=masking,
+            cross_entropy=_number(told[f"ce_{masking}"]),
+            kl=_number(told[f"kl_{masking}"]),
+            ce_difference=_number(told[f"ce_difference_{masking}"]),
+            ce_unrecovered=_number(told[f"ce_unrecovered_{masking}"]),
+        )
+
+
+def _errors(table: SiteTable) -> tuple[int, ...]:
+    (errors,) = table.errors.values()
+    return tuple(int(number) for number in errors.tolist())
 
 
 def _verdicts(found: Found) -> Iterable[Verdict]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError
 from narrowcast.training.task import MapDataset
 from narrowcast.workloads.decompose.settings import (
     DecomposeData,
@@ -123,12 +124,16 @@ class ToySubject:
     output: None = None
     batch_dim: int = 1
     unit: str = "sample"
-    length: int = 1
 
     @property
     def name(self) -> str:
         """The toy's."""
         return self.toy.name
+
+    @property
+    def length(self) -> int:
+        """The toy's."""
+        return self.toy.length
 
     @property
     def target(self) -> nn.Module:
@@ -229,6 +234,11 @@ def build_subject(recipe: Recipe, *, device: torch.device) -> ToySubject | Langu
     asked, data = recipe.section(TargetSection), recipe.section(DecomposeData)
     settings = recipe.section(DecompositionSection)
     if not asked.toy:
+        if settings.seeds > 1:
+            raise RecipeError(
+                f"decomposition.seeds={settings.seeds}: several decompositions at once are for "
+                "toys; a language model has one, write decomposition.seeds=1"
+            )
         language = language_target(asked.path, text=data.text, length=data.length, device=device)
         return LanguageSubject(language=language, length=data.length, device=device)
     toy = toy_target(

@@ -15,7 +15,8 @@ from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook, LossParts, Task
 from narrowcast.workloads.decompose.build import Parts, build_parts
-from narrowcast.workloads.decompose.judging import Found, judge
+from narrowcast.workloads.decompose.judging import Found, judge, worst_masks
+from narrowcast.workloads.decompose.kept import COMPONENTS, save_components
 from narrowcast.workloads.decompose.losses.adversary import form_of
 from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
 from narrowcast.workloads.decompose.losses.terms import total
@@ -23,7 +24,7 @@ from narrowcast.workloads.decompose.measures import measures_of, metrics_of
 from narrowcast.workloads.decompose.model import DecompositionModel, clip_each_seed
 from narrowcast.workloads.decompose.results import write_found
 from narrowcast.workloads.decompose.settings import DecompositionSection, JudgeSection
-from narrowcast.workloads.decompose.subject import as_batch
+from narrowcast.workloads.decompose.subject import LanguageSubject, ToySubject, as_batch
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Decompose:
             together=self.together,
             hooks=self.hooks,
             write_results=self.write_results,
+            weights_in=COMPONENTS,
         )
 
     @property
@@ -117,14 +119,18 @@ class Decompose:
 
     def judged(self, model: nn.Module) -> Found:
         """Judge a decomposition, on the same samples each time."""
+        return judge(*self._asked(model), batch_size=self.recipe.batch_size, seed=self.recipe.seed)
+
+    def worst(self, model: nn.Module) -> float | None:
+        """Return how far outputs are under the worst masks that importances allow."""
+        size, seed = self.recipe.batch_size, self.recipe.seed
+        return worst_masks(*self._asked(model), batch_size=size, seed=seed)
+
+    def _asked(
+        self, model: nn.Module
+    ) -> tuple[DecompositionModel, ToySubject | LanguageSubject, JudgeSection]:
         assert isinstance(model, DecompositionModel)
-        return judge(
-            model,
-            self.parts.subject,
-            self.recipe.section(JudgeSection),
-            batch_size=self.recipe.batch_size,
-            seed=self.recipe.seed,
-        )
+        return model, self.parts.subject, self.recipe.section(JudgeSection)
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -182,5 +188,6 @@ class Decompose:
         """Write what the report draws, and what a comparison of runs reads."""
         device = next(prepared.model.parameters()).device
         with randomness_kept(device), in_eval_mode(prepared.model), prepared.compute():
-            found = self.judged(prepared.model)
-        write_found(folder, found, self.parts, self.recipe)
+            found, worst = self.judged(prepared.model), self.worst(prepared.model)
+        write_found(folder, found, self.parts, self.recipe, worst=worst)
+        save_components(folder, prepared.full_weights(), found, self.parts)

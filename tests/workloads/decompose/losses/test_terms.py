@@ -15,7 +15,7 @@ TERMS = {
     "layerwise": ("stochastic", {**ONE, "routing": "layerwise"}),
     "batched": ("stochastic", {**ONE, "routing": "layerwise", "batched": True}),
     "subset": ("stochastic", {**ONE, "routing": "uniform_k_subset"}),
-    "static": ("importance_masked", {**ONE, "routing": "static_probability"}),
+    "static": ("importance_masked", {**ONE, "routing": "static_probability", "probability": 0.5}),
     "pgd_layerwise": ("pgd", {**ONE, "routing": "layerwise"}),
     "pgd_subset": ("pgd", {**ONE, "routing": "uniform_k_subset", "scope": "per_datapoint"}),
     "persistent_subset": ("persistent_pgd", {**ONE, "routing": "uniform_k_subset"}),

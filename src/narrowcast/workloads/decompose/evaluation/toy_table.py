@@ -9,7 +9,11 @@ from torch import Tensor
 
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
 from narrowcast.workloads.decompose.evaluation.identity_error import TOLERANCES, importance_error
-from narrowcast.workloads.decompose.evaluation.matching import match_features, mean_max_cosine
+from narrowcast.workloads.decompose.evaluation.matching import (
+    Matched,
+    match_features,
+    mean_max_cosine,
+)
 from narrowcast.workloads.decompose.targets.toy import Truth
 
 ALIVE = 0.1
@@ -32,25 +36,37 @@ class SiteTable:
     """The mean over features of that component's norm by the weight's."""
     mean_max_cosine: Tensor | None = None
     """As it is published, of all components, dead ones too."""
+    matched: Matched | None = None
+    """Which component each feature was compared with, and how alike they are."""
 
 
 @torch.no_grad()
 def toy_table(
-    decomposition: Decomposition, importance: Sequence[Tensor], truth: Mapping[str, Truth]
+    decomposition: Decomposition,
+    importance: Sequence[Tensor],
+    truth: Mapping[str, Truth],
+    *,
+    tolerances: Sequence[float] = TOLERANCES,
 ) -> dict[str, SiteTable]:
     """Return the table of each site of which something is known; waits for the device.
 
     `importance` (seeds, features, components) of each site are the lower ones of the toy's probe.
     """
     return {
-        site.name: _table(decomposition, index, importance[index], truth[site.name])
+        site.name: _table(decomposition, index, importance[index], truth[site.name], tolerances)
         for index, site in enumerate(decomposition.sites)
         if site.name in truth
     }
 
 
-def _table(decomposition: Decomposition, index: int, importance: Tensor, truth: Truth) -> SiteTable:
-    errors = {each: importance_error(importance, truth, tolerance=each) for each in TOLERANCES}
+def _table(
+    decomposition: Decomposition,
+    index: int,
+    importance: Tensor,
+    truth: Truth,
+    tolerances: Sequence[float],
+) -> SiteTable:
+    errors = {each: importance_error(importance, truth, tolerance=each) for each in tolerances}
     alive = (importance > ALIVE).any(dim=1)
     count = alive.sum(dim=1).cpu()
     if truth.along is None:
@@ -65,4 +81,5 @@ def _table(decomposition: Decomposition, index: int, importance: Tensor, truth: 
         least_cosine=matched.cosine.amin(dim=1).cpu(),
         norm_ratio=matched.norm_ratio.mean(dim=1).cpu(),
         mean_max_cosine=mean_max_cosine(*parts, along=truth.along).cpu(),
+        matched=matched,
     )
