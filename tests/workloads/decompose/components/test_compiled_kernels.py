@@ -34,11 +34,9 @@ def build(kernel, *, warps=4, **constants):
 
 
 tile = {"ROWS": 16, "QUARTER": 64, "g_column": 1, "s_column": 1}
-for kind in (2, 3):
-    how = {"SOURCE": kind, "DELTA": kind, "ROUTED": True, **tile}
-    build(operand._write, **how)
-    given = {"NEEDS_SOURCE": kind == 2, "SUMMED": kind == 2, "NEEDS_DELTA": kind == 2}
-    build(operand._back, NEEDS_IMPORTANCE=True, NEEDS_OPERAND=kind != 2, **given, **how)
+build(operand._write, SOURCE=3, DELTA=3, ROUTED=True, **tile)
+needs = {f"NEEDS_{what}": True for what in ("IMPORTANCE", "SOURCE", "DELTA", "OPERAND")}
+build(operand._back, SOURCE=2, DELTA=2, ROUTED=True, SUMMED=True, **needs, **tile)
 build(weights._write, STACKED=True, BLOCK=1024)
 build(mlp._units, HIDDEN=16, BACK=True, BY_BITS=False, ROWS=32, COLUMNS=64)
 build(mlp._through_rows, TO_H=True, BY_BITS=False, BLOCK=256, LANES=32, UNITS=16, warps=1)

@@ -105,7 +105,7 @@ def compared(given, mask, dtype=torch.float32):
         assert_near(one, two, narrow, max(rows, count))
 
 
-SHAPES = [(1, 70, 5, 6, 20), (3, 9, 16, 8, 24), (1, 20, 40, 24, 300)]
+SHAPES = [(1, 70, 5, 6, 20), (3, 9, 16, 8, 24), (1, 9, 40, 24, 300)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -190,7 +190,7 @@ def test_the_backward_pass_draws_what_the_forward_pass_drew(kind):
 
 
 def test_what_is_left_takes_part_by_a_draw_of_its_own_for_each_row():
-    rows = 2000
+    rows = 400
     x = torch.ones(1, rows, 1, device=DEVICE)
     zeros, ones = torch.zeros(1, 1, 8, device=DEVICE), torch.ones(1, 1, 1, device=DEVICE)
     mask = SiteMask(torch.zeros(1, rows, 8, device=DEVICE), Draw(), Draw())
