@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from narrowcast.config.workload import Workload
+from narrowcast.config.workload import Command, Workload
 
 WORKLOAD = Workload(
     name="decompose",
@@ -11,4 +11,11 @@ WORKLOAD = Workload(
     task="narrowcast.workloads.decompose.task:build_task",
     report="narrowcast.workloads.decompose.report:sections",
     recipes=Path(__file__).parent / "recipes",
+    commands=(
+        Command(
+            "decompose",
+            "narrowcast.workloads.decompose.command:decompose",
+            about="compares the components of finished decompositions",
+        ),
+    ),
 )

@@ -124,12 +124,16 @@ class ToySubject:
     output: None = None
     batch_dim: int = 1
     unit: str = "sample"
-    length: int = 1
 
     @property
     def name(self) -> str:
         """The toy's."""
         return self.toy.name
+
+    @property
+    def length(self) -> int:
+        """The toy's."""
+        return self.toy.length
 
     @property
     def target(self) -> nn.Module:

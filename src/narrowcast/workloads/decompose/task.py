@@ -16,6 +16,7 @@ from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook, LossParts, Task
 from narrowcast.workloads.decompose.build import Parts, build_parts
 from narrowcast.workloads.decompose.judging import Found, judge, worst_masks
+from narrowcast.workloads.decompose.kept import COMPONENTS, save_components
 from narrowcast.workloads.decompose.losses.adversary import form_of
 from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
 from narrowcast.workloads.decompose.losses.terms import total
@@ -76,6 +77,7 @@ class Decompose:
             together=self.together,
             hooks=self.hooks,
             write_results=self.write_results,
+            weights_in=COMPONENTS,
         )
 
     @property
@@ -188,3 +190,4 @@ class Decompose:
         with randomness_kept(device), in_eval_mode(prepared.model), prepared.compute():
             found, worst = self.judged(prepared.model), self.worst(prepared.model)
         write_found(folder, found, self.parts, self.recipe, worst=worst)
+        save_components(folder, prepared.full_weights(), found, self.parts)

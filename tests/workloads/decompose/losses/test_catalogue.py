@@ -55,3 +55,10 @@ def test_losses_of_one_name_are_refused_and_those_of_another_routing_are_not():
         build_losses([one, layerwise, one])
     with pytest.raises(RecipeError, match="no loss is named"):
         build_losses([])
+
+
+def test_a_step_without_any_loss_is_refused_before_the_run():
+    sometimes = ("pgd", {"coefficient": 1.0, "every": 2})
+    assert len(build_losses([sometimes, ("unmasked", {"coefficient": 1.0})])) == 2
+    with pytest.raises(RecipeError, match="some steps would have no loss at all"):
+        build_losses([sometimes])

@@ -77,6 +77,8 @@ def test_an_importance_of_zero_has_a_finite_slope_below_power_one(numbers):
         ({"p": 0.0}, "p and p_final are above 0"),
         ({"anneal_from": 0.5, "anneal_to": 0.5}, "cannot anneal from 0.5 to 0.5"),
         ({"beta": -1.0}, "beta is at least 0"),
+        ({"reference_rows": 100}, "reference_rows are of the frequency term; write a beta"),
+        ({"anneal_to": 0.5}, "nothing to anneal to; write a p_final"),
     ],
 )
 def test_penalties_that_are_none_are_refused(settings, message):

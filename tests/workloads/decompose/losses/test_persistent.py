@@ -149,6 +149,7 @@ def test_a_batch_of_another_size_is_refused_where_sources_are_of_rows(network):
     [
         ({"lr": 0.0}, "lr is above 0"),
         ({"beta2": 1.0}, "beta1 and beta2 at least 0 and below 1"),
+        ({"optimizer": "sign", "beta1": 0.9}, "signs remember nothing"),
         ({"repeat": 2}, "about scope: repeat_across_batch"),
     ],
 )

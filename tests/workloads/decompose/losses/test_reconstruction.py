@@ -87,7 +87,7 @@ def test_what_is_important_and_faithful_is_reconstructed_whatever_is_drawn(numbe
         step.decomposition.components.parameters(), (1, 3, 1, 2), strict=True
     ):
         torch.nn.init.constant_(parameter, value)
-    for routing in ("all", "layerwise", "uniform_k_subset", "static_probability"):
+    for routing in ("all", "layerwise", "uniform_k_subset"):
         assert Stochastic(coefficient=1.0, routing=routing)(step).item() < 1e-28
 
 
@@ -136,16 +136,26 @@ def test_hidden_activations_use_those_that_the_step_has_kept(numbers):
     assert found.tolist() == [(1 + 2**2) * MEAN_SQUARE / 2]
 
 
-@pytest.mark.parametrize("routing", ["all", "layerwise", "uniform_k_subset"])
-def test_passes_computed_again_have_the_same_draws_and_gradients(network, routing):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (Stochastic, {}),
+        (Stochastic, {"routing": "layerwise"}),
+        (Stochastic, {"routing": "uniform_k_subset"}),
+        (ImportanceMasked, {"routing": "uniform_k_subset"}),
+        (Unmasked, {}),
+        (HiddenActivations, {}),
+    ],
+)
+def test_passes_computed_again_have_the_same_draws_and_gradients(network, kind, settings):
     found = []
     for recompute in (True, False):
         step = network()
         torch.manual_seed(1)
-        loss = Stochastic(coefficient=1.0, routing=routing, recompute=recompute)(step)
+        loss = kind(coefficient=1.0, recompute=recompute, **settings)(step)
         torch.rand(3)  # draws in between must not change those of the second pass
         wanted = [*step.decomposition.components.parameters(), *step.lower]
-        found.append([loss, *torch.autograd.grad(loss.sum(), wanted)])
+        found.append([loss, *torch.autograd.grad(loss.sum(), wanted, materialize_grads=True)])
     assert all(map(torch.equal, *found))
 
 
@@ -178,7 +188,9 @@ def test_a_pass_computed_again_keeps_fewer_numbers(network):
     ("settings", "message"),
     [
         ({"batched": True}, "batched is about routing: layerwise, not all"),
-        ({"probability": 0.0}, "a probability of 0.0 is none"),
+        ({"probability": 0.5}, "static_probability and a probability go together"),
+        ({"routing": "static_probability"}, "static_probability and a probability go together"),
+        ({"routing": "static_probability", "probability": 0.0}, "a probability of 0.0 is none"),
     ],
 )
 def test_settings_that_do_nothing_are_refused(settings, message):

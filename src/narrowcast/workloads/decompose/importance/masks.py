@@ -28,7 +28,7 @@ def routes(
     routing: Routing,
     importance: Sequence[Tensor],
     *,
-    probability: float = 0.5,
+    probability: float = 0.0,
     batched: bool = False,
 ) -> list[Route]:
     """Return the passes of a routing, drawn anew where it is random.

@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.losses.adversary import Adversarial
 from narrowcast.workloads.decompose.losses.faithfulness import Faithfulness
 from narrowcast.workloads.decompose.losses.minimality import Minimality, SmoothL0
 from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
@@ -65,6 +66,10 @@ def build_losses(asked: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Loss]:
             raise RecipeError(
                 f"the loss {name} is named twice; write it once, with one coefficient"
             )
+    if all(isinstance(loss, Adversarial) and loss.every > 1 for loss in losses):
+        raise RecipeError(
+            "some steps would have no loss at all; leave `every` out of one, or add a loss without"
+        )
     return losses
 
 

@@ -40,6 +40,10 @@ class _Annealed(Loss):
                 f"{self.kind}: beta is at least 0 and reference_rows at least 1, "
                 f"not {self.beta} and {self.reference_rows}"
             )
+        if self.reference_rows is not None and not self.beta:
+            raise RecipeError(
+                f"{self.kind}: reference_rows are of the frequency term; write a beta"
+            )
 
     def between(self, first: float, last: float, progress: Tensor) -> Tensor:
         """Return the number on the way from `first` to `last` at this point of the run."""
@@ -72,6 +76,8 @@ class Minimality(_Annealed):
         super().check()
         if self.p <= 0 or (self.p_final is not None and self.p_final <= 0):
             raise RecipeError(f"{self.kind}: p and p_final are above 0; write p: 1.0")
+        if self.p_final is None and (self.anneal_from, self.anneal_to) != (0.0, 1.0):
+            raise RecipeError(f"{self.kind}: there is nothing to anneal to; write a p_final")
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the sum over sites and components of mean powers."""

@@ -50,6 +50,8 @@ class PersistentPGD(Adversarial):
                 f"{self.kind}: lr is above 0, and beta1 and beta2 at least 0 and below 1; write "
                 "for example lr: 0.01, beta1: 0.5, beta2: 0.99"
             )
+        if self.optimizer == "sign" and (self.beta1, self.beta2) != (0.5, 0.99):
+            raise RecipeError(f"{self.kind}: signs remember nothing; leave beta1 and beta2 out")
         if self.repeat < 1 or (self.repeat > 1 and self.scope != "repeat_across_batch"):
             raise RecipeError(
                 f"{self.kind}: repeat is at least 1, and about scope: repeat_across_batch"

@@ -18,17 +18,45 @@ from narrowcast.workloads.decompose.losses.terms import Loss, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed(Loss):
+class Masked(Loss):
+    """A term of masked passes."""
+
+    recompute: bool = False
+    """Whether the backward pass computes the passes again, and keeps none of their activations."""
+
+    def run(self, step: Step, passed: Callable[..., Tensor], *, draws: bool) -> Tensor:
+        """Return what `passed` does, given the seed to draw from, or None for any."""
+        if self.recompute and torch.is_grad_enabled() and not step.held:
+            return _recomputed(passed, step, draws=draws)
+        return passed(None)
+
+    def apart(
+        self,
+        step: Step,
+        route: Route,
+        sources: Sequence[Source],
+        deltas: Sequence[Source | None],
+    ) -> Tensor:
+        """Return how far one pass is from the target, for every seed."""
+
+        def passed(seed: Tensor | None) -> Tensor:
+            masks = site_masks(route, step.lower, sources, deltas)
+            made = step.masked(masks, copies=route.copies, seed=seed).output
+            return step.apart(made, copies=route.copies)
+
+        return self.run(step, passed, draws=isinstance(sources[0], Draw))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed(Masked):
     """A term of one or more masked passes, in which some sites compute with components."""
 
     routing: Routing = "all"
     """Which sites, at which rows: all, one at a time, random subsets, or each by chance."""
-    probability: float = 0.5
+    probability: float | None = None
     """Of a site to compute with components, with `static_probability`."""
     batched: bool = False
     """Whether `layerwise` is one pass of as many copies of the batch as there are sites."""
-    recompute: bool = False
-    """Whether the backward pass computes the passes again, and keeps none of their activations."""
 
     @property
     def name(self) -> str:
@@ -37,7 +65,12 @@ class Routed(Loss):
 
     def check(self) -> None:
         """Refuse a probability that is none, and options of another routing."""
-        if not 0 < self.probability <= 1:
+        if (self.probability is not None) != (self.routing == "static_probability"):
+            raise RecipeError(
+                f"{self.kind}: routing: static_probability and a probability go together; write "
+                "both, or neither"
+            )
+        if self.probability is not None and not 0 < self.probability <= 1:
             raise RecipeError(
                 f"{self.kind}: a probability of {self.probability} is none; write one above 0, "
                 "such as 0.5"
@@ -50,25 +83,8 @@ class Routed(Loss):
 
     def routes(self, step: Step) -> list[Route]:
         """Return the passes of the term; random ones are drawn anew."""
-        return routes(self.routing, step.lower, probability=self.probability, batched=self.batched)
-
-    def apart(
-        self,
-        step: Step,
-        route: Route,
-        sources: Sequence[Source],
-        deltas: Sequence[Source | None],
-    ) -> Tensor:
-        """Return how far one pass is from the target, for every seed."""
-
-        def passed(seed: Tensor | None = None) -> Tensor:
-            masks = site_masks(route, step.lower, sources, deltas)
-            made = step.masked(masks, copies=route.copies, seed=seed).output
-            return step.apart(made, copies=route.copies)
-
-        if self.recompute and torch.is_grad_enabled() and not step.held:
-            return _recomputed(passed, step, draws=isinstance(sources[0], Draw))
-        return passed()
+        chance = self.probability or 0.0
+        return routes(self.routing, step.lower, probability=chance, batched=self.batched)
 
     def mean(
         self, step: Step, sources: Sequence[Source], deltas: Sequence[Source | None]
@@ -101,7 +117,7 @@ class ImportanceMasked(Routed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmasked(Loss):
+class Unmasked(Masked):
     """All components take part, and nothing of what they leave."""
 
     kind: ClassVar[str] = "unmasked"
@@ -110,11 +126,11 @@ class Unmasked(Loss):
         """Return the divergence of the sums of components."""
         everything, none = [1.0] * len(step.lower), [None] * len(step.lower)
         (route,) = routes("all", step.lower)
-        return step.apart(step.masked(site_masks(route, step.lower, everything, none)).output)
+        return self.apart(step, route, everything, none)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenActivations(Loss):
+class HiddenActivations(Masked):
     """The mean squared error of what sites are given, where masks are drawn at random."""
 
     kind: ClassVar[str] = "hidden_activations"
@@ -126,14 +142,20 @@ class HiddenActivations(Loss):
             with torch.no_grad():
                 known = step.masked([None] * len(step.lower), inputs=True).inputs
         (route,) = routes("all", step.lower)
-        made = step.masked(site_masks(route, step.lower, *_drawn(step)), inputs=True).inputs
-        pairs = [(a, b) for a, b in zip(made, known, strict=True) if a.is_floating_point()]
-        if not pairs:
+        vectors = [index for index, each in enumerate(known) if each.is_floating_point()]
+        if not vectors:
             raise RecipeError(
                 f"{self.kind}: every site is an embedding, which is given tokens; leave it out"
             )
-        squares = [(wide(a) - wide(b.detach())).square().sum((1, 2)) for a, b in pairs]
-        return torch.stack(squares).sum(0) / sum(a[0].numel() for a, _ in pairs)
+
+        def passed(seed: Tensor | None) -> Tensor:
+            masks = site_masks(route, step.lower, *_drawn(step))
+            made = step.masked(masks, inputs=True, seed=seed).inputs
+            off = [wide(made[each]) - wide(known[each].detach()) for each in vectors]
+            return torch.stack([each.square().sum((1, 2)) for each in off]).sum(0)
+
+        squares = self.run(step, passed, draws=True)
+        return squares / sum(known[each][0].numel() for each in vectors)
 
 
 def _recomputed(passed: Callable[..., Tensor], step: Step, *, draws: bool) -> Tensor:

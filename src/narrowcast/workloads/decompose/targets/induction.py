@@ -156,4 +156,5 @@ def plan_for(rows: InductionRows, *, width: int, steps: int) -> ToyPlan:
         check=check,
         sites={"blocks.*.*_proj": 100},
         divergence="kl",
+        length=rows.length,
     )

@@ -59,6 +59,8 @@ class ToyPlan:
     truth: Mapping[str, Truth] = field(default_factory=dict)
     probe: Tensor | None = None
     divergence: Literal["mse", "kl"] = "mse"
+    length: int = 1
+    """Positions of a sample, of which sites see each."""
 
 
 @final
@@ -82,6 +84,8 @@ class Toy:
     probe: Tensor | None
     """(seeds, features, features): each feature alone; none where inputs are no features."""
     pretraining: Pretraining
+    length: int
+    """Positions of a sample."""
 
 
 def make_toy(
@@ -126,6 +130,7 @@ def make_toy(
         truth=plan.truth,
         probe=probe,
         pretraining=plan.pretraining,
+        length=plan.length,
     )
 
 

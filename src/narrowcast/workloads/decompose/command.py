@@ -1,0 +1,45 @@
+"""`narrowcast decompose`: what two finished decompositions have in common."""
+
+import json
+
+import click
+
+from narrowcast.plain_files import path_of
+
+
+@click.group()
+def decompose() -> None:
+    """Look at finished decompositions."""
+
+
+@decompose.command()
+@click.argument("first")
+@click.argument("second")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first.")
+@click.option(
+    "--other-seed", type=click.IntRange(0), default=0, show_default=True, help="Of the second."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def compare(first: str, second: str, seed: int, other_seed: int, as_json: bool) -> None:
+    """Tell how alike the living components of two runs are, site by site.
+
+    For each component of one run the best cosine with one of the other, of the matrices that they
+    are; the mean of these is the MMCS, and 1 where both runs found the same.
+    """
+    from narrowcast.workloads.decompose.kept import read_components
+    from narrowcast.workloads.decompose.likeness import likeness
+
+    one = read_components(path_of(first), seed=seed)
+    other = read_components(path_of(second), seed=other_seed)
+    rows = likeness(one, other)
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    width = max(len(row["site"]) for row in rows)
+    click.echo(f"{'site':{width}}  alive      MMCS of the first, of the second, above 0.9")
+    for row in rows:
+        alive = f"{row['alive'][0]}, {row['alive'][1]}"
+        click.echo(
+            f"{row['site']:{width}}  {alive:9}  {row['mmcs'][0]:.4f}  {row['mmcs'][1]:.4f}  "
+            f"{row['found'][0]} of {row['alive'][0]}"
+        )

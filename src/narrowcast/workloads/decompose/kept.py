@@ -1,0 +1,75 @@
+"""The components of a finished run: one file, without the target that they were taken from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from narrowcast.config.problems import shown_path
+from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.workloads.decompose.build import Parts
+from narrowcast.workloads.decompose.evaluation.matching import Components
+from narrowcast.workloads.decompose.judging import Found
+from narrowcast.workloads.decompose.subject import LanguageSubject
+
+COMPONENTS = "components.safetensors"
+SITES = "sites/"
+"""Before the name of a site, and after it what is kept of it: V, U or alive."""
+IMPORTANCE, TARGET = "importance.", "decomposition.target."
+
+
+def save_components(
+    folder: Path, weights: Mapping[str, Tensor], found: Found, parts: Parts
+) -> None:
+    """Write V, U and which components are alive, by site; importance functions; a toy's target.
+
+    A language model is where it was. The file appears whole or not at all.
+    """
+    decomposition = parts.model.decomposition
+    kept: dict[str, Tensor] = {}
+    for each in found.sites:
+        components = decomposition.components[each.site.name]
+        name = f"{SITES}{each.site.name}/"
+        kept[f"{name}V"], kept[f"{name}U"] = components.V, components.U
+        kept[f"{name}alive"] = each.counts.alive()
+    for name, weight in weights.items():
+        own = name.startswith(TARGET)
+        if name.startswith("importance.") or (
+            own and not isinstance(parts.subject, LanguageSubject)
+        ):
+            kept[name] = weight
+    # A copy of each: what is tied, or a view of another, would be refused.
+    plain = {name: each.detach().cpu().contiguous().clone() for name, each in kept.items()}
+    unfinished = folder / f".{COMPONENTS}.unfinished"
+    save_file(plain, unfinished)
+    unfinished.replace(folder / COMPONENTS)
+
+
+def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
+    """Return the components of every site of a finished run, of one of its seeds."""
+    path = folder / COMPONENTS
+    if not path.is_file():
+        raise RecipeError(
+            f"{shown_path(path)} is not there; give the folder of a finished run of decompose"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [key.removeprefix(SITES)[:-2] for key in file.keys() if key.endswith("/V")]  # noqa: SIM118
+            seeds = file.get_slice(f"{SITES}{names[0]}/V").get_shape()[0]
+            if seed >= seeds:
+                raise RecipeError(
+                    f"{shown_path(folder)} has {seeds} seed{'s' * (seeds > 1)}, counted from 0; "
+                    f"there is no seed {seed}"
+                )
+            return {
+                name: Components(
+                    v=file.get_tensor(f"{SITES}{name}/V")[seed],
+                    u=file.get_tensor(f"{SITES}{name}/U")[seed],
+                    alive=file.get_tensor(f"{SITES}{name}/alive")[seed],
+                )
+                for name in names
+            }
+    except (SafetensorError, OSError, IndexError) as error:
+        raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error

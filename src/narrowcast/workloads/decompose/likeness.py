@@ -1,0 +1,47 @@
+"""How alike the components of two runs are, site by site."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.evaluation.matching import Components, compare_runs
+
+ALIKE = 0.9
+"""A component was found again in the other run where its best cosine is above."""
+
+
+def likeness(
+    first: Mapping[str, Components], second: Mapping[str, Components]
+) -> list[dict[str, Any]]:
+    """Return a row for each site that both have: alive, MMCS and how many are alike, of each."""
+    shared = [name for name in first if name in second]
+    if not shared:
+        raise RecipeError(
+            f"the runs share no site: {', '.join(first)}; and {', '.join(second)}; compare "
+            "decompositions of one target"
+        )
+    rows = []
+    for name in shared:
+        one, other = first[name], second[name]
+        if (one.v.shape[0], one.u.shape[1]) != (other.v.shape[0], other.u.shape[1]):
+            raise RecipeError(
+                f"{name} is a matrix of {one.v.shape[0]} x {one.u.shape[1]} in one run and of "
+                f"{other.v.shape[0]} x {other.u.shape[1]} in the other; compare decompositions of "
+                "one target"
+            )
+        best = compare_runs(one, other)
+        rows.append(
+            {
+                "site": name,
+                "alive": [len(each) for each in best],
+                "mmcs": [_mean(each) for each in best],
+                "found": [int((each > ALIKE).sum()) for each in best],
+            }
+        )
+    return rows
+
+
+def _mean(cosines: Tensor) -> float:
+    return float(cosines.double().mean()) if len(cosines) else 0.0
