@@ -8,7 +8,10 @@ import torch
 from narrowcast.kernels.launch import interpreted
 from narrowcast.workloads.decompose.components.folded import masked_output
 from narrowcast.workloads.decompose.components.fused import fused_output
-from narrowcast.workloads.decompose.components.kernels import operand  # noqa: F401  # interpreted
+from narrowcast.workloads.decompose.components.kernels import (  # noqa: F401  # interpreted
+    operand,
+    weights,
+)
 from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -78,7 +81,7 @@ def assert_near(found, exact, dtype, terms):
     assert (found.double() - exact).abs().max() <= 4 * STEP[dtype] * terms**0.5 * scale
 
 
-def compared(given, mask, dtype):
+def compared(given, mask, dtype=torch.float32):
     """Compare output and every gradient with plain torch in fp64."""
     exactly, exact_mask = {key: in_fp64(value) for key, value in given.items()}, wide(mask)
     found = fused_output(**given, mask=mask, seed=None, stream=0)
@@ -105,7 +108,18 @@ SHAPES = [(1, 70, 5, 6, 20), (3, 9, 16, 8, 24), (1, 20, 40, 24, 300)]
 @pytest.mark.parametrize("name", masks(1, 1, 1))
 def test_outputs_and_gradients_are_those_of_plain_torch(shape, name):
     seeds, rows, _, _, count = shape
-    compared(case(torch.float32, *shape), masks(seeds, rows, count)[name], torch.float32)
+    compared(case(torch.float32, *shape), masks(seeds, rows, count)[name])
+
+
+def test_a_source_for_all_rows_has_the_gradient_of_each_seeds_own_rows():
+    shape = seeds, rows, _, _, count = 2, 128, 5, 6, 20
+    compared(case(torch.float32, *shape), masks(seeds, rows, count)["one source for all rows"])
+
+
+def test_components_turned_around_as_those_of_tied_sites_are_read_as_they_lie():
+    given = case(torch.float32, *SHAPES[0])
+    turned = {name: given[name].mT.detach().clone().requires_grad_().mT for name in ("V", "U")}
+    compared(given | turned, masks(1, 70, 20)["given, routed"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -120,7 +134,7 @@ def test_what_wants_no_gradient_gets_none_and_changes_no_other(fixed):
     given = case(torch.float32, *SHAPES[0])
     given[fixed] = given[fixed].detach()
     _, rows, _, _, count = SHAPES[0]
-    compared(given, replace(masks(1, rows, count)["given, routed"], delta=0.5), torch.float32)
+    compared(given, replace(masks(1, rows, count)["given, routed"], delta=0.5))
 
 
 def drawn(kind, *, rows=300, count=40, seed=None, stream=0, seeds=1):

@@ -84,7 +84,7 @@ def test_an_identity_layer_changes_nothing():
 
 
 def test_a_network_that_was_not_trained_is_refused():
-    with pytest.raises(RecipeError, match=r"tms_5-2 has not learnt.*Train it for more steps"):
+    with pytest.raises(RecipeError, match=r"tms_5-2 has not learnt.*larger model.pretrain_steps"):
         toy_target("tms_5-2", seeds=3, seed=0, device="cpu", steps=0)
 
 

@@ -1,15 +1,15 @@
 """A masked site with its elementwise work in two kernels and nothing kept but x, h and importance.
 
 The products are torch's. Widths are rounded up to 8 numbers, so that 16-bit lines begin at
-multiples of 16 bytes, as tensor cores want them. [U ; W^T] is written anew in each pass, in the
-format of its product: (C + d_in) d_out numbers, beside rows times (C + d_in) of the operand. That
-is 2 % at 32,768 rows and a d_out of 768, and U has to be narrowed anyhow.
+multiples of 16 bytes, as tensor cores want them. V and [U ; W^T] are written anew in each pass, in
+the format of their product and in one launch: (C + d_in) d_out numbers of the latter, beside rows
+times (C + d_in) of the operand. That is 2 % at 32,768 rows and a d_out of 768, and U and V have to
+be narrowed anyhow.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -57,7 +57,10 @@ def fused_output(
     if seed is None and (sources[0] > 2 or deltas[0] > 2):
         seed = new_seed(x.device)
     if source is not None:
-        source = source.expand(mask.importance.shape)
+        seeds, rows, count = mask.importance.shape
+        # One for all rows stays one, and so does its gradient.
+        alike = source.dim() < 2 or source.shape[-2] == 1
+        source = source.expand(seeds, 1 if alike else rows, count)
     if delta is not None:
         delta = delta.expand(x.shape[:2])
     result: Tensor = _apply(
@@ -94,16 +97,14 @@ class _Masked(torch.autograd.Function):
         seed: Tensor | None,
         *how: Any,
     ) -> Tensor:
-        *_, delta_kind, _, _ = how
         x = x.contiguous()
-        narrow = _padded(V.to(x.dtype))
+        with_x = how[2] != 0 or routed is not None
+        narrow, stack = _weights(V, U, weight_t if with_x else None, x.dtype)
         h = product(x, narrow)
-        with_x = delta_kind != 0 or routed is not None
         if routed is not None:
             routed = routed.expand(x.shape[:2]).contiguous()
         mask = (importance, source, delta, routed, seed)
         operand = torch.ops.narrowcast.masked_operand(h, x if with_x else None, *mask, *how)
-        stack = _stacked(U, weight_t if with_x else None, x.dtype)
         ctx.save_for_backward(x, h, narrow, stack, *mask)
         ctx.how, ctx.with_x, ctx.formats = how, with_x, (V.dtype, U.dtype)
         return added_product(None if bias is None else bias.unsqueeze(1), operand, stack)
@@ -118,7 +119,7 @@ class _Masked(torch.autograd.Function):
         down = product(grad, (stack if with_x else stack[:, :padded]).mT)
         dh, dg, ds, dd = torch.ops.narrowcast.masked_operand_back(
             down, h, x if with_x else None, importance, source, delta, routed, seed,
-            *ctx.how, to_importance, to_source, to_delta,
+            *ctx.how, to_importance, to_source, to_delta, to_U,
         )  # fmt: skip
         dU = product(down[..., :count].mT, grad, ctx.formats[1]) if to_U else None
         dV = product(x.mT, dh, ctx.formats[0])[..., :count] if to_V else None
@@ -135,26 +136,33 @@ _apply: Any = _Masked.apply
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _padded(V: Tensor) -> Tensor:
-    """Return V with its columns rounded up to 8."""
-    more = -V.shape[-1] % 8
-    return F.pad(V, (0, more)) if more else V
-
-
-def _stacked(U: Tensor, weight_t: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return [U ; W^T] with each part's lines rounded up to 8, or U alone."""
-    seeds, count, d_out = U.shape
-    first = _rounded_up(count)
-    second = 0 if weight_t is None else weight_t.shape[1]
-    stack = U.new_zeros((seeds, first + _rounded_up(second), d_out), dtype=dtype)
-    stack[:, :count] = U
-    if weight_t is not None:
-        stack[:, first : first + second] = weight_t
-    return stack
+def _weights(
+    V: Tensor, U: Tensor, weight_t: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return V and [U ; W^T] in `dtype`, with C and d_in rounded up to 8 by zeros."""
+    both = torch.ops.narrowcast.masked_weights(V, U, weight_t, dtype)
+    first = V.shape[1] * _rounded_up(V.shape[2])
+    narrow = both[:, :first].unflatten(1, (V.shape[1], -1))
+    return narrow, both[:, first:].unflatten(1, (-1, U.shape[2]))
 
 
 def _rounded_up(width: int) -> int:
     return -(-width // 8) * 8
+
+
+def _write_weights(V: Tensor, U: Tensor, weight_t: Tensor | None, dtype: torch.dtype) -> Tensor:
+    from narrowcast.workloads.decompose.components.kernels import weights  # Triton: not everywhere
+
+    out = _empty_weights(V, U, weight_t, dtype)
+    weights.write_weights(out, V, U, weight_t, _rounded_up(V.shape[2]))
+    return out
+
+
+def _empty_weights(V: Tensor, U: Tensor, weight_t: Tensor | None, dtype: torch.dtype) -> Tensor:
+    seeds, d_in, count = V.shape
+    lines = _rounded_up(count) + (0 if weight_t is None else _rounded_up(d_in))
+    size = d_in * _rounded_up(count) + lines * U.shape[2]
+    return V.new_empty((seeds, size), dtype=dtype)
 
 
 # What operators are given is said once, by `_GIVEN`.
@@ -173,8 +181,8 @@ def _operand(h: Tensor, x: Tensor | None, *given: Any) -> Tensor:
 def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *given: Any) -> _Four:
     from narrowcast.workloads.decompose.components.kernels import operand
 
-    *mask, source_kind, source, delta_kind, delta, stream = given[:-3]
-    to_importance, to_source, to_delta = given[-3:]
+    *mask, source_kind, source, delta_kind, delta, stream = given[:-4]
+    to_importance, to_source, to_delta, to_operand = given[-4:]
     dh, dg, ds, dd = _empty_gradients(down, h, x, *given)
     found = operand.write_gradients(
         down,
@@ -188,6 +196,7 @@ def _operand_back(down: Tensor, h: Tensor, x: Tensor | None, *given: Any) -> _Fo
         grad_importance=dg if to_importance else None,
         grad_source=ds if to_source else None,
         needs_delta=to_delta,
+        needs_operand=to_operand,
     )
     return dh, dg, ds, dd if found is None else found.to(dd.dtype)
 
@@ -200,11 +209,11 @@ def _empty_operand(h: Tensor, x: Tensor | None, *_: Any) -> Tensor:
 
 def _empty_gradients(_: Tensor, h: Tensor, _x: Tensor | None, *given: Any) -> _Four:
     importance, source, delta = given[:3]
-    to_importance, to_source, to_delta = given[-3:]
+    to_importance, to_source, to_delta, _ = given[-4:]
     return (
         torch.empty_like(h),
         importance.new_empty(importance.shape if to_importance else (0,)),
-        source.new_empty(importance.shape) if to_source else h.new_empty(0),
+        source.new_empty(source.shape) if to_source else h.new_empty(0),
         delta.new_empty(h.shape[:2]) if to_delta else h.new_empty(0),
     )
 
@@ -215,13 +224,19 @@ _GIVEN = (
     " Tensor? seed, int source_kind, float source_value, int delta_kind, float delta_value,"
     " int stream"
 )
+_library.define(
+    "masked_weights(Tensor V, Tensor U, Tensor? weight_t, ScalarType dtype) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
 _library.define(f"masked_operand({_GIVEN}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _library.define(
     f"masked_operand_back(Tensor(a!) down, {_GIVEN}, bool to_importance, bool to_source,"
-    " bool to_delta) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool to_delta, bool to_operand) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
+_library.impl("masked_weights", _write_weights, "CompositeExplicitAutograd")
 _library.impl("masked_operand", _operand, "CompositeExplicitAutograd")
 _library.impl("masked_operand_back", _operand_back, "CompositeExplicitAutograd")
+torch.library.register_fake("narrowcast::masked_weights", _empty_weights)
 torch.library.register_fake("narrowcast::masked_operand", _empty_operand)
 torch.library.register_fake("narrowcast::masked_operand_back", _empty_gradients)

@@ -30,11 +30,12 @@ def scalar_mlp(h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Ten
 
 
 def _plain(h: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """Compute as products of a batch of components, which torch does faster than sums."""
+    """Compute with rows along the last dimension: half the time of sums along the units."""
     seeds, rows, count = h.shape
-    wide = h.mT.reshape(seeds * count, rows, 1).to(torch.promote_types(h.dtype, w1.dtype))
-    inner = torch.baddbmm(b1.flatten(0, 1).unsqueeze(1), wide, w1.flatten(0, 1).unsqueeze(1))
-    out = torch.baddbmm(b2.reshape(-1, 1, 1), F.gelu(inner), w2.flatten(0, 1).unsqueeze(2))
+    w1, b1, w2 = (each.flatten(0, 1) for each in (w1, b1, w2))  # (seeds · components, units)
+    lines = h.mT.reshape(seeds * count, 1, rows).to(torch.promote_types(h.dtype, w1.dtype))
+    hidden = F.gelu(torch.baddbmm(b1.unsqueeze(2), w1.unsqueeze(2), lines))
+    out = torch.baddbmm(b2.reshape(-1, 1, 1), w2.unsqueeze(1), hidden)
     return out.reshape(seeds, count, rows).mT.to(h.dtype)
 
 

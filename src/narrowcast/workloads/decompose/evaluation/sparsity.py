@@ -3,35 +3,10 @@
 Counted on the device, batch after batch; nothing waits before it is read.
 """
 
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import final
 
 import torch
 from torch import Tensor
-
-from narrowcast.errors import RecipeError
-
-
-def l0(importance: Tensor, *, threshold: float = 0.0) -> Tensor:
-    """Return for each seed the mean number of components above the threshold, of (seeds, N, C)."""
-    return (importance > threshold).sum(dim=2).double().mean(dim=1)
-
-
-def grouped(
-    by_site: Mapping[str, Tensor], groups: Mapping[str, Sequence[str]]
-) -> dict[str, Tensor]:
-    """Return the sum over the sites of each group, which names them by globs."""
-    sums = {}
-    for group, patterns in groups.items():
-        sites = [site for site in by_site if any(fnmatchcase(site, each) for each in patterns)]
-        if not sites:
-            raise RecipeError(
-                f"group {group}: {', '.join(patterns) or 'no pattern'} matches none of the sites "
-                f"{', '.join(by_site)}"
-            )
-        sums[group] = torch.stack([by_site[site] for site in sites]).sum(dim=0)
-    return sums
 
 
 @final

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast.workloads.decompose.components.scalar_mlp import scalar_mlp
+
 HIDDEN_GAIN = math.sqrt(2)
 """Of a layer that a nonlinearity follows; what sees the logits has gain 1."""
 
@@ -71,6 +73,8 @@ class ComponentMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (seeds, rows, d_in or components) to (seeds, rows, components)."""
+        if not self.shares and not len(self.middle):
+            return scalar_mlp(x, self.first, self.first_bias, self.last, self.last_bias)
         if self.shares:
             bias = self.first_bias.flatten(1)[:, None]
             x = F.gelu(torch.baddbmm(bias, x, self.first)).unflatten(-1, self.first_bias.shape[1:])

@@ -41,8 +41,8 @@ def check_features(
             f"by more than {tolerance:g}, or bring out others"
         )
     raise RecipeError(
-        f"target {name} has not learnt what would be decomposed. {fact}. Train it for more steps, "
-        "on larger batches, or from another seed"
+        f"model.toy={name} has not learnt what would be decomposed. {fact}. Write a larger "
+        "model.pretrain_steps or model.pretrain_batch_size, or another seed"
     )
 
 
@@ -51,9 +51,9 @@ def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
     wrong = ~(accuracy >= least)
     if wrong.any():
         raise RecipeError(
-            f"target {name} has not learnt what would be decomposed. {_seeds(wrong)}: right in "
-            f"{float(accuracy.min()):.0%} of cases at worst, and should be in {least:.0%}. Train "
-            "it for more steps, or from another seed"
+            f"model.toy={name} has not learnt what would be decomposed. {_seeds(wrong)}: right in "
+            f"{float(accuracy.min()):.0%} of cases at worst, and should be in {least:.0%}. Write a "
+            "larger model.pretrain_steps, or another seed"
         )
 
 
@@ -62,9 +62,9 @@ def check_language(name: str, *, cross_entropy: float, vocabulary: int) -> None:
     even = math.log(vocabulary)
     if not cross_entropy <= (1 - LEARNT_NATS) * even:
         raise RecipeError(
-            f"target {name} predicts this text with {cross_entropy:.2f} nats a token, and evenly "
-            f"guessed it would be {even:.2f}: it was never trained, or on other tokens. Give a "
-            "trained model, and text that its tokenizer cuts"
+            f"model.path={name} predicts this text with {cross_entropy:.2f} nats a token, and "
+            f"evenly guessed it would be {even:.2f}: it was never trained, or on other tokens. "
+            "Give a trained model, and text that its tokenizer cuts"
         )
 
 

@@ -54,4 +54,4 @@ def plan_of(name: str) -> ToyPlan:
         return induction_plan()
     if found := RESID_NAME.fullmatch(name):
         return resid_mlp_plan(int(found[1]))
-    raise RecipeError(f"target {name}: there is no such toy network; write {NAMES}")
+    raise RecipeError(f"model.toy={name}: there is no such toy network; write {NAMES}")

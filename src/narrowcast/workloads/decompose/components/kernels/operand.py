@@ -3,11 +3,6 @@
 Forward, h, importance and x are read once and the operand is written once, in whole lines that a
 matrix product can read aligned; masks and draws exist in registers alone. Backward, the gradient of
 the operand is read and the operand written in its place, since the product for dU wants it again.
-
-Draws are counters put through a cipher (Philox: Salmon et al. 2011, whose seven rounds pass every
-test of theirs) under a seed read from the device. The counter of a number is its row, its column,
-and a stream by which several sites share a seed; so a backward pass draws what the forward pass
-drew, and two numbers are never one.
 """
 
 import torch
@@ -15,8 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NONE, VALUE, GIVEN, CONTINUOUS, BINOMIAL = range(5)
-"""Where numbers come from: nowhere, one for all, a tensor, or draws."""
+from narrowcast.workloads.decompose.components.kernels.shares import (
+    delta_of,
+    places,
+    random_bits,
+    share,
+)
 
 _TILE = 4096  # elements of a program, 32 for each of 128 threads
 _WIDEST = 64  # columns of a quarter of a tile: 128 bytes in 16 bits, a whole line of the cache
@@ -38,7 +37,8 @@ def write_operand(
 ) -> None:
     """Fill `out`, (seeds, rows, width), from h, (seeds, rows, C or more), and the mask.
 
-    `sources` and `deltas` are kind and value of each; tensors broadcast to (seeds, rows, C) and
+    `sources` and `deltas` are kind (0 nothing, 1 one for all, 2 a tensor, 3 and 4 draws, continuous
+    and binomial) and value; tensors broadcast to (seeds, rows, C) and
     (seeds, rows). Columns beyond the components and beyond x are zero.
     """
     cut = _Cut(h, x, importance)
@@ -75,13 +75,23 @@ def write_gradients(
     grad_importance: Tensor | None,
     grad_source: Tensor | None,
     needs_delta: bool,
+    needs_operand: bool,
 ) -> Tensor | None:
-    """Make of the operand's gradient `down` the operand's first part, and d times its second.
+    """Make of the operand's gradient `down` d times its second part, and the operand's first part.
 
-    Fills the gradients that are given, of whole shapes; returns that of delta where it is needed.
+    The latter only where it is needed. Fills the gradients that are given; returns that of delta
+    where it is needed. A source for all rows alike has its gradient summed over rows: within
+    programs, where none has rows of two seeds, and the rest afterwards.
     """
     cut = _Cut(h, x, importance)
     sums = down.new_empty((*down.shape[:2], cut.grid[1]), dtype=torch.float32)
+    shared = grad_source is not None and grad_source.shape[1] == 1
+    within = shared and (h.shape[0] == 1 or h.shape[1] % cut.constants["ROWS"] == 0)
+    of_source = grad_source
+    if shared:
+        lines = cut.grid[0] // h.shape[0] if within else h.shape[1]
+        shape = (h.shape[0], lines, importance.shape[-1])
+        of_source = down.new_empty(shape, dtype=torch.float32)
     _back[cut.grid](
         down,
         h,
@@ -89,7 +99,7 @@ def write_gradients(
         *_mask_arguments(h, importance, source, delta, routed, seed),
         grad_h,
         grad_h if grad_importance is None else grad_importance,
-        grad_h if grad_source is None else grad_source,
+        grad_h if of_source is None else of_source,
         sums,
         *cut.sizes,
         sources[1],
@@ -100,9 +110,13 @@ def write_gradients(
         ROUTED=routed is not None,
         NEEDS_IMPORTANCE=grad_importance is not None,
         NEEDS_SOURCE=grad_source is not None,
+        SUMMED=within,
         NEEDS_DELTA=needs_delta,
+        NEEDS_OPERAND=needs_operand,
         **cut.constants,
     )
+    if shared and grad_source is not None and of_source is not None:
+        grad_source.copy_(of_source.sum(1, keepdim=True))
     return sums.sum(-1) if needs_delta else None
 
 
@@ -149,71 +163,6 @@ def _mask_arguments(
 
 
 @triton.jit
-def _uniform(bits, BINOMIAL: tl.constexpr):
-    """A number of [0, 1), or 0 or 1, from 32 random bits."""
-    if BINOMIAL:
-        return (bits >> 31).to(tl.float32)
-    else:
-        return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-
-
-@triton.jit
-def _delta_of(
-    delta, routed, seed, row, rows, per_seed, value, stream, d_seed, d_row,
-    DELTA: tl.constexpr, ROUTED: tl.constexpr,
-):  # fmt: skip
-    """By how much what components leave takes part in each row, and which rows they compute."""
-    here = row < rows
-    left = tl.zeros_like(row).to(tl.float32)
-    if DELTA == 1:
-        left += value
-    elif DELTA == 2:
-        at = (row // per_seed).to(tl.int64) * d_seed + (row % per_seed).to(tl.int64) * d_row
-        left += tl.load(delta + at, mask=here, other=0.0).to(tl.float32)
-    elif DELTA >= 3:
-        zero = row * 0
-        bits, _, _, _ = tl.philox(tl.load(seed), zero, row, zero + stream, zero + 1, 7)
-        left += _uniform(bits, DELTA == 4)
-    chosen = here
-    if ROUTED:
-        chosen = here & (tl.load(routed + row, mask=here, other=0) != 0)
-        left = tl.where(chosen, left, 1.0)
-    return left, chosen
-
-
-@triton.jit
-def _share(source, bits, row, column, inside, per_seed, value, s_seed, s_row, s_column,
-           SOURCE: tl.constexpr):  # fmt: skip
-    """By how much what is not important takes part."""
-    if SOURCE == 2:
-        at = (row // per_seed).to(tl.int64) * s_seed + (row % per_seed).to(tl.int64) * s_row
-        at = at[:, None] + column[None, :].to(tl.int64) * s_column
-        return tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    elif SOURCE >= 3:
-        return _uniform(bits, SOURCE == 4)
-    else:
-        return tl.zeros(inside.shape, tl.float32) + value
-
-
-@triton.jit
-def _bits(seed, row, column, stream, SOURCE: tl.constexpr):
-    """Four times 32 bits for each row and column, where draws are wanted."""
-    counter = row[:, None] * 0 + column[None, :]
-    if SOURCE >= 3:
-        line = row[:, None] + column[None, :] * 0
-        return tl.philox(tl.load(seed), counter, line, counter * 0 + stream, counter * 0, 7)
-    else:
-        return counter, counter, counter, counter
-
-
-@triton.jit
-def _importance_at(importance, row, column, inside, per_seed, g_seed, g_row, g_column):
-    at = (row // per_seed).to(tl.int64) * g_seed + (row % per_seed).to(tl.int64) * g_row
-    at = at[:, None] + column[None, :].to(tl.int64) * g_column
-    return tl.load(importance + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _write(
     out, h, x,
     importance, source, delta, routed, seed,
@@ -225,7 +174,7 @@ def _write(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    left, chosen = _delta_of(
+    left, chosen = delta_of(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
@@ -234,12 +183,13 @@ def _write(
     part = tl.program_id(1)
     if part < first:
         lane = part * QUARTER + tl.arange(0, QUARTER)
-        drawn = _bits(seed, row, lane, stream, SOURCE)
+        drawn = random_bits(seed, row, lane, stream, SOURCE)
         for quarter in tl.static_range(4):
             column = (part * 4 + quarter) * QUARTER + tl.arange(0, QUARTER)
             inside = here[:, None] & (column < count)[None, :]
-            g = _importance_at(importance, row, column, inside, per_seed, g_seed, g_row, g_column)
-            s = _share(
+            at = places(row, column, per_seed, g_seed, g_row, g_column)
+            g = tl.load(importance + at, mask=inside, other=0.0).to(tl.float32)
+            s = share(
                 source, drawn[quarter], row, column, inside, per_seed, source_value,
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
@@ -266,12 +216,13 @@ def _back(
     rows, per_seed, count, eighths, d_in, d_eighths, first,
     source_value, delta_value, stream,
     SOURCE: tl.constexpr, DELTA: tl.constexpr, ROUTED: tl.constexpr,
-    NEEDS_IMPORTANCE: tl.constexpr, NEEDS_SOURCE: tl.constexpr, NEEDS_DELTA: tl.constexpr,
+    NEEDS_IMPORTANCE: tl.constexpr, NEEDS_SOURCE: tl.constexpr, SUMMED: tl.constexpr,
+    NEEDS_DELTA: tl.constexpr, NEEDS_OPERAND: tl.constexpr,
     ROWS: tl.constexpr, QUARTER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    left, chosen = _delta_of(
+    left, chosen = delta_of(
         delta, routed, seed, row, rows, per_seed, delta_value, stream, d_seed, d_row, DELTA, ROUTED
     )
     line = row.to(tl.int64)[:, None]
@@ -281,22 +232,24 @@ def _back(
     total = tl.zeros((ROWS,), tl.float32)
     if part < first:
         lane = part * QUARTER + tl.arange(0, QUARTER)
-        drawn = _bits(seed, row, lane, stream, SOURCE)
+        drawn = random_bits(seed, row, lane, stream, SOURCE)
         for quarter in tl.static_range(4):
             column = (part * 4 + quarter) * QUARTER + tl.arange(0, QUARTER)
             inside = here[:, None] & (column < count)[None, :]
             stored = here[:, None] & (column < padded)[None, :]
-            g = _importance_at(importance, row, column, inside, per_seed, g_seed, g_row, g_column)
-            s = _share(
+            at = places(row, column, per_seed, g_seed, g_row, g_column)
+            g = tl.load(importance + at, mask=inside, other=0.0).to(tl.float32)
+            s = share(
                 source, drawn[quarter], row, column, inside, per_seed, source_value,
                 s_seed, s_row, s_column, SOURCE,
             )  # fmt: skip
             kept = tl.where(chosen[:, None], g + (1.0 - g) * s - left[:, None], 0.0)
             act = tl.load(h + line * padded + column[None, :], mask=stored, other=0.0)
             act = act.to(tl.float32)
-            at = down + line * width + column[None, :]
-            given = tl.load(at, mask=stored, other=0.0).to(tl.float32)
-            tl.store(at, (act * kept).to(down.dtype.element_ty), mask=stored)
+            spot = down + line * width + column[None, :]
+            given = tl.load(spot, mask=stored, other=0.0).to(tl.float32)
+            if NEEDS_OPERAND:
+                tl.store(spot, (act * kept).to(down.dtype.element_ty), mask=stored)
             to_h = (given * kept).to(grad_h.dtype.element_ty)
             tl.store(grad_h + line * padded + column[None, :], to_h, mask=stored)
             of_mask = tl.where(chosen[:, None], given * act, 0.0)
@@ -305,8 +258,14 @@ def _back(
                 value = (of_mask * (1.0 - s)).to(grad_importance.dtype.element_ty)
                 tl.store(grad_importance + entry, value, mask=inside)
             if NEEDS_SOURCE:
-                value = (of_mask * (1.0 - g)).to(grad_source.dtype.element_ty)
-                tl.store(grad_source + entry, value, mask=inside)
+                of_source = of_mask * (1.0 - g)
+                if SUMMED:
+                    summed = tl.sum(tl.where(inside, of_source, 0.0), 0)
+                    line_of = grad_source + tl.program_id(0).to(tl.int64) * count + column
+                    tl.store(line_of, summed, mask=column < count)
+                else:
+                    value = of_source.to(grad_source.dtype.element_ty)
+                    tl.store(grad_source + entry, value, mask=inside)
             if NEEDS_DELTA:
                 total -= tl.sum(of_mask, 1)
     else:
