@@ -80,8 +80,8 @@ class SubsetTerm(MaskedTerm):
     routing: Literal["uniform_k_subset", "static_probability"] = Field(
         default="uniform_k_subset", description="how subsets are drawn"
     )
-    probability: float = Field(
-        default=0.5, gt=0, le=1, description="of each site (routing=static_probability)"
+    probability: float | None = Field(
+        default=None, gt=0, le=1, description="of each site (routing=static_probability)"
     )
 
 

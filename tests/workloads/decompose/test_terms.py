@@ -1,0 +1,18 @@
+"""Every term that a recipe can weigh is one that can be built."""
+
+import pytest
+
+from narrowcast.workloads.decompose.build import losses_of
+from narrowcast.workloads.decompose.terms import LossesSection
+
+
+@pytest.mark.parametrize("name", LossesSection.model_fields)
+def test_a_term_with_nothing_but_a_coefficient_is_built(name):
+    (built,) = losses_of(LossesSection.model_validate({name: {"coefficient": 0.5}}))
+    assert built.coefficient == 0.5
+
+
+def test_a_probability_reaches_the_term_that_routes_by_it():
+    asked = {"coefficient": 1.0, "routing": "static_probability", "probability": 0.25}
+    (built,) = losses_of(LossesSection.model_validate({"stochastic_subset": asked}))
+    assert (built.routing, built.probability) == ("static_probability", 0.25)
