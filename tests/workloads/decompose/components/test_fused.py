@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from narrowcast.kernels.launch import interpreted
+from narrowcast.workloads.decompose.components.decomposition import Decomposition
 from narrowcast.workloads.decompose.components.folded import masked_output
 from narrowcast.workloads.decompose.components.fused import fused_output
 from narrowcast.workloads.decompose.components.kernels import (  # noqa: F401  # interpreted
@@ -13,6 +16,7 @@ from narrowcast.workloads.decompose.components.kernels import (  # noqa: F401  #
     weights,
 )
 from narrowcast.workloads.decompose.components.mask import Draw, SiteMask
+from narrowcast.workloads.decompose.components.sites import find_sites
 
 DEVICE = "cpu" if interpreted() else "cuda"
 pytestmark = pytest.mark.interpreted
@@ -101,7 +105,7 @@ def compared(given, mask, dtype=torch.float32):
         assert_near(one, two, narrow, max(rows, count))
 
 
-SHAPES = [(1, 70, 5, 6, 20), (3, 9, 16, 8, 24), (1, 20, 40, 24, 300)]
+SHAPES = [(1, 70, 5, 6, 20), (3, 9, 16, 8, 24), (1, 9, 40, 24, 300)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -137,7 +141,7 @@ def test_what_wants_no_gradient_gets_none_and_changes_no_other(fixed):
     compared(given, replace(masks(1, rows, count)["given, routed"], delta=0.5))
 
 
-def drawn(kind, *, rows=300, count=40, seed=None, stream=0, seeds=1):
+def drawn(kind, *, rows=150, count=40, seed=None, stream=0, seeds=1):
     """Return draws as they are: of ones through an identity, with nothing important."""
     ones = torch.ones(seeds, 1, count, device=DEVICE)
     identity = torch.eye(count, device=DEVICE).expand(seeds, -1, -1)
@@ -157,8 +161,8 @@ def test_draws_have_the_moments_of_their_kind_and_no_two_places_share_theirs(kin
     assert abs(found.mean() - 0.5) < 5 * (variance / found.numel()) ** 0.5
     assert abs(found.var() - variance) < 5 * (1 / 180 / found.numel()) ** 0.5
     if kind == "continuous":
-        # Of 2^24 numbers 24,000 have 17 pairs by chance; 17 + 5 times the root of 17.
-        assert found.unique().numel() > found.numel() - 38
+        # Of 2^24 numbers 12,000 have 4.3 pairs by chance; 5 times the root of 4.3 more.
+        assert found.unique().numel() > found.numel() - 15
     rows = found.flatten(0, 1) - 0.5
     between = (rows @ rows.T / rows.shape[1] / variance).fill_diagonal_(0)
     assert between.abs().max() < 7 / rows.shape[1] ** 0.5
@@ -186,7 +190,7 @@ def test_the_backward_pass_draws_what_the_forward_pass_drew(kind):
 
 
 def test_what_is_left_takes_part_by_a_draw_of_its_own_for_each_row():
-    rows = 2000
+    rows = 400
     x = torch.ones(1, rows, 1, device=DEVICE)
     zeros, ones = torch.zeros(1, 1, 8, device=DEVICE), torch.ones(1, 1, 1, device=DEVICE)
     mask = SiteMask(torch.zeros(1, rows, 8, device=DEVICE), Draw(), Draw())
@@ -237,6 +241,28 @@ def test_a_compiled_pass_is_one_graph_with_the_kernels_as_operators():
     ours = gradients(found, given, mask, down)
     for one, two in zip(ours, gradients(expected, given, mask, down), strict=True):
         assert torch.equal(one, two)
+
+
+def test_sites_of_a_pass_draw_apart_and_a_pass_computed_again_draws_the_same():
+    torch.manual_seed(0)
+    target = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(DEVICE)
+    decomposition = Decomposition(target, find_sites(target, {"*": 8}))
+    x = torch.randn(4, 6, device=DEVICE)
+    given = [SiteMask(shares(1, 4, 8), Draw(), Draw()) for _ in range(2)]
+
+    def grads(loss):
+        return torch.autograd.grad(loss, list(decomposition.components.parameters()))
+
+    def loss(x):
+        return decomposition(x, masks=given).output.square().sum()
+
+    torch.manual_seed(1)
+    kept = grads(loss(x))
+    torch.manual_seed(1)
+    again = grads(checkpoint(loss, x, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    torch.manual_seed(2)
+    assert not torch.equal(kept[0], grads(loss(x))[0])
 
 
 def test_a_cuda_graph_draws_anew_whenever_it_is_replayed(cuda):

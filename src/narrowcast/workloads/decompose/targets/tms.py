@@ -39,7 +39,9 @@ class TMS(nn.Module):
         # learns all features; others drop one or two, and some die.
         self.linear2 = SeededLinear(seeds, hidden, features, bias=True, device=device)
         with torch.no_grad():
-            spread = math.sqrt(2 / (features + hidden))  # Glorot
+            # A third of Glorot's. From all of it, 4 networks of 96 and more find no place
+            # for a feature, at learning rates of 0.005 to 0.1; so, at 0.02, none of 512 does.
+            spread = math.sqrt(2 / (features + hidden)) / 3
             self.linear1.weight.normal_(0, spread, generator=generator)
             for layer in layers:
                 layer.weight.copy_(torch.eye(hidden, device=device))
@@ -96,7 +98,7 @@ def tms_plan(features: int, hidden: int, *, identity: bool = False) -> ToyPlan:
         name=name,
         build=build,
         data=data,
-        pretraining=Pretraining(steps=3000, batch_size=1024, lr=5e-3, schedule="cosine"),
+        pretraining=Pretraining(steps=3000, batch_size=1024, lr=2e-2, schedule="cosine"),
         check=check,
         sites=sites,
         tied={"linear2": "linear1"},

@@ -84,7 +84,8 @@ def write_gradients(
     programs, where none has rows of two seeds, and the rest afterwards.
     """
     cut = _Cut(h, x, importance)
-    sums = down.new_empty((*down.shape[:2], cut.grid[1]), dtype=torch.float32)
+    shape = (*down.shape[:2], cut.grid[1]) if needs_delta else (0,)
+    sums = down.new_empty(shape, dtype=torch.float32)
     shared = grad_source is not None and grad_source.shape[1] == 1
     within = shared and (h.shape[0] == 1 or h.shape[1] % cut.constants["ROWS"] == 0)
     of_source = grad_source

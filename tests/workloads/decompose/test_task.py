@@ -1,0 +1,161 @@
+"""Decompositions through the trainer: what is refused, resumed, clipped, found and left behind."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import RecipeError
+from narrowcast.runs import EvalRecord, StepRecord
+from narrowcast.workloads import build_task, load_recipe
+from narrowcast.workloads.decompose.kept import COMPONENTS, read_components
+from narrowcast.workloads.decompose.model import clip_each_seed
+from narrowcast.workloads.decompose.report import schema
+
+TMS = "decompose/tms_5-2"
+SMALL = ("batch_size=64", "eval.every=0", "model.pretrain_batch_size=256", "judge.batches=1",
+         "judge.pgd_steps=2", "decomposition.warmup_steps=5")  # fmt: skip
+ADVERSARIES = (
+    "losses.pgd_subset.coefficient=0.5", "losses.pgd_subset.steps=2",
+    "losses.pgd_subset.early_steps=1", "losses.pgd_subset.early_until=0.5",
+    "losses.persistent_pgd.coefficient=0.5", "losses.persistent_pgd.every=2",
+    "decomposition.clip_components=0.01", "decomposition.clip_importance=1.0",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(folder, *words, recipe=TMS):
+    return list(nc.train(recipe, [*SMALL, *words], out=folder))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.toy=none"], "one target"),
+        (["model.toy=tms_5"], "no such toy"),
+        (["model.path=somewhere"], "one target"),
+        (["sites.names=[linear1]"], r"how many components"),
+        (["sites.names=[linear1, linear2]", "sites.components=[3]"], "one for each"),
+        (["sites.names=[nowhere]", "sites.components=3"], "matches no module"),
+        (["sites.names=[linear1, linear*]", "sites.components=3"], "share no module"),
+        (["sites.components=100000"], "write a number from 1"),
+        (["losses.pgd.steps=3"], "no coefficient"),
+        (["losses.minimality.coefficient=0"], "coefficient"),
+        (["judge.groups=[nothing*]"], "matches no site"),
+        (["importance.kind=global_transformer", "importance.hidden=[8, 8]"], "one hidden width"),
+        (["model.pretrain_steps=1"], "has not learnt what would be decomposed"),
+        (["losses.pgd.coefficient=1", "losses.pgd.early_steps=2"], "early_steps"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_words(words, said):
+    with pytest.raises(RecipeError, match=said):
+        build_task(load_recipe(TMS, [*SMALL, *words]).recipe, device=torch.device("cpu"))
+
+
+def test_a_loss_without_terms_is_refused():
+    words = [f"losses.{name}.coefficient=null" for name in ("minimality", "stochastic")]
+    with pytest.raises(RecipeError, match="no loss has a coefficient"):
+        load_recipe(TMS, [*words, "losses.stochastic_layerwise={}"])
+
+
+@pytest.mark.parametrize("words", [(), ADVERSARIES], ids=["plain", "adversaries"])
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path, words):
+    asked = ("steps=12", "checkpoint.every=6", "decomposition.seeds=2", *words)
+    whole = trained(tmp_path / "whole", *asked)
+    run = nc.train(TMS, [*SMALL, *asked], out=tmp_path / "cut")
+    before = []
+    for record in run:
+        before.append(record)
+        if isinstance(record, StepRecord) and record.step == 6:
+            break
+    run.close()
+    after = list(nc.resume(tmp_path / "cut"))
+    one, other = (load_file(tmp_path / name / COMPONENTS) for name in ("whole", "cut"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    losses = [record.loss for record in whole if isinstance(record, StepRecord)]
+    again = {r.step: r.loss for r in (*before, *after) if isinstance(r, StepRecord)}
+    assert losses == list(again.values())
+
+
+def test_each_seed_is_clipped_as_torch_clips_a_model():
+    torch.manual_seed(0)
+    together = [nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(3, 7))]
+    for parameter in together:
+        parameter.grad = torch.randn_like(parameter) * torch.tensor([0.001, 1.0, 50.0]).view(
+            3, *[1] * (parameter.dim() - 1)
+        )
+    alone = []
+    for seed in range(3):
+        parts = [nn.Parameter(p.detach()[seed].clone()) for p in together]
+        for part, parameter in zip(parts, together, strict=True):
+            part.grad = parameter.grad[seed].clone()
+        nn.utils.clip_grad_norm_(parts, 0.5)
+        alone.append(parts)
+    clip_each_seed(together, 0.5)
+    for seed, parts in enumerate(alone):
+        for part, parameter in zip(parts, together, strict=True):
+            torch.testing.assert_close(parameter.grad[seed], part.grad)
+
+
+def test_a_finished_run_leaves_components_that_add_up_and_a_page(tmp_path):
+    records = trained(tmp_path / "run", "steps=4", "eval.every=2", "decomposition.seeds=2")
+    folder = tmp_path / "run"
+    told = [record.metrics for record in records if isinstance(record, EvalRecord)]
+    assert [*told[-1]][:2] == ["identity_error", "right"]
+    found = schema.read(folder)
+    assert [site.name for site in found.sites] == ["linear1", "linear2"]
+    assert found.seeds == (0, 1)
+    assert len(found.pgd) == 1
+    kept = load_file(folder / COMPONENTS)
+    weight = kept["decomposition.target.linear1.weight"]
+    left = weight.mT - kept["sites/linear1/V"] @ kept["sites/linear1/U"]
+    turned = weight - kept["sites/linear2/V"] @ kept["sites/linear2/U"]
+    squares = (left.square().sum((1, 2)) + turned.square().sum((1, 2))) / 20
+    assert squares.mean().item() == pytest.approx(told[-1]["faithfulness"], rel=1e-5)
+    torch.testing.assert_close(kept["sites/linear2/V"], kept["sites/linear1/U"].mT)
+    assert read_components(folder, seed=1)["linear1"].v.shape == (5, 20)
+    page = (folder / "report.html").read_text()
+    assert "linear2" in page
+
+
+def test_the_right_components_are_found_where_there_is_room_for_all_features(tmp_path):
+    """The published gate, TMS 5-5, at half its batch: each feature has its own component."""
+    trained(
+        tmp_path / "run",
+        "model.toy=tms_5-5", "sites.components=5", "sites.tied=false", "steps=3000",
+        "batch_size=1024", "decomposition.seeds=2", "decomposition.warmup_steps=150",
+        "decomposition.clip_components=0.01", "importance.kind=vector_mlp",
+        "losses.faithfulness.coefficient=1.0", "lr_schedule.name=constant", "health.every=0",
+    )  # fmt: skip
+    found = schema.read(tmp_path / "run")
+    for site in found.sites:
+        assert site.identity_error == (0, 0)
+        assert min(site.cosine) > 0.97
+
+
+def test_runs_are_compared_component_by_component(tmp_path, run_cli=None):
+    from click.testing import CliRunner
+
+    from narrowcast.workloads.decompose.command import decompose
+
+    trained(tmp_path / "run", "steps=2", "decomposition.seeds=2")
+    folder = str(tmp_path / "run")
+    same = CliRunner().invoke(decompose, ["compare", folder, folder, "--json"])
+    assert same.exit_code == 0, same.output
+    for row in json.loads(same.output):
+        assert row["mmcs"] == pytest.approx([1.0, 1.0])
+    other = CliRunner().invoke(decompose, ["compare", folder, folder, "--other-seed", "1"])
+    assert "linear1" in other.output
+    missing = CliRunner().invoke(decompose, ["compare", folder, folder, "--seed", "7"])
+    assert isinstance(missing.exception, RecipeError)
