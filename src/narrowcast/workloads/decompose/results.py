@@ -105,7 +105,7 @@ def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
         yield Component(
             number=number,
             found=component_picture(torch.outer(written[number], read[:, number])),
-            truth=None if own is None else picture(own),
+            truth=None if own is None else component_picture(own),
             name="" if feature is None else f"feature {feature}",
             density=_number(density[number].item()),
             **alike,
