@@ -40,6 +40,9 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
 
     On the meta device only shapes count.
     """
+    if device.type != "meta":
+        # What cannot be is refused before a toy is trained, or a large model loaded.
+        build_parts(recipe, device=torch.device("meta"))
     subject = build_subject(recipe, device=device)
     with torch.random.fork_rng([]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.manual_seed(recipe.seed)
