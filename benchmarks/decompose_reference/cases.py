@@ -177,6 +177,7 @@ def _words(folder: Path, text: Path, patterns: dict[str, int], size: Size) -> tu
         f"importance.hidden=[{size.hidden}]",
         "losses.minimality.p=2.0",
         "losses.minimality.p_final=null",
+        "decomposition.clip_components=null",  # the reference does not clip
         "losses.pgd_subset.steps=1",
         "losses.pgd_subset.step_size=1.0",
         *terms,

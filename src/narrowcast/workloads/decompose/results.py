@@ -12,7 +12,11 @@ from narrowcast.workloads.decompose.build import Parts
 from narrowcast.workloads.decompose.evaluation.language_table import MASKINGS
 from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable
 from narrowcast.workloads.decompose.judging import Found, SiteFound
-from narrowcast.workloads.decompose.report.matrices import histogram, importance_picture, picture
+from narrowcast.workloads.decompose.report.matrices import (
+    component_picture,
+    histogram,
+    importance_picture,
+)
 from narrowcast.workloads.decompose.report.schema import (
     MOST_DRAWN,
     Component,
@@ -100,8 +104,8 @@ def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
         own = None if feature is None else _only(weight, feature, each)
         yield Component(
             number=number,
-            found=picture(torch.outer(written[number], read[:, number])),
-            truth=None if own is None else picture(own),
+            found=component_picture(torch.outer(written[number], read[:, number])),
+            truth=None if own is None else component_picture(own),
             name="" if feature is None else f"feature {feature}",
             density=_number(density[number].item()),
             **alike,

@@ -79,7 +79,7 @@ class Site(_Value):
     """Of the right importance matrix: one component a feature, or `expected` that all share."""
 
     alive: Counts
-    """Components in use anywhere, of each seed."""
+    """Components in use anywhere, of each seed; with `expected`, those that any probe needs."""
     l0: Numbers
     """Components in use at a position, on average, of each seed."""
     identity_error: Counts = ()

@@ -72,7 +72,10 @@ def _found(found: Decomposition) -> str:
     note = f"A component is in use where its importance is beyond {found.alive_threshold:g}. "
     if len(found.seeds) > 1:
         note += f"Of {len(found.seeds)} seeds: the least to the most. "
-    return "".join(parts) + _noted(note + "L0: components in use at a position, on average.")
+    note += "L0: components in use at a position, on average."
+    if any(site.expected is not None for site in found.sites):
+        note += " Where a number is expected, those are alive that a feature by itself needs."
+    return "".join(parts) + _noted(note)
 
 
 def _importances(found: Decomposition) -> str:

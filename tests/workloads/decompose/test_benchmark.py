@@ -1,0 +1,112 @@
+"""What `benchmarks/decompose.py` times on both sides is the same decomposition."""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.workloads import load_recipe
+from narrowcast.workloads.decompose.report.schema import Decomposition, Site
+from narrowcast.workloads.decompose.settings import (
+    DecompositionSection,
+    ImportanceSection,
+    SitesSection,
+)
+from narrowcast.workloads.decompose.targets.toys import plan_of
+from narrowcast.workloads.decompose.terms import LossesSection
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+NAMES = {
+    "stochastic": "stochastic",
+    "layerwise": "stochastic_layerwise",
+    "subset": "stochastic_subset",
+    "pgd_subset": "pgd_subset",
+    "faithfulness": "faithfulness",
+    "minimality": "minimality",
+}
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from decompose_reference import cases
+
+    return cases
+
+
+def weighed(objective):
+    """Return the coefficients of the reference, by the names that recipes have for the terms."""
+    found = {theirs: getattr(objective, ours) for ours, theirs in NAMES.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def same(case, recipe):
+    losses = recipe.section(LossesSection)
+    chosen = {name: term.coefficient for name, term in losses.chosen.items()}
+    importance = recipe.section(ImportanceSection)
+    reference = case.settings
+    assert weighed(reference.objective) == chosen
+    assert (reference.objective.p, None) == (losses.minimality.p, losses.minimality.p_final)
+    assert (reference.importance, reference.hidden) == (importance.kind, importance.hidden)
+    assert reference.lr == recipe.optimizer.lr
+    assert recipe.optimizer.weight_decay == 0
+    assert recipe.clip_norm is None
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_toy_is_decomposed_alike(cases, kind):
+    for case in cases.toy_cases(kind, bf16=True):
+        recipe = load_recipe(case.recipe, case.words).recipe
+        same(case, recipe)
+        batch = next(case.batches(torch.device("cpu")))
+        assert len(batch) == recipe.batch_size
+        plan = plan_of(recipe.model.toy)
+        assert batch.shape[1] == plan.probe.shape[1]
+        # Sites have other paths there; the last part of each name is the same.
+        found = {
+            name: size
+            for name, _ in case.target().named_modules()
+            for pattern, size in case.settings.patterns.items()
+            if fnmatchcase(name, pattern)
+        }
+        assert found == {pattern.rpartition(".")[2]: size for pattern, size in plan.sites.items()}
+        assert dict(case.settings.tied) == dict(plan.tied)
+
+
+def test_a_language_model_is_decomposed_alike(cases, tmp_path):
+    pytest.importorskip("transformers")
+    small = cases.Size(
+        layers=1, width=16, mlp=32, vocabulary=40, components=8, hidden=8, batch=2, length=16,
+        tokens=2**12, pretraining=1,
+    )  # fmt: skip
+    case = cases.language_case(tmp_path, small, device=torch.device("cpu"))
+    recipe = load_recipe(case.recipe, case.words).recipe
+    losses = same(case, recipe)
+    assert (losses.pgd_subset.steps, losses.pgd_subset.step_size) == (1, 1.0)
+    assert recipe.section(SitesSection).patterns == dict(case.settings.patterns)
+    assert recipe.section(DecompositionSection).clip_components is None
+    assert next(case.batches(torch.device("cpu"))).shape == (recipe.batch_size, recipe.data.length)
+
+
+def test_studies_tell_right_from_wrong(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from decompose_reference.studies import STUDIES
+
+    def found(**changes):
+        told = {"alive": (5,), "l0": (0.2,), "identity_error": (0,), "cosine": (0.9998,)}
+        told |= {"norm_ratio": (0.998,), **changes}
+        site = Site(name="linear1", inputs=5, outputs=2, components=20, **told)
+        return Decomposition(
+            target="TMS", seeds=(0,), drawn_seed=0, alive_threshold=0.0, sites=(site,)
+        )
+
+    right = STUDIES["S4"].right
+    assert right(found(), 0) == []
+    assert right(found(cosine=(0.998,)), 0) == ["linear1: cosine 0.99800"]
+    assert right(found(norm_ratio=()), 0) == ["linear1: norm ratio was not measured"]
+    assert right(found(identity_error=(1,), l0=(0.4,)), 0) == [
+        "linear1: identity error 1",
+        "linear1: L0 0.4",
+    ]
