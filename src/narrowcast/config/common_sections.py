@@ -268,6 +268,9 @@ class CheckpointSection(Section):
     keep: int = Field(
         default=2, ge=1, le=MOST_STEPS, description="checkpoints kept; older ones are deleted"
     )
+    background: bool = Field(
+        default=False, description="a thread writes them, and training waits for the copy alone"
+    )
 
 
 class EvalSection(Section):

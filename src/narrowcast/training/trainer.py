@@ -132,7 +132,11 @@ class _Course:
             frozen=frozen,
         )
         self._saving = Saving(
-            self._state, self._vital_signs, home=self._home, keep=recipe.checkpoint.keep
+            self._state,
+            self._vital_signs,
+            home=self._home,
+            keep=recipe.checkpoint.keep,
+            background=recipe.checkpoint.background,
         )
         self._progress = Progress()
         self._unread: deque[_Attempt] = deque()
@@ -162,6 +166,7 @@ class _Course:
     def close(self) -> None:
         """Leave the model prepared, and nothing else."""
         self._observer.close()
+        self._saving.close()
 
     def run(self, state: dict[str, Any] | None) -> Generator[Record]:
         """Yield the records from `state`, or from the beginning, to the end."""
@@ -207,6 +212,7 @@ class _Course:
         if evaluation_is_due and not stop.why:  # a scheduler grants little time to end
             yield from self._read(leaving=0)
             yield from self._evaluate()
+        yield from self._saving.arrived()
         if self._is_due(self._recipe.checkpoint.every, last=self._saving.last):
             yield from self._read(leaving=0)
             yield from self._save()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,38 @@ TENSORS = "tensors.safetensors"
 STATE = "state.json"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """The state of a run at one step, on the host and ready to be written."""
+
+    step: int
+    tree: Any
+    tensors: dict[str, Tensor]
+    seconds: float
+    """What taking it took, for which training waited."""
+
+
+def take_snapshot(step: int, *, state: dict[str, Any], copied: bool = False) -> Snapshot:
+    """Bring `state` to the host; `copied`: so that it may go on changing while this is written."""
+    began = time.perf_counter()
+    tree, tensors = flatten(state, copied=copied)
+    seconds = time.perf_counter() - began
+    return Snapshot(step=step, tree=tree, tensors=tensors, seconds=seconds)
+
+
 def save_checkpoint(
     folder: Path, step: int, *, state: dict[str, Any], keep: int = 2, good_until: int | None = None
 ) -> CheckpointRecord:
-    """Write `state` as the checkpoint of `step` in `folder`, then remove all but the `keep` newest.
+    """Write `state` as the checkpoint of `step` in `folder`; see `write_snapshot`."""
+    taken = take_snapshot(step, state=state)
+    record = write_snapshot(folder, taken, keep=keep, good_until=good_until)
+    return replace(record, seconds_blocked=record.seconds_total)
+
+
+def write_snapshot(
+    folder: Path, taken: Snapshot, *, keep: int = 2, good_until: int | None = None
+) -> CheckpointRecord:
+    """Write the checkpoint of a step in `folder`, then remove all but the `keep` newest.
 
     Where not all are good, the `keep` newest up to `good_until` stay, and this one.
 
@@ -46,8 +75,8 @@ def save_checkpoint(
     of them to go on from.
     """
     began = time.perf_counter()
+    step, tensors = taken.step, taken.tensors
     path = _path_of(folder, step)
-    tree, tensors = flatten(state)
     last = latest(folder)
     hint = f"{last} is untouched, resume from it" if last else "there is no earlier checkpoint"
     with written_beside(path, hint=hint) as beside, _checksums(tensors) as checksums:
@@ -58,16 +87,17 @@ def save_checkpoint(
             "format": FORMAT,
             "step": step,
             "bytes": (beside / TENSORS).stat().st_size,
-            "sha256": {"state": _checksum(tree), "tensors": checksums()},
-            "state": tree,
+            "sha256": {"state": _checksum(taken.tree), "tensors": checksums()},
+            "state": taken.tree,
         }
         write_text(beside / STATE, json.dumps(described))
     until = step if good_until is None else good_until
     good = [each for each in checkpoints(folder) if step_of(each) <= until]
     _remove_all_but({path, *good[-keep:]}, folder)
-    size = size_of(path)
-    seconds = time.perf_counter() - began
-    return CheckpointRecord(step=step, seconds_blocked=seconds, seconds_total=seconds, bytes=size)
+    total = taken.seconds + time.perf_counter() - began
+    return CheckpointRecord(
+        step=step, seconds_blocked=taken.seconds, seconds_total=total, bytes=size_of(path)
+    )
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -1,25 +1,57 @@
 """The checkpoints of a run that is going on: written when there is a folder, and told once."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import final
 
+from narrowcast.errors import CheckpointError
 from narrowcast.runs import Record
-from narrowcast.training.checkpoints.checkpoint import is_saved, save_checkpoint
+from narrowcast.runs.records import CheckpointRecord
+from narrowcast.training.checkpoints.checkpoint import (
+    Snapshot,
+    is_saved,
+    take_snapshot,
+    write_snapshot,
+)
 from narrowcast.training.checkpoints.records_identity import RecordsDigest
 from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.signals import Home
 from narrowcast.training.vital_signs import VitalSigns
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Writing:
+    """A checkpoint that a thread is writing."""
+
+    taken: Snapshot
+    good_until: int
+    written: Future[CheckpointRecord]
+    told: bool
+    """Whether there is a record of this step already."""
+
+
 @final
 class Saving:
-    """Saves the state of a run, and knows what is saved."""
+    """Saves the state of a run, and knows what is saved.
+
+    In the background, training waits until the state is on the host, and a thread writes it. One
+    checkpoint at a time: who would begin another waits for the one before.
+    """
 
     def __init__(
-        self, state: RunState, vital_signs: VitalSigns, *, home: Home | None, keep: int
+        self,
+        state: RunState,
+        vital_signs: VitalSigns,
+        *,
+        home: Home | None,
+        keep: int,
+        background: bool = False,
     ) -> None:
         self._state, self._vital_signs, self._home, self._keep = state, vital_signs, home, keep
         self._records = RecordsDigest()
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._writing: _Writing | None = None
         self.last = 0
         """The step of the last checkpoint."""
 
@@ -27,19 +59,55 @@ class Saving:
         """Write a checkpoint of the whole run, if there is a folder to write it to."""
         if self._home is None:
             return
+        yield from self.settled()
         step, home = progress.step, self._home.path()
         good_until = self._vital_signs.good_until(step)  # part of the state
         state = self._state.captured(progress) | {"records": self._records.upto_now(home)}
-        kept = {"keep": self._keep, "good_until": good_until}
-        record = save_checkpoint(home / "checkpoints", step, state=state, **kept)
-        if self.last != step:  # else it has been told
-            self.last = step
+        taken = take_snapshot(step, state=state, copied=self._thread is not None)
+        told, self.last = self.last == step, step
+        folder, kept = home / "checkpoints", {"keep": self._keep, "good_until": good_until}
+        if self._thread is not None:
+            written = self._thread.submit(write_snapshot, folder, taken, **kept)
+            self._writing = _Writing(taken=taken, good_until=good_until, written=written, told=told)
+            return
+        record = write_snapshot(folder, taken, **kept)
+        if not told:
+            yield replace(record, seconds_blocked=record.seconds_total)
+
+    def arrived(self) -> Iterator[Record]:
+        """Tell of a checkpoint that has been written meanwhile; does not wait."""
+        if self._writing is not None and self._writing.written.done():
+            yield from self.settled()
+
+    def settled(self) -> Iterator[Record]:
+        """Wait for the checkpoint that is being written, and tell of it.
+
+        Where its folder was moved from under it, it is written again where that is now.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None or self._home is None:
+            return
+        try:
+            record = writing.written.result()
+        except (CheckpointError, OSError):
+            folder = self._home.path() / "checkpoints"
+            record = write_snapshot(
+                folder, writing.taken, keep=self._keep, good_until=writing.good_until
+            )
+        if not writing.told:
             yield record
 
     def save_if_lacking(self, progress: Progress) -> Iterator[Record]:
         """Save what no checkpoint holds; a folder that was put back holds none."""
+        yield from self.settled()
         step = progress.step
         if self._home is None or step == 0:
             return
         if self.last != step or not is_saved(self._home.path() / "checkpoints", step):
             yield from self.save(progress)
+            yield from self.settled()
+
+    def close(self) -> None:
+        """Let what is being written come to its end."""
+        if self._thread is not None:
+            self._thread.shutdown()

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 
-def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
+def flatten(state: Any, *, copied: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return `state` with a name in place of each tensor, and the tensors by name, on the CPU.
 
-    Tensors that are the same memory are kept once. Waits for the device.
+    Tensors that are the same memory are kept once. `copied`: none of them is that of the state, so
+    that the state may go on changing. Waits for the device.
     """
-    kept = _Kept()
+    kept = _Kept(copied=copied)
     return _flatten(state, kept, path=()), kept.tensors
 
 
@@ -64,7 +65,8 @@ def _item(item: Any, tensors: dict[str, Tensor]) -> tuple[str | int, Any]:
 class _Kept:
     """The tensors met so far: each memory once, each under a name of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copied: bool) -> None:
+        self._copied = copied
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}
         self._storages: set[int] = set()
@@ -79,7 +81,8 @@ class _Kept:
             name += "'"
         copy = tensor.detach().cpu().contiguous()
         storage = copy.untyped_storage().data_ptr()
-        if storage in self._storages:  # another part of the same memory: a file has no views
+        own = not self._copied or storage != tensor.untyped_storage().data_ptr()
+        if storage in self._storages or not own:  # part of the same memory: a file has no views
             copy = copy.clone()
         self._storages.add(storage)
         self.tensors[name] = copy
