@@ -98,7 +98,7 @@ class Size:
     hidden: int = 550
     batch: int = 64
     length: int = 512
-    tokens: int = 2**21
+    tokens: int = 2**19
     pretraining: int = 300
 
 
