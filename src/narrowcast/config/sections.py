@@ -85,6 +85,15 @@ class Sections:
         )
 
 
+class ProfileSection(Section):
+    """Which steps are looked at closely: a trace of them, and a table of their operations."""
+
+    steps: int = Field(default=0, ge=0, le=10_000, description="steps to look at; 0: none")
+    first: int = Field(
+        default=10, ge=1, le=MOST_STEPS, description="the first of them, when all is warm"
+    )
+
+
 def _short_enough(name: str) -> str:
     """Refuse a name that no folder can have; letters beyond ASCII take two bytes or more."""
     if len(name.encode()) > LONGEST_NAME:
@@ -159,6 +168,9 @@ class CommonSettings(Section):
         default=(),
         max_length=MOST_ENTRIES,
         description="faults to rehearse: step, module, role, value",
+    )
+    profile: ProfileSection = Field(
+        default_factory=ProfileSection, description="steps to look at closely"
     )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=(),

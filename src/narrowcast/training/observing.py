@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+from narrowcast.hardware.profile import StepProfile
 from narrowcast.health.findings.findings import Findings
 from narrowcast.health.statistics.probes import Probes
 from narrowcast.health.statistics.reading import Reading
@@ -30,9 +31,14 @@ class Observer:
         *,
         every: int,
         own: Callable[[], Mapping[str, Policy]] = dict,
+        profile: StepProfile | None = None,
     ) -> None:
-        """Begin to look; `own()` are the policies that modules with other formats came from."""
+        """Begin to look; `own()` are the policies that modules with other formats came from.
+
+        `profile` looks closely at the operations of a few steps.
+        """
         self._prepared, self._every, self._own = prepared, every, own
+        self._profile = profile
         self._findings = Findings(lambda: prepared.engine.log.wording)
         self._readings: deque[tuple[int, Reading]] = deque()
         self._probes: Probes | None = None
@@ -49,6 +55,8 @@ class Observer:
 
     def before_step(self, step: int) -> Callable[[], None] | None:
         """Make ready for a step; return what is to be done between its passes and its update."""
+        if self._profile is not None:
+            self._profile.before(step)
         if self._probes is None:
             return None
         self._probes.switch.on = step % self._every == 0
@@ -56,6 +64,8 @@ class Observer:
 
     def after_step(self, step: int) -> None:
         """Read, if it is time to, what a step that was just queued has left."""
+        if self._profile is not None:
+            self._profile.after(step)
         if self._probes is None or step % self._every:
             return
         self._probes.weights.take_updates()
@@ -86,7 +96,7 @@ class Observer:
     @contextlib.contextmanager
     def probes_removed(self) -> Iterator[None]:
         """Leave the model as it was inside the block, in which its formats may change."""
-        self.close()
+        self._remove()
         try:
             yield
         finally:
@@ -94,8 +104,9 @@ class Observer:
 
     def close(self) -> None:
         """Leave the model as it was."""
-        if self._probes is not None:
-            self._probes.remove()
+        self._remove()
+        if self._profile is not None:
+            self._profile.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the findings to come."""
@@ -104,6 +115,10 @@ class Observer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._findings.load_state_dict(state)
+
+    def _remove(self) -> None:
+        if self._probes is not None:
+            self._probes.remove()
 
     def _install(self) -> None:
         if self._every:

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from narrowcast.config.common_sections import LossScaleSection
 from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError
+from narrowcast.hardware.profile import StepProfile
 from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
@@ -14,6 +17,7 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.parameter_groups import FROZEN_UNTIL, groups_of
 from narrowcast.training.schedules import lr_factors
+from narrowcast.training.signals import Home
 from narrowcast.training.task import Task
 
 
@@ -67,3 +71,20 @@ def faults_of(prepared: Prepared, recipe: Recipe) -> Faults | None:
     """Return the faults that a recipe asks for; None where it asks for none."""
     asked = [Fault(**section.model_dump()) for section in recipe.faults]
     return Faults(prepared.model, asked, seed=recipe.seed) if asked else None
+
+
+def profile_of(recipe: Recipe, *, device: torch.device, home: Home | None) -> StepProfile | None:
+    """Return what looks closely at the steps that a recipe names; None where it names none."""
+    if not recipe.profile.steps:
+        return None
+    if home is None:
+        raise RecipeError(
+            f"profile.steps={recipe.profile.steps}: a trace needs a folder, and this run has none; "
+            "give one, or write profile.steps=0"
+        )
+    return StepProfile(
+        first=recipe.profile.first,
+        steps=recipe.profile.steps,
+        device=device,
+        folder=home.path,
+    )

@@ -26,7 +26,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.checkpoints.export import RunEnd, write_results
+from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.parts import part_of
 from narrowcast.training.checkpoints.saving import Saving
@@ -38,7 +38,7 @@ from narrowcast.training.evaluation import evaluate, not_finite
 from narrowcast.training.observing import Observer
 from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
-from narrowcast.training.setup import faults_of
+from narrowcast.training.setup import faults_of, profile_of
 from narrowcast.training.signals import FixedHome, Home, Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
 from narrowcast.training.task import Batch, Task
@@ -101,7 +101,9 @@ class _Course:
         self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
         self._adapter = Adapter(prepared, recipe, gemm_rows=task.gemm_rows)
-        self._observer = Observer(prepared, every=recipe.health.every, own=self._adapter.own)
+        profile = profile_of(recipe, device=self._device, home=self._home)
+        every, own = recipe.health.every, self._adapter.own
+        self._observer = Observer(prepared, every=every, own=own, profile=profile)
         self._stepper = Stepper(prepared, task, recipe)
         self._investigator = Investigator(
             prepared,
@@ -132,11 +134,7 @@ class _Course:
             frozen=frozen,
         )
         self._saving = Saving(
-            self._state,
-            self._vital_signs,
-            home=self._home,
-            keep=recipe.checkpoint.keep,
-            background=recipe.checkpoint.background,
+            self._state, self._vital_signs, home=self._home, settings=recipe.checkpoint
         )
         self._progress = Progress()
         self._unread: deque[_Attempt] = deque()
@@ -201,10 +199,8 @@ class _Course:
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
         best = self._best_weights.put_in_place()
         if self._home is not None:
-            write_results(self._prepared, task, self._home.path(), end=self._end(), best=best)
-
-    def _end(self) -> RunEnd:
-        return run_end(self._early_stopping, self._recipe, step=self._progress.step)
+            end = run_end(self._early_stopping, recipe, step=self._progress.step)
+            write_results(self._prepared, task, self._home.path(), end=end, best=best)
 
     def _between_steps(self, stop: Stop) -> Iterator[Record]:
         """Evaluate and save when it is time to, and end the run if it was asked to."""

@@ -130,19 +130,28 @@ def test_a_finished_run_leaves_components_that_add_up_and_a_page(tmp_path):
     assert "linear2" in page
 
 
-def test_the_features_of_a_toy_are_found(tmp_path):
-    """Five in two dimensions, at a fifth of the recipe's steps; see benchmarks/decompose.py."""
-    words = ("steps=2000", "batch_size=512", "decomposition.seeds=2", "health.every=0",
-             "decomposition.warmup_steps=200")  # fmt: skip
-    records = trained(tmp_path / "run", *words)
+FOUND = {
+    "in superposition": ("batch_size=512", "decomposition.seeds=2"),
+    "with room for all": (
+        "model.toy=tms_5-5", "sites.components=5", "sites.tied=false", "batch_size=1024",
+        "decomposition.seeds=2", "losses.faithfulness.coefficient=1.0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", FOUND.values(), ids=FOUND)
+def test_the_features_of_a_toy_are_found(tmp_path, words):
+    """In fewer steps than the recipe has; all seeds of both in full: benchmarks/decompose.py."""
+    few = ("steps=1500", "health.every=0", "decomposition.warmup_steps=200")
+    trained(tmp_path / "run", *few, *words)
     found = schema.read(tmp_path / "run")
     for site in found.sites:
         assert site.identity_error == (0, 0)
-        assert min(site.cosine) > 0.999
+        assert site.alive == (5, 5)
+        assert min(site.cosine) > 0.99
         assert all(0.97 < ratio < 1.03 for ratio in site.norm_ratio)
         assert all(0.15 < count < 0.35 for count in site.l0)
     assert all(verdict.right for verdict in found.verdicts)
-    assert all(r.applied for r in records if isinstance(r, StepRecord))
 
 
 def test_runs_are_compared_component_by_component(tmp_path):

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import final
 
+from narrowcast.config.common_sections import CheckpointSection
 from narrowcast.errors import CheckpointError
 from narrowcast.runs import Record
 from narrowcast.runs.records import CheckpointRecord
@@ -45,12 +46,12 @@ class Saving:
         vital_signs: VitalSigns,
         *,
         home: Home | None,
-        keep: int,
-        background: bool = False,
+        settings: CheckpointSection,
     ) -> None:
-        self._state, self._vital_signs, self._home, self._keep = state, vital_signs, home, keep
+        self._state, self._vital_signs, self._home = state, vital_signs, home
+        self._keep = settings.keep
         self._records = RecordsDigest()
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if settings.background else None
         self._writing: _Writing | None = None
         self.last = 0
         """The step of the last checkpoint."""
