@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, integers
 
-from narrowcast.report.phrases import count, duration, large, policies, scale, share, size, value
+from narrowcast.report.phrases import (
+    count,
+    duration,
+    large,
+    policies,
+    said,
+    scale,
+    share,
+    size,
+    value,
+)
 
 
 @pytest.mark.parametrize(
@@ -73,3 +83,8 @@ def test_a_run_with_phases_is_called_by_their_policies_in_order():
     phases = [{"policy": "fp32", "until": 3}, {"policy": None}, {"policy": "fp8-row"}]
     assert policies("bf16", phases) == "fp32 → bf16 → fp8-row"
     assert policies("bf16", []) == policies("bf16", None) == policies("bf16", "odd") == "bf16"
+
+
+def test_a_measure_is_said_in_words_and_what_it_is_of_by_its_own_name():
+    assert said("identity_error") == "identity error"
+    assert said("mean_l0/layers.0.mlp_in/pre_norm") == "mean l0/layers.0.mlp_in/pre_norm"

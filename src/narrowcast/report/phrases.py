@@ -65,8 +65,12 @@ def measured(metric: Metric, x: float) -> str:
 
 
 def said(name: str) -> str:
-    """Write the name of a metric or of a part of the loss as a reader says it."""
-    return name.replace("_", " ")
+    """Write the name of a metric or of a part of the loss as a reader says it.
+
+    What stands behind a slash is the name of something, such as of a module, and stays as it is.
+    """
+    measure, slash, of = name.partition("/")
+    return f"{measure.replace('_', ' ')}{slash}{of}"
 
 
 def scale(x: float) -> str:

@@ -234,6 +234,10 @@ def test_weights_that_stand_still_are_found_when_they_are_measured():
     assert findings.step(step(3, 2.0, lost_updates=0.9)) == []
 
 
+def test_weights_that_a_rate_of_zero_leaves_where_they_are_have_lost_nothing():
+    assert Findings().step(step(1, 2.0, lr=0.0, lost_updates=1.0)) == []
+
+
 def test_what_is_known_survives_a_checkpoint_as_plain_data():
     straight, first, second = Findings(), Findings(), Findings()
     records = [

@@ -10,6 +10,7 @@ from narrowcast.workloads.decompose.terms import LossesSection
 def test_a_term_with_nothing_but_a_coefficient_is_built(name):
     (built,) = losses_of(LossesSection.model_validate({name: {"coefficient": 0.5}}))
     assert built.coefficient == 0.5
+    assert built.name == name  # and is told of under the name that it was asked for by
 
 
 def test_a_probability_reaches_the_term_that_routes_by_it():

@@ -86,7 +86,8 @@ class Findings:
         asked = {"spike"}
         if record.lost_updates is not None:
             asked.add("lost")
-            if record.lost_updates > LOST:
+            # A learning rate of zero is meant so: schedules begin or end with one.
+            if record.lost_updates > LOST and record.lr != 0:
                 why = f"{percent(record.lost_updates)} of the updates round to nothing"
                 advice = "try master=split (or kahan, stochastic) in the policy"
                 found.append(Trouble("lost", "", "update", "lost updates", why, advice))

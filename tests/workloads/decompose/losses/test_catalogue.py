@@ -19,7 +19,7 @@ def test_settings_reach_the_loss():
         "pgd", {"coefficient": 0.5, "routing": "uniform_k_subset", "steps": 4, "step_size": 0.5}
     )
     assert loss == PGD(coefficient=0.5, routing="uniform_k_subset", steps=4, step_size=0.5)
-    assert loss.name == "pgd_uniform_k_subset"
+    assert loss.name == "pgd_subset"
 
 
 @pytest.mark.parametrize(

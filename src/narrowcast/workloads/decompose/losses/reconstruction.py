@@ -60,8 +60,9 @@ class Routed(Masked):
 
     @property
     def name(self) -> str:
-        """What it is called in records: its kind, and its routing where that is not all."""
-        return self.kind if self.routing == "all" else f"{self.kind}_{self.routing}"
+        """What it is called in records, as in recipes: its kind, and where not all sites, which."""
+        ends = {"all": "", "layerwise": "_layerwise"}
+        return f"{self.kind}{ends.get(self.routing, '_subset')}"
 
     def check(self) -> None:
         """Refuse a probability that is none, and options of another routing."""
