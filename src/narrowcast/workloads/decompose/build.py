@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
-from narrowcast.workloads.decompose.components.sites import find_sites
+from narrowcast.workloads.decompose.components.sites import Site, find_sites
 from narrowcast.workloads.decompose.importance.functions import build_importance
 from narrowcast.workloads.decompose.losses.catalogue import build_losses
 from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
@@ -60,7 +61,7 @@ def _trained(
         subject.target,
         sites,
         seeds=settings.seeds,
-        tied=_tied(asked, subject.tied),
+        tied=_tied(asked, sites, subject),
         output=subject.output,
     )
     importance = build_importance(
@@ -119,10 +120,32 @@ def _patterns(asked: SitesSection, own: Mapping[str, int]) -> tuple[dict[str, in
     return patterns, identities
 
 
-def _tied(asked: SitesSection, own: Mapping[str, str]) -> Mapping[str, str]:
-    if asked.tied and not own:
+def _tied(
+    asked: SitesSection, sites: Sequence[Site], subject: ToySubject | LanguageSubject
+) -> Mapping[str, str]:
+    """Return which sites share components: those the toy ties, or all that share a weight."""
+    names = {site.name for site in sites}
+    own = subject.tied or _transposed(sites, subject.target)
+    there = {name: other for name, other in own.items() if {name, other} <= names}
+    if asked.tied and not there:
         raise RecipeError(
-            "sites.tied=true: this target has no matrices that are each other's transpose; leave "
-            "sites.tied out"
+            "sites.tied=true: no two of the sites are each other's transpose in this target; name "
+            "both, or leave sites.tied out"
         )
-    return {} if asked.tied is False else own
+    wanted = bool(subject.tied) if asked.tied is None else asked.tied
+    return there if wanted else {}
+
+
+def _transposed(sites: Sequence[Site], target: nn.Module) -> Mapping[str, str]:
+    """Return linear sites whose weight is the very one of an embedding, such as tied heads."""
+    weights = {
+        site.name: target.get_submodule(site.name).get_parameter("weight")
+        for site in sites
+        if site.kind in ("embedding", "linear")
+    }
+    embeddings = {id(weights[site.name]): site.name for site in sites if site.kind == "embedding"}
+    return {
+        site.name: embeddings[id(weights[site.name])]
+        for site in sites
+        if site.kind == "linear" and id(weights[site.name]) in embeddings
+    }

@@ -101,7 +101,7 @@ def _check_tie(sites: Mapping[str, Site], name: str, other: str, tied: Mapping[s
         raise RecipeError(
             f"{name} ({one.d_in} x {one.d_out}, {one.components} components) is not {other} "
             f"({two.d_in} x {two.d_out}, {two.components}) turned around; tie a matrix to its "
-            "transpose, with as many components"
+            "transpose, with as many components, or write sites.tied=false"
         )
 
 
