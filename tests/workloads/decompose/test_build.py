@@ -1,4 +1,4 @@
-"""From a recipe to components: which sites share them."""
+"""From a recipe to components: which sites there are, and which share them."""
 
 import pytest
 import torch
@@ -51,3 +51,22 @@ def test_to_tie_what_is_no_pair_is_refused(gpt2):
         of_gpt2(gpt2, "sites.names=[lm_head]", "sites.tied=true")
     with pytest.raises(RecipeError, match=r"or write sites\.tied=false"):
         tied("sites.names=[linear1, linear2]", "sites.components=[20, 10]")
+
+
+def test_identities_are_sites_enough(gpt2):
+    words = [
+        "sites.names=[]",
+        "sites.identities=[transformer.h.*.attn.c_attn]",
+        "sites.identity_components=4",
+    ]
+    asked = [f"model.path={gpt2}", "data.length=8", *words]
+    parts = build_parts(load_recipe("decompose/lm", asked).recipe, device=META)
+    names = [site.name for site in parts.model.decomposition.sites]
+    assert names == ["transformer.h.0.attn.c_attn.pre_identity"]
+
+
+def test_a_term_is_refused_under_the_name_it_was_asked_for_by():
+    term = "losses.persistent_pgd_subset"
+    words = [f"{term}.coefficient=1", f"{term}.scope=repeat_across_batch", f"{term}.repeat=3"]
+    with pytest.raises(RecipeError, match="persistent_pgd_subset: a batch of 1024"):
+        tied(*words)

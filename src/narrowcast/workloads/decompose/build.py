@@ -107,7 +107,7 @@ def losses_of(section: LossesSection) -> list[Loss]:
 def _patterns(asked: SitesSection, own: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Return how many components modules are given by glob, and identities before others."""
     patterns = asked.patterns or dict(own)
-    if not patterns:
+    if not patterns and not asked.identities:
         raise RecipeError(
             "sites.names is empty, and this target has none of its own; write e.g. "
             "sites.names=[model.layers.*.mlp.up_proj] sites.components=512"
