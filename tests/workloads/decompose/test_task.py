@@ -46,6 +46,7 @@ def trained(folder, *words, recipe=TMS):
         (["model.path=somewhere"], "one target"),
         (["sites.names=[linear1]"], r"how many components"),
         (["sites.names=[linear1, linear2]", "sites.components=[3]"], "one for each"),
+        (["sites.names=[linear1, linear1]", "sites.components=[3, 4]"], "linear1 is there 2 times"),
         (["sites.names=[nowhere]", "sites.components=3"], "matches no module"),
         (["sites.names=[linear1, linear*]", "sites.components=3"], "share no module"),
         (["sites.components=100000"], "write a number from 1"),

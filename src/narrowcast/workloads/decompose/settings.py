@@ -97,7 +97,12 @@ class SitesSection(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Refuse names without a number of components."""
+        """Refuse names without a number of components, and a name that has two."""
+        for field, globs in (("names", self.names), ("identities", self.identities)):
+            for glob in globs:
+                if globs.count(glob) > 1:
+                    text = f"{glob} is there {globs.count(glob)} times; write it once"
+                    refuse_conflicts([((field,), text)])
         if self.names and self.components is None:
             text = "say how many components: sites.components=512, or a number for each name"
             refuse_conflicts([(("components", "names"), text)])
