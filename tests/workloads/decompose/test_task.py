@@ -53,6 +53,9 @@ def trained(folder, *words, recipe=TMS):
         (["losses.pgd.steps=3"], "no coefficient"),
         (["losses.minimality.coefficient=0"], "coefficient"),
         (["judge.groups=[nothing*]"], "matches no site"),
+        (["importance.blocks=2"], "blocks is of kind=global_transformer"),
+        (["data.text=[some.txt]"], "tms_5-2 draws samples of its own"),
+        (["data.length=64"], "leave data.length out"),
         (["importance.kind=global_transformer", "importance.hidden=[8, 8]"], "one hidden width"),
         (["model.pretrain_steps=1"], "has not learnt what would be decomposed"),
         (["losses.pgd.coefficient=1", "losses.pgd.early_steps=2"], "early_steps"),
@@ -67,7 +70,15 @@ def test_a_loss_without_terms_is_refused():
     names = ("minimality", "stochastic", "stochastic_layerwise")
     words = [f"losses.{name}.coefficient=null" for name in names]
     with pytest.raises(RecipeError, match="no loss has a coefficient"):
-        load_recipe(TMS, [*words, "losses.stochastic_layerwise.batched=false"])
+        load_recipe(TMS, words)
+
+
+def test_a_term_that_a_recipe_sets_is_left_out_by_a_coefficient_of_null(tmp_path):
+    words = ["losses.stochastic_layerwise.coefficient=null", "steps=1", "checkpoint.every=1"]
+    (told,) = (r for r in trained(tmp_path / "run", *words) if isinstance(r, StepRecord))
+    assert told.parts.keys() == {"minimality", "stochastic"}
+    again = [r for r in nc.resume(tmp_path / "run", ["steps=2"]) if isinstance(r, StepRecord)]
+    assert again[-1].parts.keys() == told.parts.keys()
 
 
 @pytest.mark.parametrize("words", [(), ADVERSARIES], ids=["plain", "adversaries"])

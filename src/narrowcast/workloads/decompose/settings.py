@@ -147,6 +147,16 @@ class ImportanceSection(Section):
         default="continuous", description="how masks are drawn: evenly from 0 to 1, or 0 or 1"
     )
 
+    @model_validator(mode="after")
+    def _is_of_the_kind(self) -> Self:
+        """Refuse what only a transformer has."""
+        fields = type(self).model_fields
+        for name in ("width", "blocks", "heads"):
+            if self.kind != "global_transformer" and getattr(self, name) != fields[name].default:
+                text = f"{name} is of kind=global_transformer, not of {self.kind}; leave it out"
+                refuse_conflicts([((name, "kind"), text)])
+        return self
+
 
 class DecompositionSection(Section):
     """How components are trained, beside what every recipe has."""
