@@ -142,6 +142,14 @@ def test_a_finished_run_leaves_components_that_add_up_and_a_page(tmp_path):
     assert "linear2" in page
 
 
+def test_components_are_kept_with_every_digit_they_were_trained_with(tmp_path):
+    policy = "precision.policy=bf16,params=bf16,master=split"
+    trained(tmp_path / "run", "steps=2", policy)
+    kept = load_file(tmp_path / "run" / COMPONENTS)
+    for name in ("sites/linear1/V", "sites/linear2/U"):
+        assert not torch.equal(kept[name], kept[name].bfloat16().to(kept[name].dtype))
+
+
 def test_the_features_of_a_toy_are_found(tmp_path):
     """Five in two dimensions, at a fifth of the recipe's steps; see benchmarks/decompose.py."""
     words = ("steps=2000", "batch_size=512", "decomposition.seeds=2", "health.every=0",
