@@ -53,6 +53,7 @@ def trained(folder, *words, recipe=TMS):
         (["losses.pgd.steps=3"], "no coefficient"),
         (["losses.minimality.coefficient=0"], "coefficient"),
         (["judge.groups=[nothing*]"], "matches no site"),
+        (["memory.checkpoint=blocks"], r"losses\.stochastic\.recompute=true"),
         (["importance.blocks=2"], "blocks is of kind=global_transformer"),
         (["data.text=[some.txt]"], "tms_5-2 draws samples of its own"),
         (["data.length=64"], "leave data.length out"),

@@ -41,6 +41,7 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
 
     On the meta device only shapes count.
     """
+    _refuse_checkpoints(recipe)
     if device.type != "meta":
         # What cannot be is refused before a toy is trained, or a large model loaded.
         build_parts(recipe, device=torch.device("meta"))
@@ -49,6 +50,17 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         torch.manual_seed(recipe.seed)
         model, losses = _trained(recipe, subject)
     return Parts(subject=subject, model=model.to(device), losses=losses)
+
+
+def _refuse_checkpoints(recipe: Recipe) -> None:
+    """Refuse to compute blocks again when their pass is over, and its masks with it."""
+    asked = recipe.memory.checkpoint
+    if asked != "none":
+        raise RecipeError(
+            f"memory.checkpoint={asked}: a block that the backward pass computes again would be "
+            "the target's, without the masks of its pass; write memory.checkpoint=none, and "
+            "recompute=true for terms of the loss, such as losses.stochastic.recompute=true"
+        )
 
 
 def _trained(
