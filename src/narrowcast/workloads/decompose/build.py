@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition
-from narrowcast.workloads.decompose.components.sites import find_sites
+from narrowcast.workloads.decompose.components.sites import Site, find_sites
 from narrowcast.workloads.decompose.importance.functions import build_importance
 from narrowcast.workloads.decompose.losses.catalogue import build_losses
 from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
@@ -40,6 +41,7 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
 
     On the meta device only shapes count.
     """
+    _refuse_checkpoints(recipe)
     if device.type != "meta":
         # What cannot be is refused before a toy is trained, or a large model loaded.
         build_parts(recipe, device=torch.device("meta"))
@@ -48,6 +50,17 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
         torch.manual_seed(recipe.seed)
         model, losses = _trained(recipe, subject)
     return Parts(subject=subject, model=model.to(device), losses=losses)
+
+
+def _refuse_checkpoints(recipe: Recipe) -> None:
+    """Refuse to compute blocks again when their pass is over, and its masks with it."""
+    asked = recipe.memory.checkpoint
+    if asked != "none":
+        raise RecipeError(
+            f"memory.checkpoint={asked}: a block that the backward pass computes again would be "
+            "the target's, without the masks of its pass; write memory.checkpoint=none, and "
+            "recompute=true for terms of the loss, such as losses.stochastic.recompute=true"
+        )
 
 
 def _trained(
@@ -60,7 +73,7 @@ def _trained(
         subject.target,
         sites,
         seeds=settings.seeds,
-        tied=_tied(asked, subject.tied),
+        tied=_tied(asked, sites, subject),
         output=subject.output,
     )
     importance = build_importance(
@@ -106,7 +119,7 @@ def losses_of(section: LossesSection) -> list[Loss]:
 def _patterns(asked: SitesSection, own: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Return how many components modules are given by glob, and identities before others."""
     patterns = asked.patterns or dict(own)
-    if not patterns:
+    if not patterns and not asked.identities:
         raise RecipeError(
             "sites.names is empty, and this target has none of its own; write e.g. "
             "sites.names=[model.layers.*.mlp.up_proj] sites.components=512"
@@ -119,10 +132,32 @@ def _patterns(asked: SitesSection, own: Mapping[str, int]) -> tuple[dict[str, in
     return patterns, identities
 
 
-def _tied(asked: SitesSection, own: Mapping[str, str]) -> Mapping[str, str]:
-    if asked.tied and not own:
+def _tied(
+    asked: SitesSection, sites: Sequence[Site], subject: ToySubject | LanguageSubject
+) -> Mapping[str, str]:
+    """Return which sites share components: those the toy ties, or all that share a weight."""
+    names = {site.name for site in sites}
+    own = subject.tied or _transposed(sites, subject.target)
+    there = {name: other for name, other in own.items() if {name, other} <= names}
+    if asked.tied and not there:
         raise RecipeError(
-            "sites.tied=true: this target has no matrices that are each other's transpose; leave "
-            "sites.tied out"
+            "sites.tied=true: no two of the sites are each other's transpose in this target; name "
+            "both, or leave sites.tied out"
         )
-    return {} if asked.tied is False else own
+    wanted = bool(subject.tied) if asked.tied is None else asked.tied
+    return there if wanted else {}
+
+
+def _transposed(sites: Sequence[Site], target: nn.Module) -> Mapping[str, str]:
+    """Return linear sites whose weight is the very one of an embedding, such as tied heads."""
+    weights = {
+        site.name: target.get_submodule(site.name).get_parameter("weight")
+        for site in sites
+        if site.kind in ("embedding", "linear")
+    }
+    embeddings = {id(weights[site.name]): site.name for site in sites if site.kind == "embedding"}
+    return {
+        site.name: embeddings[id(weights[site.name])]
+        for site in sites
+        if site.kind == "linear" and id(weights[site.name]) in embeddings
+    }

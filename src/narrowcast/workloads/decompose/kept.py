@@ -27,18 +27,16 @@ def save_components(
 
     A language model is where it was. The file appears whole or not at all.
     """
-    decomposition = parts.model.decomposition
+    components = parts.model.decomposition.components
+    full = {id(p): weights[name] for name, p in parts.model.named_parameters()}
     kept: dict[str, Tensor] = {}
     for each in found.sites:
-        components = decomposition.components[each.site.name]
         name = f"{SITES}{each.site.name}/"
-        kept[f"{name}V"], kept[f"{name}U"] = components.V, components.U
+        kept[f"{name}V"], kept[f"{name}U"] = components[each.site.name].pair(full)
         kept[f"{name}alive"] = each.counts.alive()
     for name, weight in weights.items():
         own = name.startswith(TARGET)
-        if name.startswith("importance.") or (
-            own and not isinstance(parts.subject, LanguageSubject)
-        ):
+        if name.startswith(IMPORTANCE) or (own and not isinstance(parts.subject, LanguageSubject)):
             kept[name] = weight
     # A copy of each: what is tied, or a view of another, would be refused.
     plain = {name: each.detach().cpu().contiguous().clone() for name, each in kept.items()}

@@ -97,7 +97,12 @@ class SitesSection(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Refuse names without a number of components."""
+        """Refuse names without a number of components, and a name that has two."""
+        for field, globs in (("names", self.names), ("identities", self.identities)):
+            for glob in globs:
+                if globs.count(glob) > 1:
+                    text = f"{glob} is there {globs.count(glob)} times; write it once"
+                    refuse_conflicts([((field,), text)])
         if self.names and self.components is None:
             text = "say how many components: sites.components=512, or a number for each name"
             refuse_conflicts([(("components", "names"), text)])
@@ -141,6 +146,16 @@ class ImportanceSection(Section):
     sampling: Literal["continuous", "binomial"] = Field(
         default="continuous", description="how masks are drawn: evenly from 0 to 1, or 0 or 1"
     )
+
+    @model_validator(mode="after")
+    def _is_of_the_kind(self) -> Self:
+        """Refuse what only a transformer has."""
+        fields = type(self).model_fields
+        for name in ("width", "blocks", "heads"):
+            if self.kind != "global_transformer" and getattr(self, name) != fields[name].default:
+                text = f"{name} is of kind=global_transformer, not of {self.kind}; leave it out"
+                refuse_conflicts([((name, "kind"), text)])
+        return self
 
 
 class DecompositionSection(Section):

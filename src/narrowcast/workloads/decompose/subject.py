@@ -241,6 +241,7 @@ def build_subject(recipe: Recipe, *, device: torch.device) -> ToySubject | Langu
             )
         language = language_target(asked.path, text=data.text, length=data.length, device=device)
         return LanguageSubject(language=language, length=data.length, device=device)
+    _refuse_text(asked.toy, data)
     toy = toy_target(
         asked.toy,
         seeds=settings.seeds,
@@ -250,6 +251,15 @@ def build_subject(recipe: Recipe, *, device: torch.device) -> ToySubject | Langu
         batch_size=asked.pretrain_batch_size,
     )
     return ToySubject(toy=toy, batch_size=recipe.batch_size, seed=recipe.seed)
+
+
+def _refuse_text(toy: str, data: DecomposeData) -> None:
+    for name in ("text", "length"):
+        if getattr(data, name) != DecomposeData.model_fields[name].default:
+            raise RecipeError(
+                f"data.{name}: model.toy={toy} draws samples of its own, and reads none; leave "
+                f"data.{name} out, or write model.path=FOLDER instead of model.toy"
+            )
 
 
 def as_batch(batch: Mapping[str, Any]) -> Tensor:

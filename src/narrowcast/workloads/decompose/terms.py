@@ -20,7 +20,9 @@ class Term(Section):
 
     @model_validator(mode="after")
     def _is_weighed(self) -> Self:
-        """Refuse settings of a term that is not there."""
+        """Refuse settings of a term that is not there, unless somebody wrote that it is not."""
+        if "coefficient" in self.model_fields_set:
+            return self
         fields = type(self).model_fields
         changed = [
             name

@@ -34,7 +34,11 @@ def test_sites_are_in_the_targets_order_with_their_widths():
 @pytest.mark.parametrize(
     ("patterns", "identities", "said"),
     [
-        ({"h.*.fc": 4}, {}, "'h.*.fc' matches no module of the target, which has wte"),
+        (
+            {"h.*.fc": 4},
+            {},
+            "'h.*.fc' matches no module of the target, whose matrices are wte, h.*.c_fc, h.*.out$",
+        ),
         ({"wte": 4}, {"nothing": 4}, "'nothing' matches no module"),
         ({"h.0.*": 4}, {}, "h.0.norm is a LayerNorm"),
         ({"h.0": 4}, {}, "h.0 is a ModuleDict"),

@@ -71,6 +71,15 @@ def test_an_importance_of_zero_has_a_finite_slope_below_power_one(numbers):
     assert upper[0].grad.isfinite().all()
 
 
+@pytest.mark.parametrize("p_final", [None, 0.3])
+def test_an_importance_that_dips_below_zero_weighs_nothing(numbers, p_final):
+    upper = [torch.tensor([[[-0.03]]], dtype=torch.float64, requires_grad=True)]
+    found = Minimality(coefficient=1.0, p=0.5, p_final=p_final)(at(numbers, upper=upper)).sum()
+    found.backward()
+    assert 0 <= found.item() < 1e-5
+    assert not upper[0].grad.any()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

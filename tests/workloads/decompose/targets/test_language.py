@@ -98,6 +98,8 @@ def test_a_model_of_transformers_is_read_whole(folder, rhyme):
     assert next_token_losses(got, tokens).mean() == pytest.approx(expected.loss.item(), rel=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(language.train.__getitems__([0])[0]) == RHYME[:32]
+    assert plain.loss_type is None  # of which transformers warns who asks for the loss
+    assert language.target.loss_type == "ForCausalLM"
 
 
 def test_a_model_of_random_weights_is_refused(folder, rhyme, tmp_path):

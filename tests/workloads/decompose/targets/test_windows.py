@@ -40,7 +40,7 @@ def test_windows_are_those_of_the_text(tmp_path):
     ("content", "length", "vocabulary", "why"),
     [
         (b"abc", 2, 256, r"3 tokens, which are 1 windows of data\.length=2"),
-        (b" \n ", 2, 256, "holds no text"),
+        (b" \n ", 2, 256, r"write data\.text=\[FILE\]"),
         (b"abc\xff", 2, 256, "not UTF-8 text: byte 0xff at 3"),
         (b"abcdef", 2, 100, "up to number 102, and the model knows 100"),
     ],

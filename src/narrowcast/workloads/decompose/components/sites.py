@@ -15,6 +15,9 @@ MOST_PER_RANK = 64
 """Components for each rank of a matrix: twice the most that published decompositions take (4000 for
 a matrix of rank 128). Beyond that, a misread width is likelier than a finding."""
 
+MOST_NAMED = 8
+"""Modules that a message names."""
+
 IDENTITY = "pre_identity"
 """The name, within the module it precedes, of an identity that is taken apart."""
 
@@ -66,18 +69,17 @@ def find_sites(
 
 def kind_of(name: str, module: nn.Module) -> Kind:
     """Say what a module is; refuse one that is no matrix, or does more than to apply it."""
-    weight = module._parameters.get("weight")
-    if weight is not None:
-        if _is_seeded(module, weight) or _computes_as(module, nn.Linear):
-            return _plain(name, module, "linear")
-        if _is_conv1d(module, weight):
-            return _plain(name, module, "conv1d")
-        if _computes_as(module, nn.Embedding) and getattr(module, "max_norm", None) is None:
-            return _plain(name, module, "embedding")
-    raise RecipeError(
-        f"{name} is a {type(module).__name__}, and sites are linear layers, Conv1D, or embeddings "
-        "that change no weight: let the pattern name those alone"
-    )
+    kind = _kind(module)
+    if kind is None:
+        raise RecipeError(
+            f"{name} is a {type(module).__name__}, and sites are linear layers, Conv1D, or "
+            "embeddings that change no weight: let the pattern name those alone"
+        )
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise RecipeError(
+            f"{name} has hooks, which components in its place would not call; remove them first"
+        )
+    return kind
 
 
 def _matches(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
@@ -88,7 +90,7 @@ def _matches(target: nn.Module, patterns: Mapping[str, int]) -> dict[str, int]:
         here = [name for name in names if fnmatchcase(name, pattern)]
         if not here:
             raise RecipeError(
-                f"{pattern!r} matches no module of the target, which has {_some(names)}"
+                f"{pattern!r} matches no module of the target, whose matrices are {_some(target)}"
             )
         for name in here:
             if name in found:
@@ -118,8 +120,17 @@ def _refuse_shared(target: nn.Module, names: Mapping[str, object]) -> None:
             )
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _some(target: nn.Module) -> str:
+    """Name modules that could be sites, as patterns that have one for all layers."""
+    names = [
+        ".".join("*" if part.isdigit() else part for part in name.split("."))
+        for name, module in target.named_modules()
+        if name and _kind(module) is not None
+    ]
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:MOST_NAMED]) + (
+        f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    )
 
 
 def _site(name: str, module: nn.Module, components: int) -> Site:
@@ -150,12 +161,16 @@ def _bias(module: nn.Module) -> Tensor | None:
     return module._parameters.get("bias")
 
 
-def _plain(name: str, module: nn.Module, kind: Kind) -> Kind:
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise RecipeError(
-            f"{name} has hooks, which components in its place would not call; remove them first"
-        )
-    return kind
+def _kind(module: nn.Module) -> Kind | None:
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return None
+    if _is_seeded(module, weight) or _computes_as(module, nn.Linear):
+        return "linear"
+    if _is_conv1d(module, weight):
+        return "conv1d"
+    plain = _computes_as(module, nn.Embedding) and getattr(module, "max_norm", None) is None
+    return "embedding" if plain else None
 
 
 def _computes_as(module: nn.Module, kind: type[nn.Linear] | type[nn.Embedding]) -> bool:

@@ -20,6 +20,10 @@ class Components(nn.Module):
         self.V = nn.Parameter(torch.randn(seeds, site.d_in, count, device=device) / site.d_in**0.5)
         self.U = nn.Parameter(torch.randn(seeds, count, site.d_out, device=device) / count**0.5)
 
+    def pair(self, full: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return V and U with the digits that `full` has of each parameter, by its id."""
+        return full[id(self.V)], full[id(self.U)]
+
 
 class TiedComponents(nn.Module):
     """The components of another site turned around, for a matrix that is that one transposed."""
@@ -38,6 +42,11 @@ class TiedComponents(nn.Module):
     def U(self) -> Tensor:
         """What the other reads from: (seeds, C, d_out)."""
         return self._of[0].V.mT
+
+    def pair(self, full: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return V and U with the digits that `full` has of each parameter, by its id."""
+        V, U = self._of[0].pair(full)
+        return U.mT, V.mT
 
 
 class ComponentDict(nn.Module):
@@ -101,7 +110,7 @@ def _check_tie(sites: Mapping[str, Site], name: str, other: str, tied: Mapping[s
         raise RecipeError(
             f"{name} ({one.d_in} x {one.d_out}, {one.components} components) is not {other} "
             f"({two.d_in} x {two.d_out}, {two.components}) turned around; tie a matrix to its "
-            "transpose, with as many components"
+            "transpose, with as many components, or write sites.tied=false"
         )
 
 

@@ -122,7 +122,8 @@ def _require_known(kind: str, sites: Sequence[Site], hidden: Sequence[int]) -> N
     if embeddings and kind != "mlp":
         raise RecipeError(
             f"{embeddings[0]} is an embedding, whose input is a token and no vector, which the "
-            f"importance function {kind!r} cannot see; write mlp, or leave the embedding out"
+            f"importance function {kind!r} cannot see; write importance.kind=mlp, or leave "
+            "the embedding out"
         )
     if min(hidden, default=0) < 1:
         raise RecipeError(

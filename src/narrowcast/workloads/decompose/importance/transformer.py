@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from narrowcast.workloads.decompose.importance.dense import HIDDEN_GAIN, SeededDense
 
 ROTARY_BASE = 10_000.0
+BEGUN = 0.1
+"""Size of the stream where every input is 0, as of most samples of a toy. A stream of 0 would have
+every norm multiply gradients by a thousand, and four blocks overflow fp32."""
 
 
 class Transformer(nn.Module):
@@ -29,6 +32,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.head_width = width // heads
         self.embed = SeededDense(seeds, d_in, width)
+        nn.init.normal_(self.embed.bias, std=BEGUN)
         self.blocks = nn.ModuleList(
             Block(seeds, width, heads=heads, hidden=hidden) for _ in range(blocks)
         )

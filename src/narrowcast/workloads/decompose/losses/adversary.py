@@ -37,12 +37,12 @@ class Adversarial(Routed, ABC):
         fewest = self.steps if self.early_steps is None else min(self.steps, self.early_steps)
         if fewest < 1 or self.every < 1:
             raise RecipeError(
-                f"{self.kind}: steps, early_steps and every are at least 1, not {self.steps}, "
+                f"{self.name}: steps, early_steps and every are at least 1, not {self.steps}, "
                 f"{self.early_steps} and {self.every}; a term without a search is stochastic"
             )
         if (self.early_steps is not None) != (self.early_until > 0) or self.early_until > 1:
             raise RecipeError(
-                f"{self.kind}: early_steps go with the share of the run they are for; write for "
+                f"{self.name}: early_steps go with the share of the run they are for; write for "
                 "example early_steps: 1 and early_until: 0.5, or neither"
             )
 

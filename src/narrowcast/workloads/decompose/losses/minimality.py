@@ -81,10 +81,15 @@ class Minimality(_Annealed):
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the sum over sites and components of mean powers."""
-        if self.p_final is None:
-            return self.summed(step, lambda upper: (upper + EPSILON) ** self.p)
-        power = self.between(self.p, self.p_final, step.progress)
-        return self.summed(step, lambda upper: (upper + EPSILON) ** power.to(upper.dtype))
+        power: float | Tensor = self.p
+        if self.p_final is not None:
+            power = self.between(self.p, self.p_final, step.progress)
+
+        def penalty(upper: Tensor) -> Tensor:
+            # swish_hard dips below 0, where no power but a whole one is a number.
+            return (upper.clamp(min=0) + EPSILON) ** power
+
+        return self.summed(step, penalty)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,14 +47,14 @@ class PersistentPGD(Adversarial):
         super().check()
         if not (self.lr > 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise RecipeError(
-                f"{self.kind}: lr is above 0, and beta1 and beta2 at least 0 and below 1; write "
+                f"{self.name}: lr is above 0, and beta1 and beta2 at least 0 and below 1; write "
                 "for example lr: 0.01, beta1: 0.5, beta2: 0.99"
             )
         if self.optimizer == "sign" and (self.beta1, self.beta2) != (0.5, 0.99):
-            raise RecipeError(f"{self.kind}: signs remember nothing; leave beta1 and beta2 out")
+            raise RecipeError(f"{self.name}: signs remember nothing; leave beta1 and beta2 out")
         if self.repeat < 1 or (self.repeat > 1 and self.scope != "repeat_across_batch"):
             raise RecipeError(
-                f"{self.kind}: repeat is at least 1, and about scope: repeat_across_batch"
+                f"{self.name}: repeat is at least 1, and about scope: repeat_across_batch"
             )
 
     def sources(
@@ -69,7 +69,7 @@ class PersistentPGD(Adversarial):
         }[self.scope]
         if rows % own:
             raise RecipeError(
-                f"{self.kind}: a batch of {rows // length} texts is not a multiple of repeat: "
+                f"{self.name}: a batch of {rows // length} is not a multiple of repeat: "
                 f"{self.repeat}; write a repeat that divides it"
             )
         shapes: list[tuple[int, ...]] = [(seeds, own, site.components) for site in sites]

@@ -40,7 +40,7 @@ class PGD(Adversarial):
         super().check()
         if self.step_size <= 0:
             raise RecipeError(
-                f"{self.kind}: a step_size of {self.step_size} does not ascend; write one above 0, "
+                f"{self.name}: a step_size of {self.step_size} does not ascend; write one above 0, "
                 "such as 0.1"
             )
 

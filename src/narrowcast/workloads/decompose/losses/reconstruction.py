@@ -68,17 +68,17 @@ class Routed(Masked):
         """Refuse a probability that is none, and options of another routing."""
         if (self.probability is not None) != (self.routing == "static_probability"):
             raise RecipeError(
-                f"{self.kind}: routing: static_probability and a probability go together; write "
+                f"{self.name}: routing: static_probability and a probability go together; write "
                 "both, or neither"
             )
         if self.probability is not None and not 0 < self.probability <= 1:
             raise RecipeError(
-                f"{self.kind}: a probability of {self.probability} is none; write one above 0, "
+                f"{self.name}: a probability of {self.probability} is none; write one above 0, "
                 "such as 0.5"
             )
         if self.batched and self.routing != "layerwise":
             raise RecipeError(
-                f"{self.kind}: batched is about routing: layerwise, not {self.routing}; leave it "
+                f"{self.name}: batched is about routing: layerwise, not {self.routing}; leave it "
                 "out"
             )
 
@@ -146,7 +146,7 @@ class HiddenActivations(Masked):
         vectors = [index for index, each in enumerate(known) if each.is_floating_point()]
         if not vectors:
             raise RecipeError(
-                f"{self.kind}: every site is an embedding, which is given tokens; leave it out"
+                f"{self.name}: every site is an embedding, which is given tokens; leave it out"
             )
 
         def passed(seed: Tensor | None) -> Tensor:

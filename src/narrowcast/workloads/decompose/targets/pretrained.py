@@ -42,6 +42,8 @@ def find_model(
             f"write data.length={positions}"
         )
     config.use_cache = False
+    # transformers knows the loss of some, such as GPT-2, by no name, and would say so on the way.
+    model.loss_type = model.loss_type or "ForCausalLM"
     vocabulary = model.get_input_embeddings().num_embeddings
     if device.type == "meta":
         nothing = TokenWindows(np.zeros(0, dtype=np.int32), length)

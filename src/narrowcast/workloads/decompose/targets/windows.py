@@ -155,7 +155,7 @@ def _text(sources: Sequence[str]) -> str:
             ) from error
         room -= len(content)
     if not any(text.strip() for text in texts):
-        raise RecipeError("data.text holds no text; write data.text=FILE, a path or glob")
+        raise RecipeError("data.text holds no text; write data.text=[FILE], paths or globs")
     return "\n".join(texts)
 
 
