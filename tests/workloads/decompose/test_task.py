@@ -143,7 +143,15 @@ def test_a_finished_run_leaves_components_that_add_up_and_a_page(tmp_path):
     assert "linear2" in page
 
 
-<<<<<<< HEAD
+def test_components_are_kept_with_every_digit_they_were_trained_with(tmp_path):
+    policy = "precision.policy=bf16,params=bf16,master=split"
+    # Not two dimensions: pairs may be complex numbers, which are left as they are.
+    trained(tmp_path / "run", "steps=2", "model.toy=tms_4-3", policy)
+    kept = load_file(tmp_path / "run" / COMPONENTS)
+    for name in ("sites/linear1/V", "sites/linear2/U"):
+        assert not torch.equal(kept[name], kept[name].bfloat16().to(kept[name].dtype))
+
+
 FOUND = {
     "in superposition": ("batch_size=512", "decomposition.seeds=2"),
     "with room for all": (
@@ -158,22 +166,6 @@ def test_the_features_of_a_toy_are_found(tmp_path, words):
     """In fewer steps than the recipe has; all seeds of both in full: benchmarks/decompose.py."""
     few = ("steps=1500", "health.every=0", "decomposition.warmup_steps=200")
     trained(tmp_path / "run", *few, *words)
-=======
-def test_components_are_kept_with_every_digit_they_were_trained_with(tmp_path):
-    policy = "precision.policy=bf16,params=bf16,master=split"
-    # Not two dimensions: pairs may be complex numbers, which are left as they are.
-    trained(tmp_path / "run", "steps=2", "model.toy=tms_4-3", policy)
-    kept = load_file(tmp_path / "run" / COMPONENTS)
-    for name in ("sites/linear1/V", "sites/linear2/U"):
-        assert not torch.equal(kept[name], kept[name].bfloat16().to(kept[name].dtype))
-
-
-def test_the_features_of_a_toy_are_found(tmp_path):
-    """Five in two dimensions, at a fifth of the recipe's steps; see benchmarks/decompose.py."""
-    words = ("steps=2000", "batch_size=512", "decomposition.seeds=2", "health.every=0",
-             "decomposition.warmup_steps=200")  # fmt: skip
-    records = trained(tmp_path / "run", *words)
->>>>>>> deco_stranger
     found = schema.read(tmp_path / "run")
     for site in found.sites:
         assert site.identity_error == (0, 0)
