@@ -179,3 +179,8 @@ def test_a_model_of_somebody_else_is_made_ready_and_learns(tuner, tmp_path):
         prepared.step(loss)
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_data_that_is_no_file_is_refused_with_what_to_write(tmp_path):
+    with pytest.raises(RecipeError, match=r"data.path is a dict, .*to_csv\(path, index=False\)"):
+        VariantEffect({"sequence": ["ACGT"]}, out=tmp_path)

@@ -74,6 +74,12 @@ class FineTuner:
         self.out = Path(out)
         files = {"data.path": data, "data.validation": validation, "data.test": test}
         files["model.path"] = base
+        for key, file in files.items():
+            if file is not None and not isinstance(file, str | Path):
+                raise RecipeError(
+                    f"{key} is a {type(file).__name__}, and files are read; write it to one, of "
+                    "pandas with frame.to_csv(path, index=False), and give its path"
+                )
         self.settings: dict[str, Any] = {} if base is None else dict(self.from_base)
         self.settings |= {key: str(file) for key, file in files.items() if file is not None}
         self.settings |= {_key(name): value for name, value in settings.items()}

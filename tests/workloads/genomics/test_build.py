@@ -152,7 +152,7 @@ def test_a_genome_of_one_class_is_refused(tmp_path):
     (tmp_path / "g.fa").write_text(f">chr1\n{'ACGT' * 100}\n")
     (tmp_path / "g.gff").write_text("##gff-version 3\nchr1\tx\tregion\t1\t400\t.\t+\t.\tID=r\n")
     words = (f"data.path={tmp_path / 'g.fa'}", f"data.features={tmp_path / 'g.gff'}")
-    with pytest.raises(RecipeError, match="have the class intergenic: there is nothing"):
+    with pytest.raises(RecipeError, match="it has region: name some of them"):
         parts_of("annotation", *words)
 
 
@@ -188,3 +188,25 @@ def test_the_same_seed_gives_the_same_network_and_leaves_the_generator_alone(tab
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one.head.out.weight, two.head.out.weight)
     assert not torch.equal(one.head.out.weight, other.head.out.weight)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["annotation", "variant_effect", "protein_function", "generation", "domain_adaptation"],
+)
+def test_a_preset_is_all_of_the_size_of_a_recipe(recipe):
+    words = ["model.preset=base", "data.max_length=64"]
+    asked = load_recipe(f"genomics/{recipe}", words).recipe
+    config = build_parts(asked, device=torch.device("meta")).kept.config
+    assert (config.width, config.layers) == (768, 12)
+
+
+def test_strands_are_not_told_apart_by_a_network_that_knows_none(tmp_path):
+    (tmp_path / "g.fa").write_text(f">chr1\n{'ACGT' * 100}\n")
+    gff = ["##gff-version 3", "chr1\tx\tgene\t9\t90\t.\t+\t.\tID=a"]
+    (tmp_path / "g.gff").write_text("\n".join([*gff, gff[1].replace("+", "-").replace("9", "3")]))
+    words = [f"data.path={tmp_path / 'g.fa'}", f"data.features={tmp_path / 'g.gff'}"]
+    words += ["objective.labels=[none, gene+, gene-]", "data.max_length=64"]
+    with pytest.raises(RecipeError, match=r"gene\+ and gene- are the same .*data.reverse_compl"):
+        parts_of("annotation", *words, "model.reverse_complement=true")
+    parts_of("annotation", *words, "data.reverse_complement=true")

@@ -73,6 +73,7 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     width = max(part.width for part in sets.values())
     sets = {name: replace(part, width=width) for name, part in sets.items()}
     kept = _kept(recipe, tokenizer, target, rows, width=width, base=base)
+    _refuse_strands(kept)
     byte_lm = None
     if kept.config.patching == "entropy" and base is None and device.type != "meta":
         byte_lm, kept = _find_patches(sets["train"], kept, seed=recipe.seed)
@@ -106,7 +107,7 @@ def target_of(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Tar
             found = {int(label) for row in train for label in _extremes(row)}
             if len(found) < 2:
                 only = "".join(classes[label] for label in found)
-                raise _nothing_to_learn(f"the class {only}" if only else "no class")
+                raise _nothing_to_learn(f"the class {only}" if only else "no class", of="letters")
             return EveryLetter(classes=classes, smoothing=smoothing)
         case _, "value":
             values = values_of(train).astype(np.float64)
@@ -132,9 +133,9 @@ def _extremes(row: Row) -> list[int]:
     return [known.min(), known.max()] if len(known) else []
 
 
-def _nothing_to_learn(what: str) -> RecipeError:
+def _nothing_to_learn(what: str, *, of: str = "sequences") -> RecipeError:
     return RecipeError(
-        f"all sequences have {what}: there is nothing to tell apart; give examples of "
+        f"all {of} have {what}: there is nothing to tell apart; give examples of "
         "another, or name the column with data.label"
     )
 
@@ -244,6 +245,19 @@ def _refuse_to_write_with(base: Kept | None, objective: Objective) -> None:
             f"objective.task=generation: the network of model.path was trained for {base.task} and "
             "sees what comes after each letter; give one of `narrowcast genomics pretrain`"
         )
+
+
+def _refuse_strands(kept: Kept) -> None:
+    """Refuse to tell strands apart with a network for which they are the same."""
+    if kept.task != "annotation" or not kept.config.reverse_complement:
+        return
+    for name in kept.classes:
+        if name.endswith("+") and f"{name[:-1]}-" in kept.classes:
+            raise RecipeError(
+                f"model.reverse_complement=true: {name} and {name[:-1]}- are the same to a network "
+                "that computes the same for both strands; write data.reverse_complement=true "
+                f"instead, or one class {name[:-1]} in objective.labels"
+            )
 
 
 def _begin(

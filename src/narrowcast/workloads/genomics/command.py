@@ -159,6 +159,8 @@ def score(
     reader = Reader(asked, Columns(position=options["position"]))
     pairs = reader.variants(path_of(variants), path_of(reference))
     known = None if labels is None else Labelled(labels, positive)
+    if known is not None:
+        known.refuse_unfit(reader.listed(path_of(variants)))
 
     def rows() -> Iterator[dict[str, Any]]:
         for scored in meter.counted(scores(asked, pairs, batch_size=options["batch_size"])):

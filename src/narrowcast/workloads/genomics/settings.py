@@ -130,7 +130,7 @@ class GenomicModelSection(Section):
         default="",
         description="folder of a run whose network is gone on with; empty: a new one",
     )
-    preset: Literal["tiny", "small", "base", "large", "long"] = Field(
+    preset: Literal["mini", "tiny", "small", "base", "large", "long"] = Field(
         default="tiny", description="size of a new network"
     )
     backbone: Literal["hyena", "attention", "cnn"] = Field(

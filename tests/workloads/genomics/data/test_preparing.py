@@ -163,3 +163,37 @@ def test_a_large_vocabulary_is_kept_whole():
     ids = as_examples([row], tokenizer, Objective(task="generation"), ()).tokens[0]
     assert tokenizer.decode(ids) == "GGGGGGGGG"
     assert as_examples([row], ByteTokenizer(DNA), Objective(task="generation"), ()).width == 16
+
+
+def test_classes_that_are_only_learnt_or_only_judged_are_said(table):
+    rare = [*ROWS, (bases(30, 99), "rare")]
+    data = GenomicData(
+        path=table("a.csv", rare),
+        validation=table("b.csv", [(bases(30, 100 + n), "ab"[n % 2]) for n in range(4)]),
+        test=table("c.csv", [(bases(30, 200), "new")]),
+    )
+    notes = examine(data, Objective(task="domain_adaptation"), seed=0).notes
+    assert any("to learn has the class new:" in note for note in notes)
+    assert any("to judge on has the class rare:" in note for note in notes)
+    data = data.model_copy(update={"path": table("d.csv", ROWS), "test": ""})
+    notes = examine(data, Objective(task="domain_adaptation"), seed=0).notes
+    assert not any("has the class" in note for note in notes)
+
+
+def test_a_named_class_of_no_letter_is_said(tmp_path):
+    (tmp_path / "g.fa").write_text(f">chr1\n{bases(600, 0)}\n")
+    lines = [f"chr1\tx\tgene\t{at}\t{at + 30}\t.\t+\t.\tID=g{at}" for at in range(1, 550, 60)]
+    (tmp_path / "g.gff").write_text("\n".join(["##gff-version 3", *lines]))
+    data = GenomicData(path=str(tmp_path / "g.fa"), features=str(tmp_path / "g.gff"), max_length=50)
+    objective = Objective(task="annotation", labels=("none", "gene", "exon"))
+    notes = examine(data, objective, seed=0).notes
+    assert [note for note in notes if "class" in note] == [
+        "no letter to learn has the class exon: it cannot be found"
+    ]
+
+
+def test_a_genome_of_one_window_is_to_be_cut_shorter(tmp_path):
+    (tmp_path / "g.fa").write_text(f">chr1\n{bases(600, 0)}\n")
+    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=600)
+    with pytest.raises(RecipeError, match="or write a smaller"):
+        examine(data, Objective(task="generation"), seed=0)

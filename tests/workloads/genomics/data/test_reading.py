@@ -172,3 +172,24 @@ def test_strict_refuses_letters_that_mean_several(read):
     assert row.sequence == "ACGNN"
     with pytest.raises(RecipeError, match=r"g\.fa, record 1: letter 4 is 'R'"):
         read("generation", {"g.fa": ">a\nACGRN\n"}, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "message"),
+    [
+        ("Seq,label\nACGT,a\n", "", "it has Seq, label; name the one .* with data.sequence"),
+        (",sequence,label\n0,ACGT,a\n", "", r"to_csv\(…, index=False\)"),
+        ("chrom,pos,ref,alt,label\n1,2,A,C,a\n", "", "variants need the FASTA .* data.reference"),
+        ("##fileformat=VCFv4.2\n", "", "lie on with data.reference, or --reference"),
+        ("chrom,at,ref,alt,label\n1,2,A,C,a\n", "r.fa", "holds it with data.position"),
+        ("Chr,pos,ref,alt,label\n1,2,A,C,a\n", "r.fa", "call the one that holds it chrom"),
+        ("chrom,pos,ref,alt,label\nNC_1,2,A,C,a\n", "r.fa", "call chromosomes as the FASTA does"),
+        (">one\nACGT\n", "r.fa", "has sequences and no variants; give a VCF"),
+    ],
+)
+def test_what_is_missing_is_said_with_what_to_write(tmp_path, text, reference, message):
+    (tmp_path / "t").write_text(text)
+    (tmp_path / "r.fa").write_text(">chr1\nGAGT\n")
+    data = GenomicData(path=str(tmp_path / "t"), reference=reference and str(tmp_path / reference))
+    with pytest.raises(RecipeError, match=message):
+        read_rows(str(tmp_path / "t"), data, Objective(task="variant_effect"))

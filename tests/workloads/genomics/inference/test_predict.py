@@ -9,7 +9,9 @@ import torch
 
 from narrowcast.cli.entry import exit_code_of
 from narrowcast.workloads.genomics.inference.finished import finished as loaded
-from narrowcast.workloads.genomics.inference.predict import intervals
+from narrowcast.workloads.genomics.inference.predict import Prediction, intervals
+from narrowcast.workloads.genomics.inference.writing import lines
+from narrowcast.workloads.genomics.targets import EveryLetter
 
 
 def rows(path):
@@ -118,3 +120,12 @@ def test_long_sequences_are_cut_as_in_training_and_said_to_be(finished, tmp_path
     first, second = said.out.splitlines()[1:]
     assert first.partition(",")[2] == second.partition(",")[2]
     assert "1 sequences had more than 64 letters and were cut" in said.err
+
+
+@pytest.mark.parametrize(("kind", "column"), [("gff", 6), ("bed", 5)])
+def test_features_of_one_strand_are_written_as_they_are_read(kind, column):
+    target = EveryLetter(classes=("none", "gene-", "gene+", "+"))
+    found = Prediction("chr1", np.eye(4)[[0, 1, 1, 2, 2, 3]])
+    features = [line.split("\t") for line in lines([found], target, kind) if "chr1" in line]
+    assert [row[column].strip() for row in features] == ["-", "+", "."]
+    assert [row[2 if kind == "gff" else 3] for row in features] == ["gene", "gene", "+"]

@@ -113,3 +113,14 @@ def test_labels_of_a_vcf_are_in_its_info(finished, tmp_path, capsys):
     scored(finished("base"), tmp_path, "--labels", "KIND")
     said = capsys.readouterr().out
     assert "5 variants, 1 without a label; 3 are 1, which high scores are to have" in said
+
+
+@pytest.mark.parametrize("words", [("--labels", "nix"), ("--labels", "kind", "--positive", "x")])
+def test_labels_that_fit_nothing_are_refused_before_scores_are_computed(
+    finished, variants, capsys, words
+):
+    asked = [str(variants / "v.csv"), "--reference", str(variants / "ref.fa"), *words]
+    assert exit_code_of(["genomics", "score", str(finished("base")), *asked]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words[-1] in said.err

@@ -188,5 +188,5 @@ def test_complements_that_are_none_are_refused(table):
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(RecipeError, match="there are tiny, small"):
+    with pytest.raises(RecipeError, match="there are mini, tiny, small"):
         GenomicConfig.preset("huge", vocab_size=12)

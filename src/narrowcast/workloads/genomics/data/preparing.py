@@ -7,6 +7,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 
+from narrowcast.config.problems import shortened as shortened_text
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.genomics.data import made
 from narrowcast.workloads.genomics.data.cutting import (
@@ -19,10 +20,12 @@ from narrowcast.workloads.genomics.data.cutting import (
 from narrowcast.workloads.genomics.data.examples import Examples, Ragged, Targets
 from narrowcast.workloads.genomics.data.reading import read_rows
 from narrowcast.workloads.genomics.data.rows import (
+    UNLABELLED,
     Row,
     class_numbers,
     classes_of,
     label_table,
+    names_of,
     values_of,
 )
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
@@ -62,12 +65,17 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     notes = [*_leave_out_judged(parts)]
     _refuse_mixed_pairs(parts)
     classes = _classes(parts, objective)
+    if data.path != MADE and classes:
+        notes += _one_sided(parts, classes, objective)
     notes += _cut(parts, data, objective)
     if data.reverse_complement:
         parts["train"] = both_strands(parts["train"], ALPHABETS[data.alphabet], classes)
     for part, what in (("train", "to learn"), ("validation", "to judge on")):
         if not parts[part]:
-            raise RecipeError(f"data.path={data.path}: there are no sequences {what}; give more")
+            shorter = ", or write a smaller data.max_length" if objective.reads_genomes else ""
+            raise RecipeError(
+                f"data.path={data.path}: there are no sequences {what}; give more{shorter}"
+            )
     if data.path == MADE and objective.task == "generation":
         nats = made.markov_entropy()
         notes.append(f"the made genome has {nats:.4f} nats a base: no loss can stay below that")
@@ -150,6 +158,42 @@ def _classes(parts: Parts, objective: Objective) -> tuple[str, ...]:
     return classes_of(every, objective.known_labels, several=objective.target == "labels")
 
 
+def _one_sided(parts: Parts, classes: Sequence[str], objective: Objective) -> Iterator[str]:
+    """Yield which classes are judged and cannot be learnt, and which are learnt unjudged.
+
+    Measures say nothing of either: a class that nobody judges can be missed and all be right.
+    """
+
+    def has(part: str) -> set[str]:
+        rows = parts.get(part, [])
+        if objective.task == "annotation":
+            known = {int(each) for row in rows for each in np.unique(_letters_of(row))}
+            return {classes[number] for number in known if number != UNLABELLED}
+        several = objective.target == "labels"
+        return {name for row in rows for name in names_of(row, several=several)}
+
+    what = "letter" if objective.task == "annotation" else "sequence"
+    learnt, judged = has("train"), has("validation")
+    # Classes that were named are wanted; those a task has by default need not all be there.
+    wanted = judged | has("test") | set(objective.labels)
+    if never := [name for name in classes if name in wanted - learnt]:
+        yield f"no {what} to learn has the class {_listed(never)}: it cannot be found"
+    if unseen := [name for name in classes if name in learnt - judged]:
+        yield (
+            f"no {what} to judge on has the class {_listed(unseen)}: measures say nothing of it; "
+            "give data.validation, or a larger data.validation_share"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return shortened_text(", ".join(names), 200)
+
+
+def _letters_of(row: Row) -> np.ndarray:
+    assert row.letters is not None  # whoever reads or makes genomes labels them
+    return row.letters
+
+
 def _cut(parts: Parts, data: GenomicData, objective: Objective) -> Iterator[str]:
     """Cut rows to the longest that is wanted; yield how many lost letters."""
     if objective.reads_genomes:
@@ -205,6 +249,5 @@ def _letters(rows: Sequence[Row], tokens: Sequence[np.ndarray], tokenizer: Token
     """Lay the classes of letters on tokens: a token has the class of its middle letter."""
     out = []
     for row, ids in zip(rows, tokens, strict=True):
-        assert row.letters is not None  # whoever reads or makes genomes labels them
-        out.append(token_labels(row.letters, tokenizer.spans_of(ids)).astype(np.int16))
+        out.append(token_labels(_letters_of(row), tokenizer.spans_of(ids)).astype(np.int16))
     return Ragged.joined(out, np.int16)  # no more than MOST_CLASSES

@@ -90,6 +90,8 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
     features = _features(data)
     # The first class is what lies between features.
     numbers = {name: number for number, name in enumerate(classes) if number}
+    kinds: set[str] = set()
+    found = False
     for record in _records(path, data):
         if data.label in record.fields:
             letters = letter_labels(record, data.label, classes)
@@ -101,12 +103,21 @@ def _annotated(path: Path, data: GenomicData, classes: Sequence[str]) -> Iterato
                 circular=bool(record.fields.get("circular", False)),
                 place=record.place,
             )
+            kinds |= {feature.kind for feature in lying}
         else:
             raise RecipeError(
                 f"{record.place} has neither a column {data.label!r} nor features; give a GenBank "
                 "file, a GFF of its features with data.features, or a table with classes of letters"
             )
+        found = found or bool((letters > 0).any())
         yield replace(_row(record), letters=letters)
+    if kinds and not found:
+        where = shown_path(path_of(data.features) if data.features else path)
+        wanted, there = (shortened(", ".join(each), 200) for each in (numbers, sorted(kinds)))
+        raise RecipeError(
+            f"{where} has no feature of {wanted}; it has {there}: "
+            "name some of them with objective.labels, after the class of what lies between"
+        )
 
 
 def _lying_on(

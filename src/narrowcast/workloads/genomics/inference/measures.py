@@ -1,7 +1,7 @@
 """How well scores of variants agree with what is known of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -35,16 +35,12 @@ class Labelled:
 
     def lines(self) -> list[str]:
         """Return what is to be said; refuse labels that scores cannot be held against."""
-        scores, kinds = np.array(self._scores), sorted(set(self._labels))
-        if len(kinds) < 2:
-            what = f"all labels are {kinds[0]!r}" if kinds else "no variant has a label"
-            raise RecipeError(f"{self._column}: {what}; there is nothing to tell apart")
+        scores, values = np.array(self._scores), _numbers(self._labels)
         missing = f", {self._without:,} without a label" if self._without else ""
-        values = _numbers(self._labels)
-        if self._positive is None and values is not None and len(kinds) > 2:
+        positive = self._told_apart(values)
+        if positive is None:
             spearman = metrics.of_values(values, scores)["spearman"]
             return [f"{len(scores):,} variants{missing}", f"Spearman {spearman:.4f}"]
-        positive = self._high(kinds, values)
         truth = np.array([label == positive for label in self._labels])
         said = metrics.areas(truth, scores)
         spearman = metrics.of_values(truth.astype(float), scores)["spearman"]
@@ -55,6 +51,26 @@ class Labelled:
             f"AUPRC {said['auprc']:.4f}",
             f"Spearman {spearman:.4f}",
         ]
+
+    def refuse_unfit(self, variants: Iterable[Variant]) -> None:
+        """Refuse labels that scores cannot be held against, before any is computed."""
+        beforehand = Labelled(self._column, self._positive)
+        for variant in variants:
+            beforehand.add(variant, 0.0)
+        beforehand._told_apart(_numbers(beforehand._labels))
+
+    def _told_apart(self, values: Any) -> str | None:
+        """Return the label that high scores are to have; None where labels are numbers."""
+        kinds = sorted(set(self._labels))
+        if len(kinds) < 2:
+            what = f"all labels are {kinds[0]!r}" if kinds else "no variant has a label"
+            raise RecipeError(
+                f"--labels {self._column}: {what}; there is nothing to tell apart: name another "
+                "column, or leave --labels out"
+            )
+        if self._positive is None and values is not None and len(kinds) > 2:
+            return None
+        return self._high(kinds, values)
 
     def _high(self, kinds: Sequence[str], values: Any) -> str:
         """Return the label that high scores are to have."""

@@ -11,7 +11,11 @@ from narrowcast.workloads.genomics.data.cutting import shortened
 from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import Finished
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
-from narrowcast.workloads.genomics.sequences.readers.vcf import VariantColumns, read_variants
+from narrowcast.workloads.genomics.sequences.readers.vcf import (
+    Variant,
+    VariantColumns,
+    read_variants,
+)
 from narrowcast.workloads.genomics.sequences.variants import (
     Reference,
     VariantPair,
@@ -77,9 +81,12 @@ class Reader:
 
     def variants(self, path: Path, reference: Path) -> Iterator[VariantPair]:
         """Yield variants with their surroundings, as long as the run takes."""
-        columns = VariantColumns(position=self._columns.position)
         contigs = Reference.read(reference)
-        return variant_pairs(read_variants(path, columns), contigs, self._run.kept.max_length)
+        return variant_pairs(self.listed(path), contigs, self._run.kept.max_length)
+
+    def listed(self, path: Path) -> Iterator[Variant]:
+        """Yield variants as a file has them."""
+        return read_variants(path, VariantColumns(position=self._columns.position))
 
     def _pairs(self, path: Path) -> Iterator[Row]:
         columns, alphabet = self._columns, self._run.alphabet

@@ -107,8 +107,9 @@ def _gff(row: Mapping[str, Any], between: str) -> str:
     """Return a feature; nothing for what lies between features."""
     if row["class"] == between:
         return ""
-    name, kind = (quote(row[key], safe=" .:^*$@!+_?-|/()") for key in ("name", "class"))
-    place = f"{row['start']}\t{row['end']}\t{row['chance']:g}\t.\t."
+    kind, strand = _kind_and_strand(row["class"])
+    name, kind = (quote(each, safe=" .:^*$@!+_?-|/()") for each in (row["name"], kind))
+    place = f"{row['start']}\t{row['end']}\t{row['chance']:g}\t{strand}\t."
     return f"{name.replace(' ', '%20')}\tnarrowcast\t{kind}\t{place}\t.\n"
 
 
@@ -116,8 +117,15 @@ def _bed(row: Mapping[str, Any], between: str) -> str:
     """Return an interval from 0, with a chance of a thousand."""
     if row["class"] == between:
         return ""
-    name, kind = (" ".join(str(row[key]).split()) for key in ("name", "class"))
-    return f"{name}\t{row['start'] - 1}\t{row['end']}\t{kind}\t{row['chance'] * 1000:.0f}\n"
+    kind, strand = _kind_and_strand(row["class"])
+    name, kind = (" ".join(each.split()) for each in (row["name"], kind))
+    place = f"{name}\t{row['start'] - 1}\t{row['end']}"
+    return f"{place}\t{kind}\t{row['chance'] * 1000:.0f}\t{strand}\n"
+
+
+def _kind_and_strand(name: str) -> tuple[str, str]:
+    """Take a class apart as features are read: `gene-` is a gene of the reverse strand."""
+    return (name[:-1], name[-1]) if name[1:].endswith(("+", "-")) else (name, ".")
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:

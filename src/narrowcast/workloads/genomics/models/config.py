@@ -110,6 +110,7 @@ class GenomicConfig:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "mini": {"width": 64, "layers": 2, "max_length": 1024},
         # The shapes of HyenaDNA's smallest and longest models, and of usual transformers between.
         "tiny": {"width": 128, "layers": 2, "max_length": 1024},
         "small": {"width": 256, "layers": 4, "max_length": 16_384},

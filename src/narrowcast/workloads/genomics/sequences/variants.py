@@ -94,7 +94,12 @@ class Reference:
         pieces = [f"{each.chrom}:{each.first}-{each.last}" for each in named or self.contigs]
         raise RecipeError(
             f"{variant.place}: {shortened(variant.chrom)}:{variant.position} is not in "
-            f"{shown_path(self.file)}, which has {shortened(', '.join(pieces), 200)}"
+            f"{shown_path(self.file)}, which has {shortened(', '.join(pieces), 200)}; "
+            + (
+                "is it another assembly?"
+                if named
+                else "call chromosomes as the FASTA does (bcftools annotate --rename-chrs)"
+            )
         )
 
 

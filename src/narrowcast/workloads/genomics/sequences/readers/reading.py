@@ -72,15 +72,20 @@ def _format_of(head: bytes, path: Path) -> Format:
     for signs, kind in _BEGINNINGS.items():
         if beginning.startswith(signs):
             return kind
-    for signs, reader in ((b"##gff-version", "features"), (b"##fileformat=VCF", "variants")):
+    for signs, (reader, setting) in _WITHOUT_SEQUENCES.items():
         if beginning.startswith(signs):
             raise RecipeError(
-                f"{shown_path(path)} has {reader} and no sequences; give the FASTA that they lie on"
+                f"{shown_path(path)} has {reader} and no sequences; give the FASTA that they lie "
+                f"on{setting}"
             )
     return table_format(head, path)
 
 
 _BEGINNINGS: dict[bytes, Format] = {b">": "fasta", b"@": "fastq", b"LOCUS ": "genbank"}
+_WITHOUT_SEQUENCES = {
+    b"##gff-version": ("features", ", and this file as data.features"),
+    b"##fileformat=VCF": ("variants", " with data.reference, or --reference of a command"),
+}
 
 
 def _raw(
@@ -111,7 +116,8 @@ def _of_table(
 ) -> Iterator[Raw]:
     own, *others = sequences
     required = [*sequences, *([] if name is None else [name])]
-    for values, number in rows_of(file, path, kind, required):
+    settings = {own: "sequence"} | ({} if name is None else {name: "name"})
+    for values, number in rows_of(file, path, kind, required, settings):
         for column in sequences:
             if not isinstance(values[column], str):
                 raise RecipeError(

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from narrowcast.config.problems import shortened, shown_path
@@ -18,6 +19,7 @@ LONGEST_FIELD = 2**28
 """Characters of a field: a whole human chromosome fits."""
 COPIES = 8
 """Of a .json that there are at once while it is parsed, in bytes, as text and as values."""
+NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
 class Row(NamedTuple):
@@ -27,15 +29,19 @@ class Row(NamedTuple):
     number: int
 
 
-def read_table(path: Path, columns: Collection[str] = ()) -> Iterator[Row]:
+def read_table(
+    path: Path, columns: Collection[str] = (), settings: Mapping[str, str] = NO_SETTINGS
+) -> Iterator[Row]:
     """Yield the rows of a table, plain or gzip; each has `columns`, and those there are beside.
 
     Text is without the blanks around it. JSON is a list of objects, read as a whole; the other
-    formats are read row by row.
+    formats are read row by row. `settings` names, for messages, those that choose a column.
     """
     number = 0
     with opened(path, lambda: place_of(path, number + 1)) as file:
-        for row in rows_of(file, path, table_format(file.peek(HEAD_BYTES), path), columns):
+        for row in rows_of(
+            file, path, table_format(file.peek(HEAD_BYTES), path), columns, settings
+        ):
             number = row.number
             yield row
     if not number:
@@ -60,7 +66,11 @@ def table_format(head: bytes, path: Path) -> TableFormat:
 
 
 def rows_of(
-    file: BinaryIO, path: Path, kind: TableFormat, columns: Collection[str]
+    file: BinaryIO,
+    path: Path,
+    kind: TableFormat,
+    columns: Collection[str],
+    settings: Mapping[str, str] = NO_SETTINGS,
 ) -> Iterator[Row]:
     """Yield the rows of an open file, and refuse one that lacks a column."""
     match kind:
@@ -75,9 +85,21 @@ def rows_of(
         if missing:
             raise RecipeError(
                 f"{place_of(path, number)} has no column {missing[0]}; it has "
-                f"{shortened(', '.join(values), 200)}"
+                f"{shortened(', '.join(values), 200)}; "
+                f"{_instead(missing[0], values, settings.get(missing[0]))}"
             )
         yield Row({key: _stripped(value) for key, value in values.items()}, number)
+
+
+def _instead(column: str, values: Mapping[str, Any], setting: str | None) -> str:
+    """Return what to write where a column is missing; `setting` is the one that chooses it."""
+    if setting == "sequence" and {"ref", "alt"} <= set(values):
+        return "variants need the FASTA that they lie on: data.reference, or --reference"
+    if setting == "name":
+        return "name the one that holds names with --name"
+    if setting is not None:
+        return f"name the one that holds it with data.{setting}, or --{setting} of a command"
+    return f"call the one that holds it {column}"
 
 
 def _stripped(value: Any) -> Any:
@@ -151,5 +173,8 @@ def _header(fields: Sequence[str], path: Path) -> Sequence[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not all(names):
         wrong = f"{shortened(twice[0])} stands twice" if twice else "a column has no name"
-        raise RecipeError(f"{shown_path(path)}: {wrong}; the first line of a table names columns")
+        index = " (of pandas, write to_csv(…, index=False))" if not names[0] else ""
+        raise RecipeError(
+            f"{shown_path(path)}: {wrong}; the first line of a table names columns{index}"
+        )
     return names

@@ -61,13 +61,18 @@ def read_variants(path: Path, columns: VariantColumns = COLUMNS) -> Iterator[Var
     """
     number = 0
     with opened(path, lambda: place_of(path, number + 1)) as file:
+        if file.peek(HEAD_BYTES).lstrip().startswith(b">"):
+            raise RecipeError(
+                f"{shown_path(path)} has sequences and no variants; give a VCF, or a table with "
+                f"{', '.join(columns)}; without a reference, sequences are read as they are"
+            )
         listed = file.peek(HEAD_BYTES).lstrip().startswith(b"##fileformat=VCF")
         for values, at in _records(file, path) if listed else ():
             number = at
             yield from _variants(values, _OF_VCF, path, at)
     if listed and not number:
         raise RecipeError(f"{shown_path(path)} has no variants; give a file that has some")
-    for row in () if listed else read_table(path, columns):
+    for row in () if listed else read_table(path, columns, {columns.position: "position"}):
         yield from _variants(row.values, columns, path, row.number)
 
 
