@@ -89,7 +89,7 @@ def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
     components = parts.model.decomposition.components[each.site.name]
     read, written = components.V[0].detach().float(), components.U[0].detach().float()
     norms = read.norm(dim=0) * written.norm(dim=1)
-    alive = each.counts.alive()[0].to(norms.device)
+    alive = each.living[0].to(norms.device)
     order = norms.masked_fill(~alive, -1.0).argsort(descending=True)[: int(alive.sum())]
     weight = parts.model.decomposition.module(each.site).weight_t[0].mT
     matched = None if each.table is None else each.table.matched

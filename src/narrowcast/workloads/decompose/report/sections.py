@@ -142,7 +142,7 @@ def _component(site: Site, each: Component) -> str:
     numbers = [
         f"cosine {each.cosine:.4f}" if each.cosine is not None else "",
         f"norm {each.norm_ratio:.3f} ×" if each.norm_ratio is not None else "",
-        f"in use {100 * each.density:.2g} %" if each.density is not None else "",
+        f"in use {100 * each.density:.3g} %" if each.density is not None else "",
     ]
     told = ", ".join(part for part in numbers if part)
     alt = f"{caption} of {site.name}. {told}"
