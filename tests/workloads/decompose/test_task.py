@@ -148,6 +148,14 @@ def test_a_finished_run_leaves_components_that_add_up_and_a_page(tmp_path):
     assert "linear2" in page
 
 
+def test_components_of_the_first_sites_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowcast.workloads.decompose.results.MOST_COMPARED", 1)
+    trained(tmp_path / "run", "steps=1")
+    first, second = schema.read(tmp_path / "run").sites
+    assert first.largest
+    assert not second.largest
+
+
 def test_components_are_kept_with_every_digit_they_were_trained_with(tmp_path):
     policy = "precision.policy=bf16,params=bf16,master=split"
     # Not two dimensions: pairs may be complex numbers, which are left as they are.
