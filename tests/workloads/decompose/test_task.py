@@ -138,9 +138,22 @@ def test_a_finished_run_leaves_components_that_add_up_and_a_page(tmp_path):
     squares = (left.square().sum((1, 2)) + turned.square().sum((1, 2))) / 20
     assert squares.mean().item() == pytest.approx(told[-1]["faithfulness"], rel=1e-5)
     torch.testing.assert_close(kept["sites/linear2/V"], kept["sites/linear1/U"].mT)
-    assert read_components(folder, seed=1)["linear1"].v.shape == (5, 20)
+    second = read_components(folder, seed=1)["linear1"]
+    assert second.v.shape == (5, 20)
+    # The page, the numbers and the file have the same components for alive.
+    counts = [kept[f"sites/{site.name}/alive"].sum(1).tolist() for site in found.sites]
+    assert counts == [list(site.alive) for site in found.sites]
+    assert [len(site.largest) for site in found.sites] == [site.alive[0] for site in found.sites]
     page = (folder / "report.html").read_text()
     assert "linear2" in page
+
+
+def test_components_of_the_first_sites_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowcast.workloads.decompose.results.MOST_COMPARED", 1)
+    trained(tmp_path / "run", "steps=1")
+    first, second = schema.read(tmp_path / "run").sites
+    assert first.largest
+    assert not second.largest
 
 
 def test_components_are_kept_with_every_digit_they_were_trained_with(tmp_path):

@@ -11,7 +11,7 @@ from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.evaluation.language_table import LanguageTable
 from narrowcast.workloads.decompose.evaluation.quality_bar import quality_bar
 from narrowcast.workloads.decompose.evaluation.sparsity import FiringCounts
-from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable, toy_table
+from narrowcast.workloads.decompose.evaluation.toy_table import ALIVE, SiteTable, toy_table
 from narrowcast.workloads.decompose.losses.catalogue import build_loss
 from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
 from narrowcast.workloads.decompose.model import DecompositionModel
@@ -36,9 +36,16 @@ class SiteFound:
     """Beside what is known of it."""
 
     @property
+    def living(self) -> Tensor:
+        """Which components are in use (seeds, C): by any feature alone, or else at any position."""
+        if self.table is None or self.probed is None:
+            return self.counts.alive()
+        return (self.probed > ALIVE).any(dim=1)
+
+    @property
     def alive(self) -> Tensor:
-        """Components in use (seeds,): by any feature alone, or else at any position."""
-        return self.counts.alive().sum(1).cpu() if self.table is None else self.table.alive
+        """How many these are (seeds,)."""
+        return self.living.sum(1).cpu()
 
 
 @final

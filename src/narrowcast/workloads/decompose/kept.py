@@ -33,7 +33,7 @@ def save_components(
     for each in found.sites:
         name = f"{SITES}{each.site.name}/"
         kept[f"{name}V"], kept[f"{name}U"] = components[each.site.name].pair(full)
-        kept[f"{name}alive"] = each.counts.alive()
+        kept[f"{name}alive"] = each.living
     for name, weight in weights.items():
         own = name.startswith(TARGET)
         if name.startswith(IMPORTANCE) or (own and not isinstance(parts.subject, LanguageSubject)):

@@ -24,7 +24,7 @@ def metrics_of(
     known = [] if isinstance(subject, LanguageSubject) else [*subject.truth]
     told: list[Metric] = []
     if known:
-        told.append(Metric(name="identity_error", text=".3g"))
+        told.append(Metric(name="identity_error", text=",.6g"))
         told.append(Metric(name="right", better="higher", text=".0%"))
     if isinstance(subject, LanguageSubject):
         told += [Metric(name=f"kl/{each}") for each in TOLD]

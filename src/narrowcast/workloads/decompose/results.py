@@ -18,6 +18,7 @@ from narrowcast.workloads.decompose.report.matrices import (
     importance_picture,
 )
 from narrowcast.workloads.decompose.report.schema import (
+    MOST_COMPARED,
     MOST_DRAWN,
     Component,
     Decomposition,
@@ -47,7 +48,10 @@ def write_found(
         drawn_seed=0,
         alive_threshold=settings.alive,
         probe="" if is_language else PROBE,
-        sites=tuple(_site(each, parts) for each in found.sites),
+        sites=tuple(
+            _site(each, parts, drawn=number < MOST_COMPARED)
+            for number, each in enumerate(found.sites)
+        ),
         verdicts=tuple(_verdicts(found)),
         language=tuple(_language(found.language)),
         pgd=((settings.pgd_steps, worst),) if worst is not None else (),
@@ -55,7 +59,7 @@ def write_found(
     write(folder, written)
 
 
-def _site(each: SiteFound, parts: Parts) -> Site:
+def _site(each: SiteFound, parts: Parts, *, drawn: bool) -> Site:
     subject, site, table = parts.subject, each.site, each.table
     matched = None if table is None else table.matched
     truth = None if isinstance(subject, LanguageSubject) else subject.truth.get(site.name)
@@ -79,7 +83,7 @@ def _site(each: SiteFound, parts: Parts) -> Site:
         norm_ratio=() if matched is None else _numbers(matched.norm_ratio.mean(1)),
         importance=importance,
         importance_order=tuple(order),
-        largest=tuple(_largest(each, parts)),
+        largest=tuple(_largest(each, parts)) if drawn else (),
         densities=histogram(each.counts.density[0]),
     )
 
@@ -89,7 +93,7 @@ def _largest(each: SiteFound, parts: Parts) -> Iterable[Component]:
     components = parts.model.decomposition.components[each.site.name]
     read, written = components.V[0].detach().float(), components.U[0].detach().float()
     norms = read.norm(dim=0) * written.norm(dim=1)
-    alive = each.counts.alive()[0].to(norms.device)
+    alive = each.living[0].to(norms.device)
     order = norms.masked_fill(~alive, -1.0).argsort(descending=True)[: int(alive.sum())]
     weight = parts.model.decomposition.module(each.site).weight_t[0].mT
     matched = None if each.table is None else each.table.matched

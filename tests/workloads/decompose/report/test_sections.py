@@ -82,6 +82,13 @@ def test_components_stand_beside_what_they_are_in_the_target(drawn, toy):
     assert f"feature 3: component {each.number}<br>cosine {each.cosine:.4f}" in html
 
 
+def test_a_component_that_is_always_in_use_is_said_to_be(drawn, toy):
+    site = toy.sites[0]
+    always = site.largest[0].model_copy(update={"density": 1.0})
+    site = site.model_copy(update={"largest": (always,)})
+    assert "in use 100 %" in drawn(toy.model_copy(update={"sites": (site,)}))[COMPONENTS]
+
+
 def test_bars_are_as_many_as_bins_that_hold_something(drawn, language):
     first = drawn(language)[DENSITIES].split("<h3>")[1]
     counts = np.array(language.sites[0].densities.counts)

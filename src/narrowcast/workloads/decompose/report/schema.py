@@ -22,8 +22,9 @@ FILE = "decomposition.json"
 LARGEST = 2**24
 """Bytes of that file."""
 MOST_SITES, MOST_SEEDS = 1024, 4096
-MOST_DRAWN = 24
-"""Components of a site that are drawn as matrices."""
+MOST_DRAWN, MOST_COMPARED = 24, 6
+"""Components of a site that are drawn as matrices, and sites of which they are. A site has some
+70 kB of them: of all sites of a large model they would be more than the file may hold."""
 
 TRAJECTORIES: Mapping[str, str] = {
     "l0": "Components in use at a position (L0)",

@@ -11,6 +11,7 @@ from narrowcast.workloads.decompose.report.heat import NEGATIVE, POSITIVE, heat_
 from narrowcast.workloads.decompose.report.matrices import Picture
 from narrowcast.workloads.decompose.report.schema import (
     FILE,
+    MOST_COMPARED,
     Component,
     Decomposition,
     Site,
@@ -19,8 +20,6 @@ from narrowcast.workloads.decompose.report.schema import (
 
 MOST_MAPS, MOST_DENSITIES = 12, 24
 """Sites whose importances, or densities, are drawn."""
-MOST_COMPARED = 6
-"""Sites whose components are drawn."""
 MOST_VERDICTS = 32
 HIGH, LOW = 0.9, 0.1
 """An importance is said to be there, or not, beyond these."""
@@ -134,7 +133,7 @@ def _components(found: Decomposition) -> str:
     pooled = any(each.found.pooled for site in drawn for each in site.largest)
     if pooled:
         note += " A cell of a large matrix is the largest of those that it stands for."
-    return shades + "".join(parts) + _cut(len(drawn), MOST_COMPARED, "sites") + _noted(note)
+    return shades + "".join(parts) + _cut(len(found.sites), MOST_COMPARED, "sites") + _noted(note)
 
 
 def _component(site: Site, each: Component) -> str:
@@ -142,7 +141,7 @@ def _component(site: Site, each: Component) -> str:
     numbers = [
         f"cosine {each.cosine:.4f}" if each.cosine is not None else "",
         f"norm {each.norm_ratio:.3f} ×" if each.norm_ratio is not None else "",
-        f"in use {100 * each.density:.2g} %" if each.density is not None else "",
+        f"in use {100 * each.density:.3g} %" if each.density is not None else "",
     ]
     told = ", ".join(part for part in numbers if part)
     alt = f"{caption} of {site.name}. {told}"
