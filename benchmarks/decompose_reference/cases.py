@@ -51,7 +51,7 @@ def toy_cases(kind: str, *, bf16: bool) -> list[Case]:
         importance="mlp",
         hidden=(16,),
         objective=Objective(minimality=3e-3, p=1.0, **mse),
-        lr=1e-3,
+        lr=5e-3,
         steps=ENDLESS,
         tied={"linear2": "linear1"},
         bf16=bf16,

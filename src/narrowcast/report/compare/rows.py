@@ -48,7 +48,7 @@ def headline(comparison: Comparison) -> str:
     if best is None and any(group.diverged for group in comparison.groups):
         return "Every group has runs that diverged, so none is best."
     if best is None or best.at_step is None or first.at_step is None:
-        return f"No group has a {metric} at step {count(terms.step)}."
+        return f"No group tells its {metric} at step {count(terms.step)}."
     if len(comparison.groups) == 1:
         found = f"{metric} {interval(best.at_step, terms.metric)} at step {count(terms.step)}"
         return f"{best.label}: {found}, over {count(len(best.seeds), 'seed')}."

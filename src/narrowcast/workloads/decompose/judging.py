@@ -54,10 +54,9 @@ class Found:
     """What became of a decomposition; numbers of every seed."""
 
     sites: tuple[SiteFound, ...]
-    unmasked: Tensor
-    """How far the sums of components are from the target (seeds,)."""
-    stochastic: Tensor
-    """The same under masks drawn at random."""
+    apart: Mapping[str, Tensor]
+    """How far outputs are from the target's (seeds,): `unmasked`, the sums of components, and
+    `stochastic`, under masks drawn at random; nothing for a language model, whose table has it."""
     faithfulness: Tensor
     tolerance: float
     """How far importances may be from 0 or 1."""
@@ -103,10 +102,11 @@ def judge(
         FiringCounts(model.seeds, site.components, threshold=settings.alive, device=weight.device)
         for site in sites
     ]
-    compared = {kind: build_loss(kind, {"coefficient": 1.0}) for kind in ("unmasked", "stochastic")}
-    sums = dict.fromkeys(compared, torch.zeros(model.seeds, device=weight.device))
     table = LanguageTable(rounding=settings.rounding)
     is_language = isinstance(subject, LanguageSubject)
+    kinds = () if is_language else ("unmasked", "stochastic")
+    compared = {kind: build_loss(kind, {"coefficient": 1.0}) for kind in kinds}
+    sums = dict.fromkeys(compared, torch.zeros(model.seeds, device=weight.device))
     for number in range(settings.batches):
         x = subject.judged_on(number, batch_size)
         step = model(x)
@@ -126,8 +126,7 @@ def judge(
             )
             for site, count in zip(sites, counts, strict=True)
         ),
-        unmasked=sums["unmasked"] / settings.batches,
-        stochastic=sums["stochastic"] / settings.batches,
+        apart={kind: each / settings.batches for kind, each in sums.items()},
         faithfulness=unfaithfulness(model.decomposition),
         tolerance=settings.tolerance,
         language=table.read() if is_language else {},

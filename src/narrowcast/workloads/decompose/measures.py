@@ -45,7 +45,7 @@ def measures_of(found: Found, groups: Sequence[str]) -> dict[str, float]:
         told |= {f"kl/{each}": table[f"kl_{each}"] for each in TOLD}
         told |= {f"ce/{each}": table[f"ce_{each}"] for each in ("target", *TOLD)}
     else:
-        told |= {"stochastic": _mean(found.stochastic), "unmasked": _mean(found.unmasked)}
+        told |= {kind: _mean(found.apart[kind]) for kind in ("stochastic", "unmasked")}
     told["faithfulness"] = _mean(found.faithfulness)
     sites = [each.site for each in found.sites]
     l0 = {each.site.name: _mean(each.counts.l0) for each in found.sites}

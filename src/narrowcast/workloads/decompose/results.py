@@ -154,7 +154,7 @@ def _errors(table: SiteTable) -> tuple[int, ...]:
 
 def _verdicts(found: Found) -> Iterable[Verdict]:
     right, errors = found.right, found.errors
-    for seed in range(len(found.unmasked)):
+    for seed in range(len(found.faithfulness)):
         counts = ", ".join(f"{each.site.name} {int(each.alive[seed])}" for each in found.sites[:8])
         said = f"components alive: {counts}"
         if right is None or errors is None:

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.workloads import build_task, load_recipe
+from narrowcast.workloads.decompose.evaluation.language_table import MASKINGS
 from narrowcast.workloads.decompose.targets import llama2c
 from narrowcast.workloads.decompose.targets.language import language_target, next_token_losses
 from narrowcast.workloads.sft.models.tiny import tiny_tokenizer
@@ -184,3 +186,17 @@ def test_on_the_meta_device_no_text_is_read(which, request):
     language = language_target(str(path), text=[], length=32, device="meta")
     assert next(language.target.parameters()).is_meta
     assert len(language.train) == len(language.held_out) == 0
+
+
+def test_an_evaluation_passes_a_batch_once_for_the_target_and_once_for_each_kind_of_masks(
+    folder, rhyme
+):
+    names = ["sites.names=[transformer.h.*.mlp.c_fc]", "sites.components=4", "judge.batches=1"]
+    words = [f"model.path={folder}", f"data.text=[{rhyme}]", "data.length=32", "batch_size=2"]
+    recipe = load_recipe("decompose/lm", [*words, *names, "precision.policy=fp32"]).recipe
+    task = build_task(recipe, device=torch.device("cpu"))
+    passes = []
+    task.model.decomposition.register_forward_hook(lambda *_: passes.append(1))
+    told = task.evaluate(task.model)
+    assert len(passes) == 1 + len(MASKINGS)
+    assert list(told) == [metric.name for metric in task.info.metrics]
