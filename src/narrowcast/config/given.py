@@ -21,6 +21,8 @@ from narrowcast.errors import RecipeError
 COMMAND_LINE = "command line"
 LENGTHS: tuple[KeyPath, ...] = (("steps",), ("epochs",))
 """Either says how long a run is."""
+BY_NAME: tuple[KeyPath, ...] = (("strategy",),)
+"""Sections that may be given their name alone: `strategy: hybrid`."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ class Given:
             for text in value.problems:
                 self.problems.add(f"{source.where(path)}: {text}")
             value = value.parsed
-        if isinstance(value, dict):
+        if path in BY_NAME and isinstance(value, str | _Raw):
+            self._add(tree, (*path, "name"), len(path), value, source)
+        elif isinstance(value, dict):
             for key, item in value.items():
                 self._add(tree, (*path, key), len(path), item, source)
         elif value is not None:  # a file may leave a section empty

@@ -8,12 +8,14 @@ workload.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal, Self, TypeVar, final
 
 from pydantic import AfterValidator, Field, SerializeAsAny, ValidationError, model_validator
 
+from narrowcast.config.common.memory import MemorySection
+from narrowcast.config.common.strategy import StrategySection
 from narrowcast.config.common_sections import (
     CheckpointSection,
     EmaSection,
@@ -37,7 +39,6 @@ from narrowcast.config.limits import (
     MOST_WORKERS,
     UNSETTLED,
 )
-from narrowcast.config.memory import MemorySection
 from narrowcast.config.phases import misplaced
 from narrowcast.config.section import Section as Section
 from narrowcast.config.section import refuse_conflicts as refuse_conflicts
@@ -161,6 +162,9 @@ class CommonSettings(Section):
     memory: MemorySection = Field(
         default_factory=MemorySection, description="less memory on the device"
     )
+    strategy: StrategySection = Field(
+        default_factory=StrategySection, description="a way to get by with fewer steps"
+    )
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="saving")
     eval: EvalSection = Field(default_factory=EvalSection, description="evaluation")
     health: HealthSection = Field(default_factory=HealthSection, description="numerical health")
@@ -213,6 +217,12 @@ class CommonSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _strategy_fits(self) -> Self:
+        """Refuse what a strategy and the rest of the recipe cannot both have."""
+        refuse_conflicts(list(_against_strategy(self)))
+        return self
+
+    @model_validator(mode="after")
     def _phases_fit(self) -> Self:
         """Refuse a schedule in which a phase has no step of this run."""
         if self.is_settled:
@@ -224,6 +234,34 @@ class CommonSettings(Section):
     def is_settled(self) -> bool:
         """Whether it is known how many steps there are; of epochs it is once data was read."""
         return self.epochs is None or self.steps != UNSETTLED
+
+
+def _against_strategy(settings: CommonSettings) -> Iterator[tuple[tuple[str, ...], str]]:
+    strategy = settings.strategy
+    if not strategy.is_hybrid:
+        return
+    if settings.ema.decay is not None:
+        text = (
+            "hybrid training keeps averages by itself; leave ema.decay out, and write their "
+            "half-lives: strategy.readout.half_lives=[0.03]"
+        )
+        yield ("ema.decay", "strategy.name"), text
+    if strategy.has_phase_policies and settings.precision.schedule:
+        text = (
+            "phases of the run have policies of their own here already; leave schedule out, or "
+            "write strategy.precision=policy"
+        )
+        yield ("precision.schedule", "strategy.precision"), text
+    if strategy.has_phase_policies and settings.precision.adapt.overflows:
+        text = (
+            "overflows and phases would both choose the policy; leave overflows out, or write "
+            "strategy.precision=policy"
+        )
+        yield ("precision.adapt.overflows", "strategy.precision"), text
+    warmup = strategy.phases.warmup_steps
+    if settings.is_settled and warmup is not None and warmup >= settings.steps:
+        text = f"the warm-up would never end in {settings.steps} steps; write fewer than that"
+        yield ("strategy.phases.warmup_steps", "steps"), text
 
 
 class Recipe(CommonSettings):

@@ -26,6 +26,7 @@ __all__ = [
     "PrecisionRecord",
     "Record",
     "StepRecord",
+    "StrategyRecord",
     "from_line",
     "same_trajectory",
     "to_line",
@@ -106,6 +107,22 @@ class CheckpointRecord:
     bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StrategyRecord:
+    """What a strategy did between two steps: a phase, a prediction and what became of it."""
+
+    step: int
+    phase: str
+    event: str
+    """`phase`, `readout`, `jump`, `divergence`, `baseline` or `summary`."""
+    what: str
+    why: str
+    values: dict[str, float]
+    """Its numbers by name."""
+    seconds: float
+    """What it took beside the steps."""
+
+
 Record = (
     StepRecord
     | EvalRecord
@@ -114,6 +131,7 @@ Record = (
     | FindingRecord
     | PrecisionRecord
     | CheckpointRecord
+    | StrategyRecord
 )
 
 KINDS: dict[str, type[Record]] = {
@@ -124,6 +142,7 @@ KINDS: dict[str, type[Record]] = {
     "finding": FindingRecord,
     "precision": PrecisionRecord,
     "checkpoint": CheckpointRecord,
+    "strategy": StrategyRecord,
 }
 
 MEASURED = frozenset({"seconds", "seconds_blocked", "seconds_total", "peak_bytes", "bytes"})

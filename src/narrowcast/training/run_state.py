@@ -159,6 +159,8 @@ class RunState:
         """
         step = state["step"]
         for name, shown in _SHOWN_AS.items():
+            if name not in self._parts:
+                continue
             part: Any = self._parts[name]
             with part_of(step, shown):
                 saved = state[name]
@@ -200,6 +202,7 @@ _SHOWN_AS = {
     "vital_signs": "vital signs",
     "improvement": "improvement of evaluations",
     "best_weights": "best weights",
+    "strategy": "strategy",
 }
 
 

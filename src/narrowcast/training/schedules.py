@@ -7,13 +7,17 @@ from narrowcast.config.common_sections import LrScheduleSection
 
 
 def lr_factors(
-    settings: LrScheduleSection, steps: int, *, frozen_until: Sequence[float]
+    settings: LrScheduleSection,
+    steps: int,
+    *,
+    frozen_until: Sequence[float],
+    stretch: float = 1.0,
 ) -> list[Callable[[int], float]]:
     """Return the factor of each group: none of the learning rate while the group is frozen.
 
     Without a learning rate AdamW neither moves nor decays a weight.
     """
-    factor = lr_factor(settings, steps)
+    factor = lr_factor(settings, steps, stretch=stretch)
 
     def after(share: float) -> Callable[[int], float]:
         begins = math.ceil(share * steps)
@@ -22,12 +26,15 @@ def lr_factors(
     return [after(share) if share else factor for share in frozen_until]
 
 
-def lr_factor(settings: LrScheduleSection, steps: int) -> Callable[[int], float]:
+def lr_factor(
+    settings: LrScheduleSection, steps: int, *, stretch: float = 1.0
+) -> Callable[[int], float]:
     """Return the factor on the learning rate by the number of updates made so far.
 
     A linear warm-up of `settings.warmup_steps(steps)` steps, the last of them at the full rate;
     then the shape of `settings.name`, which comes down to `settings.final` once `steps` updates are
-    made. It fits `torch.optim.lr_scheduler.LambdaLR`.
+    made, or `stretch` times as many: then the run ends before the rate is down. It fits
+    `torch.optim.lr_scheduler.LambdaLR`.
     """
 
     warmup = settings.warmup_steps(steps)
@@ -35,7 +42,7 @@ def lr_factor(settings: LrScheduleSection, steps: int) -> Callable[[int], float]
     def factor(updates: int) -> float:
         if updates < warmup:
             return (updates + 1) / warmup
-        length = max(steps - warmup, 1)
+        length = max(round(steps * stretch) - warmup, 1)
         progress = min((updates - warmup) / length, 1.0)
         match settings.name:
             case "constant":

@@ -9,7 +9,7 @@ next step is being queued, and the device never waits for the host.
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,14 +18,12 @@ from typing import Any, final
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import DivergedError
 from narrowcast.hardware.async_copy import AsyncCopy
-from narrowcast.hardware.peak import peak_bytes
 from narrowcast.hardware.randomness import randomness_kept, seed_everything
 from narrowcast.health.diagnose.investigator import Investigator
-from narrowcast.health.diagnose.passes import ReplayInputs
-from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import EvalRecord, FindingRecord, Record, StepRecord
+from narrowcast.runs import Record
 from narrowcast.training.adapting import Adapter
+from narrowcast.training.attempt import Attempt, LoggedFindings
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.parts import part_of
@@ -41,6 +39,7 @@ from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.setup import faults_of, profile_of
 from narrowcast.training.signals import FixedHome, Home, Stop, stop_on_signals
 from narrowcast.training.stepping import Stepper
+from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Batch, Task
 from narrowcast.training.vital_signs import VitalSigns, bad_weights
 
@@ -53,6 +52,7 @@ def train(
     folder: Path | Home | None = None,
     resume: dict[str, Any] | None = None,
     accept: Collection[str] = (),
+    strategy: Strategy = PLAIN,
 ) -> Generator[Record]:
     """Train for `recipe.steps` attempts and yield what happens, as it happens.
 
@@ -62,11 +62,13 @@ def train(
     checkpoint to go on from; one of another model, of other settings, or of other data unless
     `accept` has "data", is refused here; any other is taken up. What follows is bit for bit what an
     uninterrupted run would do; on a GPU only if `recipe.deterministic`, which makes it slower.
+    A `strategy` acts between steps, and says which weights the run returns.
 
     SIGINT, SIGTERM, SIGHUP or a `Home` that was lost end the run after the step in progress, with
     a checkpoint and `Interrupted`.
     """
-    course = _Course(prepared, task, recipe, folder=folder)
+    home = FixedHome(folder) if isinstance(folder, Path) else folder
+    course = _Course(prepared, task, recipe, home=home, strategy=strategy)
     try:
         course.begin_at(resume, accept=accept)
     except BaseException:  # Ctrl-C too: the model must not keep the probes of a run that never was
@@ -75,28 +77,21 @@ def train(
     return course.run(resume)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Attempt:
-    """A step that has been queued; its numbers may still be on their way."""
-
-    step: int
-    outcome: Outcome
-    losses: AsyncCopy
-    """The loss, and then each of its parts."""
-    items: int
-    replay_inputs: ReplayInputs | None
-    """What it was given, kept while it may have to be looked into."""
-
-
 @final
 class _Course:
     """A run: what it trains, and how far it has come."""
 
     def __init__(
-        self, prepared: Prepared, task: Task, recipe: Recipe, *, folder: Path | Home | None
+        self,
+        prepared: Prepared,
+        task: Task,
+        recipe: Recipe,
+        *,
+        home: Home | None,
+        strategy: Strategy,
     ) -> None:
         self._prepared, self._task, self._recipe = prepared, task, recipe
-        self._home = FixedHome(folder) if isinstance(folder, Path) else folder
+        self._home, self._strategy = home, strategy
         self._device = next(prepared.model.parameters()).device
         self._schedule = PrecisionSchedule(prepared, recipe, task=task)
         self._schedule.apply_phase()
@@ -130,6 +125,7 @@ class _Course:
                 "vital_signs": self._vital_signs,
                 "improvement": self._early_stopping,
                 "best_weights": self._best_weights,
+                **({} if strategy is PLAIN else {"strategy": strategy}),
             },
             frozen=frozen,
         )
@@ -137,8 +133,8 @@ class _Course:
             self._state, self._vital_signs, home=self._home, settings=recipe.checkpoint
         )
         self._progress = Progress()
-        self._unread: deque[_Attempt] = deque()
-        self._found: list[FindingRecord] = []
+        self._unread: deque[Attempt] = deque()
+        self._found = LoggedFindings(prepared)
         self._since = time.perf_counter()
 
     def begin_at(self, state: dict[str, Any] | None, *, accept: Collection[str]) -> None:
@@ -154,6 +150,8 @@ class _Course:
         with randomness_kept(self._device), self._observer.probes_removed():
             with part_of(state["step"], "schedule"):
                 self._schedule.restore(state["schedule"])
+            with part_of(state["step"], "strategy"):
+                self._strategy.restore_formats(state.get("strategy", {}))
             with part_of(state["step"], "adapter"):
                 self._adapter.restore(state["adapter"])
             self._progress = self._state.restore(state)
@@ -182,12 +180,14 @@ class _Course:
         with stop_on_signals(self._home) as stop, data, deterministic_kernels(recipe.deterministic):
             if state is None:
                 task.before_first_step(self._prepared)
+                yield from self._strategy.before_first_step()
             self._since = time.perf_counter()
             while True:
                 yield from self._between_steps(stop)
                 if self._progress.step == recipe.steps or self._early_stopping.why:
                     break
                 yield from self._change_formats()
+                yield from self._follow_strategy()
                 try:
                     self._unread.append(self._attempt(data))
                 except DivergedError as error:
@@ -197,7 +197,8 @@ class _Course:
                 yield from self._read(leaving=1 if self._device.type == "cuda" else 0)
         yield from self._save_if_lacking()
         self._vital_signs.require_alive(self._progress.step, self._investigator.named)
-        best = self._best_weights.put_in_place()
+        yield from self._strategy.summary(self._progress.step)
+        best = self._best_weights.put_in_place() or self._strategy.put_answer()
         if self._home is not None:
             end = run_end(self._early_stopping, recipe, step=self._progress.step)
             write_results(self._prepared, task, self._home.path(), end=end, best=best)
@@ -218,22 +219,24 @@ class _Course:
             raise stop.ended_after(self._progress.step)
 
     def _evaluate(self) -> Iterator[Record]:
+        step = self._progress.step
+        measure = partial(evaluate, self._prepared, self._task)
         try:
-            metrics = evaluate(self._prepared, self._task)
+            judged, told = self._strategy.evaluate(step, measure)
         except Exception:  # the task's: whatever it is, it goes on
             yield from self._save_if_lacking()  # the steps so far are worth keeping
             raise
-        step = self._progress.step
         self._progress = replace(self._progress, evaluated=step)
         words = self._prepared.engine.log.wording
-        found = not_finite(metrics, bad_weights(self._prepared), step=step, lr=words.lr)
-        records: list[Record] = [EvalRecord(step=step, metrics=metrics), *found]
+        found = not_finite(judged.metrics, bad_weights(self._prepared), step=step, lr=words.lr)
+        records: list[Record] = [judged, *found]
         for record in records:
             self._vital_signs.note(record)
             self._early_stopping.note(record)
             yield record
+        yield from told
         if self._early_stopping.improvement.best_step == step:
-            self._best_weights.keep(step)
+            self._best_weights.keep(step, answer=self._strategy.answer)
         self._since = time.perf_counter()
 
     def _change_formats(self) -> Iterator[Record]:
@@ -257,11 +260,29 @@ class _Course:
         yield from records
         self._since = time.perf_counter()
 
+    def _follow_strategy(self) -> Iterator[Record]:
+        """Let the strategy do what it has to do between two steps, unobserved."""
+        strategy, step = self._strategy, self._progress.step
+        if not strategy.is_due(step):
+            return
+        yield from self._read(leaving=0)
+        plan = self._prepared.plan
+        with self._observer.probes_removed():
+            records = list(strategy.act(step, batches=self._progress.batches))
+            changed = self._prepared.plan is not plan
+            if changed:
+                self._adapter.begin()
+        if changed:
+            self._investigator.begin_row()
+            self._stepper.drop_graphs()
+        yield from records
+        self._since = time.perf_counter()
+
     def _is_due(self, every: int, *, last: int) -> bool:
         step = self._progress.step
         return step != last and (step == self._recipe.steps or (every > 0 and step % every == 0))
 
-    def _attempt(self, data: BatchStream) -> _Attempt:
+    def _attempt(self, data: BatchStream) -> Attempt:
         """Queue one step: forward and backward of each micro-batch, then the update."""
         batches, items = list[Batch](), 0
         for batch in islice(data, self._recipe.accumulate):
@@ -274,9 +295,10 @@ class _Course:
         between = self._observer.before_step(step)
         outcome, losses = self._stepper(batches, faults=faults, between=between)
         self._task.after_step(self._prepared, outcome)
+        self._strategy.after_step(outcome)
         self._progress = self._progress.after(len(batches))
         self._observer.after_step(step)
-        return _Attempt(
+        return Attempt(
             step=step,
             outcome=outcome,
             losses=AsyncCopy(losses),
@@ -290,47 +312,34 @@ class _Course:
             attempt = self._unread.popleft()
             outcome = attempt.outcome
             applied = outcome.applied  # waits, so the clock is read after it
-            now, (loss, *parts) = time.perf_counter(), attempt.losses.wait().tolist()
+            now, losses = time.perf_counter(), attempt.losses.wait().tolist()
             told = self._investigator.account(
                 attempt.step,
                 outcome,
-                loss=loss,
+                loss=losses[0],
                 replay_inputs=attempt.replay_inputs,
                 moved=partial(self._has_moved_since, attempt),
-                known=self._found_in(attempt.step),
+                known=self._found.upto(attempt.step),
             )
-            record = StepRecord(
-                step=attempt.step,
-                loss=loss,
-                loss_scale=outcome.loss_scale,
+            record = attempt.record(
+                losses,
                 applied=applied,
                 why=told.why,
-                grad_norm=outcome.grad_norm,
-                lr=outcome.lr,
-                lost_updates=outcome.lost_updates,
-                items=attempt.items,
                 seconds=now - self._since,
-                peak_bytes=peak_bytes(self._device),
-                parts=dict(zip(self._task.info.loss_parts, parts, strict=True)),
+                parts=self._task.info.loss_parts,
             )
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.
             self._since = time.perf_counter() if told.findings else now
             self._schedule.note(record)
             self._vital_signs.note(record)
+            self._strategy.note(record)
             yield record
             yield from told.findings
             yield from self._adapter.observed(self._observer, record, told)
 
-    def _has_moved_since(self, attempt: _Attempt) -> bool:
+    def _has_moved_since(self, attempt: Attempt) -> bool:
         """Say whether the weights are not those of an attempt any more. Waits for the device."""
         return any(each.outcome.applied for each in (attempt, *self._unread))
-
-    def _found_in(self, step: int) -> list[FindingRecord]:
-        """Return what the step log has found in a step; it may know of later ones already."""
-        self._found += self._prepared.findings()
-        now = [each for each in self._found if each.step <= step]
-        self._found = self._found[len(now) :]
-        return now
 
     def _save(self) -> Iterator[Record]:
         yield from self._saving.save(self._progress)

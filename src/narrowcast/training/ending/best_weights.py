@@ -7,7 +7,7 @@ on it: a run that is killed goes on from one, and its best is the one it had the
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -45,12 +45,17 @@ class BestWeights:
         self._held: dict[str, Any] | None = None
         """In memory, where there is no folder."""
 
-    def keep(self, step: int) -> None:
-        """Keep the weights as they are now, those of `step`. Waits for the device."""
+    def keep(self, step: int, *, answer: Callable[[], Mapping[str, Tensor]] = dict) -> None:
+        """Keep the weights as they are now, those of `step`. Waits for the device.
+
+        Where a strategy returns others than those it trains, `answer` has them.
+        """
         if not self._wanted:
             return
+        now = weights_of(self._prepared.engine)
+        now["weights"] |= answer()
         # What nobody trains is there at the end; what training may move is kept with every digit.
-        state, _ = self._frozen.left_out_of(weights_of(self._prepared.engine))
+        state, _ = self._frozen.left_out_of(now)
         if self._home is None:
             self._held = map_tensors(state, lambda tensor: tensor.detach().cpu().clone())
         else:

@@ -1,0 +1,1 @@
+"""Sections that every recipe has, a file each."""

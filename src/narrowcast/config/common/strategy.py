@@ -1,0 +1,198 @@
+"""The section of a recipe that says how a run gets by with fewer steps: hybrid training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from narrowcast.config.limits import MOST_STEPS
+from narrowcast.config.phases import PolicyText
+from narrowcast.config.section import Section, refuse_conflicts
+
+PresetName = Literal["conservative", "balanced", "aggressive"]
+PhaseName = Literal["warmup", "full", "predict", "correct"]
+Predictor = Literal["bandit", "line", "quadratic", "dmd", "network", "ensemble"]
+
+MOST_AVERAGES = 8
+"""Averages of the weights, each a copy of them all."""
+LONGEST_STRETCH = 10.0
+"""Times the steps that a learning rate is planned for; beyond it the rate hardly falls."""
+MOST_BYTES = 2**50
+"""Of past weights: more than any host has."""
+
+
+class LookaheadSection(Section):
+    """The point ahead that gradients are taken at."""
+
+    enabled: bool | None = Field(
+        default=None, description="none: as the preset has it; conservative has none"
+    )
+    pull: float = Field(
+        default=0.9, ge=0, lt=1, description="how far the point lies from the newest to the average"
+    )
+    share: float = Field(
+        default=0.05, gt=0, le=1, description="how far the average goes to the newest in a step"
+    )
+    storage: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="format of the one more number that is kept for each weight"
+    )
+
+
+class ReadoutSection(Section):
+    """The averages of the weights, the best of which is what the run returns."""
+
+    half_lives: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(
+        default=(0.01, 0.03),
+        max_length=MOST_AVERAGES,
+        description="of each average, as shares of the run; none at all: []",
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="steps between two updates of them; none: a tenth of the shortest half-life",
+    )
+
+
+class PhasesSection(Section):
+    """How long each phase lasts, and what a prediction must promise; none: as the preset has it."""
+
+    warmup_steps: int | None = Field(
+        default=None, ge=1, le=MOST_STEPS, description="steps before anything is predicted"
+    )
+    full_steps: int | None = Field(
+        default=None, ge=1, le=MOST_STEPS, description="steps of training between two predictions"
+    )
+    max_predict_steps: int | None = Field(
+        default=None, ge=1, le=MOST_STEPS, description="most steps that one prediction stands for"
+    )
+    confidence_threshold: float | None = Field(
+        default=None, gt=0, lt=1, description="probability of acceptance below which none is tried"
+    )
+    divergence_sigma: float | None = Field(
+        default=None, gt=0, le=100, description="deviations of the loss that count as divergence"
+    )
+
+
+class JumpsSection(Section):
+    """Jumps of the weights to where a predictor sees them, kept only if held-out batches agree."""
+
+    predictor: Predictor = Field(
+        default="bandit", description="who predicts; bandit: whoever was right most often"
+    )
+    micro_batches: int = Field(
+        default=8, ge=8, le=1024, description="batches that a jump is judged on, before and after"
+    )
+    budget: float = Field(
+        default=0.01, gt=0, le=1, description="share of the run's work that judging may take"
+    )
+    rejections: int = Field(
+        default=5, ge=1, le=MOST_STEPS, description="rejected jumps in a row that end all trying"
+    )
+    history_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_BYTES,
+        description="memory for past weights; none: what the predictors need",
+    )
+    history_on: Literal["device", "cpu"] = Field(
+        default="device", description="where past weights are kept"
+    )
+    reset_moments: bool = Field(
+        default=False, description="begin the optimizer's moments anew after a jump"
+    )
+
+
+class StrategySection(Section):
+    """How the run gets by with fewer steps; `strategy: hybrid` alone is short for its name."""
+
+    name: Literal["none", "hybrid"] = Field(
+        default="none", description="none: plain training; hybrid: predictive training"
+    )
+    enabled: bool = Field(default=True, description="false: the plain run, bit for bit")
+    preset: PresetName = Field(
+        default="balanced",
+        description="conservative: averages read out; balanced: a point ahead too; aggressive: "
+        "jumps too",
+    )
+    stretch: float = Field(
+        default=1.4,
+        ge=1,
+        le=LONGEST_STRETCH,
+        description="times the run's steps that its learning rate is planned for",
+    )
+    baseline: bool = Field(
+        default=False, description="train the plain run first, to compare with: twice the time"
+    )
+    precision: Literal["policy", "recommended", "conservative", "aggressive"] = Field(
+        default="policy",
+        description="formats of the phases: precision.policy in all, or fp32 with bf16 for "
+        "predictions (recommended), and so on",
+    )
+    policies: dict[PhaseName, PolicyText] = Field(
+        default_factory=dict, max_length=4, description="phase: a policy of its own"
+    )
+    lookahead: LookaheadSection = Field(
+        default_factory=LookaheadSection, description="the point that gradients are taken at"
+    )
+    readout: ReadoutSection = Field(
+        default_factory=ReadoutSection, description="averages of the weights"
+    )
+    phases: PhasesSection = Field(default_factory=PhasesSection, description="length of phases")
+    jumps: JumpsSection = Field(default_factory=JumpsSection, description="jumps of the weights")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether anything is done but plain training."""
+        return self.name == "hybrid" and self.enabled
+
+    @property
+    def has_lookahead(self) -> bool:
+        """Whether gradients are taken at a point ahead."""
+        asked = self.lookahead.enabled
+        return self.is_hybrid and (self.preset != "conservative" if asked is None else asked)
+
+    @property
+    def has_jumps(self) -> bool:
+        """Whether jumps of the weights are tried."""
+        return self.is_hybrid and self.preset == "aggressive"
+
+    @property
+    def has_phase_policies(self) -> bool:
+        """Whether phases have formats of their own."""
+        return self.is_hybrid and (self.precision != "policy" or bool(self.policies))
+
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse settings that nothing heeds."""
+        if self.name == "none":
+            refuse_conflicts(
+                [
+                    ((key, "name"), f"plain training has no {key}; write strategy=hybrid too")
+                    for key in self._other_than_default()
+                ]
+            )
+            return self
+        jumps = JumpsSection()
+        if self.jumps != jumps and self.preset != "aggressive":
+            text = "only the preset aggressive jumps; write strategy.preset=aggressive too"
+            refuse_conflicts([(("preset", "jumps"), text)])
+        if not self.has_lookahead and self.enabled and self.lookahead.enabled is None:
+            given = self.lookahead != LookaheadSection()
+            if given:
+                text = (
+                    "conservative takes gradients at the weights themselves; write "
+                    "strategy.lookahead.enabled=true too, or leave lookahead out"
+                )
+                refuse_conflicts([(("preset", "lookahead"), text)])
+        return self
+
+    def _other_than_default(self) -> list[str]:
+        plain = {"name", "enabled"}
+        return [
+            key
+            for key, field in type(self).model_fields.items()
+            if key not in plain
+            and getattr(self, key) != field.get_default(call_default_factory=True)
+        ]

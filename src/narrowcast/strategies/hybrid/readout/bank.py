@@ -1,0 +1,100 @@
+"""Averages of the weights with several half-lives, beside the model; training never sees them.
+
+An average under a learning rate that is still high stands about where the weights would be once
+the rate had fallen: it predicts the annealed weights without annealing them. How long its half-life
+should be is not known before; so there are a few, and whoever measures chooses.
+
+They are updated every few steps, a tenth of the shortest half-life, which changes an average of
+that length little and costs a tenth.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.precision.dtensor import local_part
+from narrowcast.precision.nested import copy_tensors
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.weights.master import in_buckets
+
+UPDATES_PER_HALF_LIFE = 10
+"""An average of ten samples a half-life differs from one of all by less than their noise."""
+
+
+def steps_between(half_lives: Sequence[float]) -> int:
+    """Return the steps between two updates of averages with these half-lives, in steps."""
+    return max(1, int(min(half_lives, default=1) / UPDATES_PER_HALF_LIFE))
+
+
+@final
+class AverageBank:
+    """fp32 averages of what is kept of each trained weight, one set for each half-life."""
+
+    def __init__(
+        self, prepared: Prepared, half_lives: Sequence[float], *, every: int | None = None
+    ) -> None:
+        """Take half-lives in steps, and the steps between two updates; none: a tenth of them."""
+        if any(not half_life > 0 for half_life in half_lives):
+            raise RecipeError(f"half_lives={list(half_lives)}: write numbers of steps above 0")
+        self._weights = prepared.engine.weights
+        self._parameters = [p for p in self._weights.all if p.requires_grad]
+        self._places = {p: i for i, p in enumerate(self._parameters)}
+        self.every = steps_between(half_lives) if every is None else every
+        """Steps between two updates."""
+        self.half_lives = tuple(half_lives)
+        self._updates = 0
+        self._averages = [
+            [torch.zeros_like(p.detach(), dtype=torch.float32) for p in self._parameters]
+            for _ in half_lives
+        ]
+
+    def __len__(self) -> int:
+        return len(self.half_lives)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the averages are of anything yet."""
+        return self._updates > 0
+
+    def bytes(self) -> int:
+        """Return the size of all averages."""
+        return sum(a.numel() * a.element_size() for each in self._averages for a in each)
+
+    def of(self, number: int, weight: nn.Parameter) -> Tensor | None:
+        """Return an average of a weight; None of a weight that is not trained."""
+        place = self._places.get(weight)
+        return None if place is None else self._averages[number][place]
+
+    @torch.no_grad()
+    def update(self, *, applied: Tensor | None = None) -> None:
+        """Move the averages towards the weights, unless `applied`, a flag on the device, is false.
+
+        At first an average is the plain mean of all it has seen: a long half-life would else hold
+        on to where the run began. Waits for nothing; fp32 copies of some of the weights exist for a
+        moment.
+        """
+        if not self.half_lives:
+            return
+        self._updates += 1
+        moves = 1.0 if applied is None else applied.to(torch.float32)
+        for bucket in in_buckets(range(len(self._parameters)), self._parameters):
+            values = [self._weights.full(self._parameters[i]) for i in bucket]
+            local = [local_part(value).float() for value in values]
+            for half_life, averages in zip(self.half_lives, self._averages, strict=True):
+                share = max(1 - 0.5 ** (self.every / half_life), 1 / self._updates)
+                these = [local_part(averages[i]) for i in bucket]
+                way = torch._foreach_sub(local, these)
+                torch._foreach_mul_(way, share * moves)
+                torch._foreach_add_(these, way)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages, and how often they were updated."""
+        return {"updates": self._updates, "averages": self._averages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where a saved run stood."""
+        copy_tensors(self._averages, state["averages"])
+        self._updates = int(state["updates"])

@@ -1,0 +1,128 @@
+"""Which weights a run returns: the point it trains, or an average; chosen where it is measured.
+
+Choosing never moves what is trained. The measure is the task's own, on its held-out data, so the
+choice is among a few and its bias is small; it is the same data that early stopping looks at.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.standing_in import standing_in
+from narrowcast.strategies.hybrid.readout.bank import AverageBank
+
+TRAINED = "trained"
+"""The read-out that is no average: what the optimizer, or the lookahead point, has come to."""
+
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A read-out, and what each was measured at."""
+
+    name: str
+    scores: Mapping[str, float]
+    """The measure by the name of the read-out."""
+
+    @property
+    def is_average(self) -> bool:
+        """Whether an average was better than what is trained: a prediction that came true."""
+        return self.name != TRAINED
+
+
+def best_of(scores: Mapping[str, float], *, better: Better) -> str:
+    """Return the name of the best; the first of equals, what is trained where none is a number."""
+    sign = 1 if better == "lower" else -1
+    finite = {name: sign * score for name, score in scores.items() if math.isfinite(score)}
+    return min(finite, key=lambda name: finite[name]) if finite else TRAINED
+
+
+@final
+class Readouts:
+    """The read-outs of a run: what is trained, and its averages by half-life."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        half_lives: Mapping[str, float],
+        every: int | None = None,
+    ) -> None:
+        """Take the half-lives of averages, in steps, by what the read-outs are called."""
+        self._prepared = prepared
+        self.bank = AverageBank(prepared, list(half_lives.values()), every=every)
+        self._numbers = {name: number for number, name in enumerate(half_lives)}
+        self.chosen = TRAINED
+        """The read-out that the last measurement preferred."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every read-out that there is now; averages of nothing are none."""
+        return [TRAINED, *(self._numbers if self.bank.is_filled else ())]
+
+    def after_step(self, outcome: Outcome) -> None:
+        """Let the averages follow, when it is time to; waits for nothing."""
+        if self._numbers and outcome.step % self.bank.every == 0:
+            self.bank.update(applied=outcome.applied_on_device)
+
+    def choose(
+        self, measure: Callable[[str], float], *, better: Better, only: str | None = None
+    ) -> Choice:
+        """Measure each read-out in the model's place, and prefer the best from now on.
+
+        `measure` gets the name and returns a number. With `only`, that one is taken unmeasured by
+        any other.
+        """
+        scores = {}
+        for name in self.names if only is None else [only]:
+            with self.standing_in(name):
+                scores[name] = measure(name)
+        self.chosen = best_of(scores, better=better)
+        return Choice(name=self.chosen, scores=scores)
+
+    def standing_in(self, name: str | None = None) -> contextlib.AbstractContextManager[None]:
+        """Let the model have a read-out inside the block; by default the one that was chosen."""
+        name = self._known(name)
+        if name == TRAINED:
+            return self._prepared.answering()
+        return standing_in(self._prepared.engine, "reading out", self._value_of(name))
+
+    def weights(self, name: str | None = None) -> dict[str, Tensor]:
+        """Return a read-out in fp32 by name, which the plain model loads; copies."""
+        name = self._known(name)
+        if name == TRAINED:
+            return self._prepared.answer_weights()
+        return self._prepared.engine.weights.copied_by_name(self._value_of(name))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and the choice."""
+        return {"chosen": self.chosen, "names": list(self._numbers), **self.bank.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a saved run stood."""
+        self.bank.load_state_dict({key: state[key] for key in ("updates", "averages")})
+        self.chosen = self._known(str(state["chosen"]))
+
+    def _known(self, name: str | None) -> str:
+        name = self.chosen if name is None else name
+        if name != TRAINED and name not in self._numbers:
+            there = ", ".join([TRAINED, *self._numbers])
+            raise RecipeError(f"no read-out is called {name!r}; there are {there}")
+        return name
+
+    def _value_of(self, name: str) -> Callable[[nn.Parameter], Tensor]:
+        number, weights = self._numbers[name], self._prepared.engine.weights
+
+        def value(weight: nn.Parameter) -> Tensor:
+            average = self.bank.of(number, weight)
+            return weights.full(weight) if average is None else average
+
+        return value
