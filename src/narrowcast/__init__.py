@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.step.prepared import Prepared as Prepared
     from narrowcast.precision.weights.frozen_base import keep_frozen as keep_frozen
     from narrowcast.precision.weights.frozen_base import widen_frozen as widen_frozen
+    from narrowcast.precision.weights.lookahead import Lookahead as Lookahead
     from narrowcast.runner.report_sections import write_run_report as write_report  # noqa: F401
     from narrowcast.runner.run import Run as Run
     from narrowcast.runner.run import plan_recipe as plan_recipe
@@ -53,6 +54,7 @@ _HOMES = {
     "PRESETS": "precision.plan.presets",
     "Hardware": "hardware",
     "Hook": "training.task",
+    "Lookahead": "precision.weights.lookahead",
     "LossParts": "training.task",
     "LossScale": "precision.gradients.loss_scale",
     "Memory": "precision.plan.memory",

@@ -136,6 +136,21 @@ def refuse_watched(model: nn.Module, *, doing: str) -> None:
         )
 
 
+def refuse_no_loss(loss: object) -> None:
+    """Refuse to take the gradients of what is not a loss."""
+    if not isinstance(loss, Tensor):
+        raise RecipeError(
+            f"backward() was given a {type(loss).__name__}; give it the loss as a tensor, with "
+            "its graph: not loss.item(), and no closure"
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without gradients"
+        raise RecipeError(
+            f"backward() was given a loss {what}; give it one number that depends on the "
+            "model's weights, computed outside torch.no_grad()"
+        )
+
+
 def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patience: int) -> None:
     """Refuse settings of `prepare` that mean nothing."""
     if clip_norm is not None and not 0 < clip_norm < math.inf:

@@ -42,6 +42,7 @@ from narrowcast.precision.step.step_gradients import (
     unscale_gradients,
 )
 from narrowcast.precision.step.step_log import Losing, StepLog
+from narrowcast.precision.weights.lookahead import Lookahead, refuse_lookahead
 from narrowcast.precision.weights.trained import TrainedWeights
 from narrowcast.precision.weights.update_path import update_path
 
@@ -61,6 +62,7 @@ class Engine:
         loss_scale: Settings | None,
         scale_groups: Sequence[str],
         ema_decay: float | None,
+        lookahead: Lookahead | None,
         patience: int,
         meter_every: int,
         fused_optimizer: bool | None,
@@ -80,11 +82,15 @@ class Engine:
         scales, self._fused_asked = self._request.first(plan.policy), fused_optimizer
         fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
         self.weights.refuse_impossible(plan, fused=fused, path=path)
+        if lookahead is not None:
+            refuse_lookahead(optimizer, plan)
         self.weights.apply(plan, fused=fused)
         self.buffers = BufferGuard(model)
         self._take(plan, scales, path)
         if ema_decay is not None:
             self.weights.keep_average(decay=ema_decay)
+        if lookahead is not None:
+            self.weights.look_ahead(lookahead)
         self.log = StepLog(
             schedules,
             patience=patience,
@@ -159,7 +165,7 @@ class Engine:
             self.buffers.restore()
             raise
         refuse_senseless_rates(self.optimizer)
-        self.weights.ownership.refuse_ema_swapped_in(doing="step()")
+        self.weights.ownership.refuse_swapped_in(doing="step()")
         self.weights.ownership.refuse_changes()
         self.log.sync()
 
@@ -261,6 +267,8 @@ class Engine:
         refuse_buckets(self.model, plan)
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
         self.weights.refuse_impossible(plan, fused=fused, path=path)
+        if self.weights.lookahead is not None:
+            refuse_lookahead(self.optimizer, plan)
         scales = self._request.next(
             plan.policy, scales=self.scales, settings=loss_scale, keep=keep_scale
         )

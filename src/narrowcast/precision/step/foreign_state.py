@@ -59,6 +59,11 @@ def _terms(part: str, value: Any) -> Any:
             return [{"class": s["class"], **dict.fromkeys(s["state"], "")} for s in value]
         case "master":
             return {**_outline(value), "kind": value["kind"]}
+        case "lookahead" if isinstance(value, Mapping):
+            # By value: from leads of other settings other points would follow. A weight that was
+            # thawed since has a lead, which is no other run's.
+            settings = {key: str(value[key]) for key in ("pull", "share", "storage")}
+            return {**settings, "leads": f"{len(value['leads'])} leads"}
         case _:
             return _outline(value)
 

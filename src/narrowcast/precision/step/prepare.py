@@ -20,6 +20,7 @@ from narrowcast.precision.step.checks import (
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.schedules import AnyScheduler, Schedules
+from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.precision.weights.side_by_side import as_one
 
 PATIENCE = 50
@@ -38,6 +39,7 @@ def prepare(
     loss_scale: Asked | None = None,
     scale_groups: Sequence[str] = (),
     ema_decay: float | None = None,
+    lookahead: Lookahead | None = None,
     patience: int = PATIENCE,
     meter_every: int = METER_EVERY,
     emulate: bool | None = None,
@@ -53,6 +55,8 @@ def prepare(
     `ReduceLROnPlateau` does by `Prepared.plateau`. `loss_scale` is a scale's settings, the number
     it begins with, or several by the name of the loss; left out, a policy that needs one gets the
     default. `scale_groups` are globs of modules that have a further scale of their own.
+    A `lookahead` point has gradients taken ahead of an average of the weights, which is the answer:
+    evaluate inside `Prepared.answering()`, and keep `Prepared.answer_weights()`.
     `meter_every=0` turns off the lost-update meter. `emulate`, `fuse` and `memory` are as for
     `plan`, unless a plan is given. `fused_optimizer` says whether AdamW and Adam are taken over by
     a kernel that updates all weights in one pass over memory: None where that runs and can stand
@@ -85,6 +89,7 @@ def prepare(
             loss_scale=settings,
             scale_groups=scale_groups,
             ema_decay=ema_decay,
+            lookahead=lookahead,
             patience=patience,
             meter_every=meter_every,
             fused_optimizer=fused_optimizer,

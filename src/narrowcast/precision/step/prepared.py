@@ -8,7 +8,6 @@ on a skipped step. How that is done, and the parts of a step for those who take 
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,14 +19,15 @@ from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
-from narrowcast.precision.step.checks import refuse_no_gradients
+from narrowcast.precision.step.checks import refuse_no_gradients, refuse_no_loss
 from narrowcast.precision.step.describe import described
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
+from narrowcast.precision.step.standing_in import standing_in
 from narrowcast.precision.step.stats import Stats
+from narrowcast.precision.weights.kept_bytes import bytes_of
 from narrowcast.precision.weights.side_by_side import parts_of
-from narrowcast.precision.weights.trained import bytes_of
 from narrowcast.runs import FindingRecord
 
 
@@ -90,18 +90,18 @@ class Prepared:
         """Carry out another policy or plan from the next step on; return the modules it changes.
 
         Between two steps only. The optimizer, its learning rates and schedule, all counts, the
-        average of the weights and what buffers hold stay what they are; weights, master weights and
-        moments are converted as exactly as the new formats allow (see `TrainedWeights.change`). A
-        loss scale that both policies need goes on where it is; one that only the new one needs
-        begins with `loss_scale`, or the settings `prepare` was given, or the default; one that the
-        new one does not need ends, unless `keep_scale` is set. Delayed fp8 scales go on in the
-        modules that have had them. Waits for the device.
+        average of the weights, leads and what buffers hold stay what they are; weights, master
+        weights and moments are converted as exactly as the new formats allow (see
+        `TrainedWeights.change`). A loss scale that both policies need goes on where it is; one that
+        only the new one needs begins with `loss_scale`, or the settings `prepare` was given, or the
+        default; one that the new one does not need ends, unless `keep_scale` is set. Delayed fp8
+        scales go on in the modules that have had them. Waits for the device.
 
         Of a policy a plan is made for this run's device, emulated as `prepare` was told. Plans of
         your own are made with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
         weights = self.engine.weights
-        weights.ownership.refuse_ema_swapped_in(doing="change()")
+        weights.ownership.refuse_swapped_in(doing="change()")
         if weights.with_gradients():
             raise RecipeError(
                 "change() was called between backward() and step(), and gradients have the formats "
@@ -129,17 +129,7 @@ class Prepared:
 
         Called n times before `step` this is gradient accumulation: divide the loss by n.
         """
-        if not isinstance(loss, Tensor):
-            raise RecipeError(
-                f"backward() was given a {type(loss).__name__}; give it the loss as a tensor, with "
-                "its graph: not loss.item(), and no closure"
-            )
-        if loss.numel() != 1 or not loss.requires_grad:
-            what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without gradients"
-            raise RecipeError(
-                f"backward() was given a loss {what}; give it one number that depends on the "
-                "model's weights, computed outside torch.no_grad()"
-            )
+        refuse_no_loss(loss)
         self.engine.backward(loss, name=name, retain_graph=retain_graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -222,22 +212,14 @@ class Prepared:
         """Whether an average of the weights is kept."""
         return self.engine.weights.average is not None
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Let the model use the averaged weights inside the block; without an average, nothing.
 
         In the formats of the weights; `averaged_weights` has every digit.
         """
-        weights = self.engine.weights
-        if weights.average is None:
-            yield
-            return
-        with (
-            self.engine.fp8.amax_frozen(),
-            weights.ownership.ema_swapped_in(),
-            weights.average.in_place_of_weights(),
-        ):
-            yield
+        if not self.has_average:
+            return contextlib.nullcontext()
+        return standing_in(self.engine, "averaged", self.engine.weights.averaged)
 
     def averaged_weights(self) -> dict[str, Tensor]:
         """Return a copy of the averages in fp32, by name, which the plain model loads.
@@ -246,33 +228,52 @@ class Prepared:
         """
         return self.engine.weights.averaged_by_name()
 
+    @property
+    def has_lookahead(self) -> bool:
+        """Whether the weights are a lookahead point, and the answer is another."""
+        return self.engine.weights.lookahead is not None
+
+    def answering(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model use the answer inside the block; without a lookahead point, nothing.
+
+        In the formats of the weights; `answer_weights` has every digit.
+        """
+        if not self.has_lookahead:
+            return contextlib.nullcontext()
+        return standing_in(self.engine, "answering", self.engine.weights.answer)
+
+    def answer_weights(self) -> dict[str, Tensor]:
+        """Return a copy of the answer in fp32, by name, which the plain model loads.
+
+        Buffers, and weights that are not trained, are as they are now. Without a lookahead point
+        the weights themselves are the answer.
+        """
+        return self.engine.weights.answer_by_name()
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name.
 
-        Refused inside `averaged()`, where the model holds other weights.
+        Refused inside `averaged()` and `answering()`, where the model holds other weights.
         """
-        self.engine.weights.ownership.refuse_ema_swapped_in(doing="full_weights()")
+        self.engine.weights.ownership.refuse_swapped_in(doing="full_weights()")
         return self.engine.weights.full_by_name()
 
     def release(self) -> nn.Module:
-        """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them."""
-        self.engine.weights.ownership.refuse_ema_swapped_in(doing="release()")
+        """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them.
+
+        Of a lookahead point these are where gradients were taken: take `answer_weights` first.
+        """
+        self.engine.weights.ownership.refuse_swapped_in(doing="release()")
         self.sync()
         self.engine.weights.restore()
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides the steps to come, but data order and random state."""
-        self.engine.weights.ownership.refuse_ema_swapped_in(doing="state_dict()")
+        self.engine.weights.ownership.refuse_swapped_in(doing="state_dict()")
         return state_of(self.engine)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood; that of another run is refused and changes nothing."""
-        weights = self.engine.weights
-        weights.ownership.refuse_ema_swapped_in(doing="load_state_dict()")
-        if self.engine.scales.value is not None and weights.with_gradients():
-            raise RecipeError(
-                "load_state_dict() was called between backward() and step(), and gradients have "
-                "the loss scale of before; call it after step(), or zero_grad() first"
-            )
+        self.engine.weights.ownership.refuse_swapped_in(doing="load_state_dict()")
         load_state(self.engine, state)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast.errors import CheckpointError
+from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.precision.nested import copy_tensors, map_tensors
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.foreign_state import OUTLINE, outline_of, refuse_foreign_state
@@ -25,7 +25,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     engine.log.sync()
     # Or a run that goes on would, and one that resumes not.
     engine.take_back_first_scales()
-    average = engine.weights.average
+    average, lookahead = engine.weights.average, engine.weights.lookahead
     state = {
         "policy": str(engine.plan.policy),
         "weights": engine.model.state_dict(),
@@ -35,6 +35,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "optimizer": optimizer_states(engine.weights),
         "scales": engine.scales.state_dict(),
         "average": None if average is None else average.averages,
+        "lookahead": None if lookahead is None else lookahead.state_dict(),
         "amax": engine.fp8.state_dict(),
         "applied_before": engine.first_scales.applied_before,
         "stats": engine.log.stats.state_dict(),
@@ -47,6 +48,11 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
 
     For a moment there is a second copy of the weights that it has others of.
     """
+    if engine.scales.value is not None and engine.weights.with_gradients():
+        raise RecipeError(
+            "load_state_dict() was called between backward() and step(), and gradients have the "
+            "loss scale of before; call it after step(), or zero_grad() first"
+        )
     mine = state_of(engine)
     refuse_foreign_state(state, mine=mine)
     stats, applied_before = _counts(state)
@@ -60,6 +66,8 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.scales.load_state_dict(state["scales"])
     if engine.weights.average is not None:
         copy_tensors(engine.weights.average.averages, state["average"])
+    if engine.weights.lookahead is not None:
+        engine.weights.lookahead.load_state_dict(state["lookahead"])
     engine.fp8.load_state_dict(state["amax"])
     engine.log.stats = stats
     engine.steps_begun = engine.log.stats.steps
@@ -68,12 +76,14 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
 
 
 def weights_of(engine: Engine) -> dict[str, Any]:
-    """Return the weights alone, with every digit that is kept of them, and their average."""
+    """Return the weights alone, with every digit that is kept of them, averages and leads."""
     average, inside = engine.weights.average, set(engine.model.parameters())
+    lookahead = engine.weights.lookahead
     return {
         "weights": engine.weights.full_by_name(),
         "beside_model": [engine.weights.full(p) for p in engine.weights.all if p not in inside],
         "average": None if average is None else average.averages,
+        "lookahead": None if lookahead is None else lookahead.state_dict(),
     }
 
 
@@ -88,6 +98,8 @@ def put_weights(engine: Engine, state: dict[str, Any]) -> None:
     copy_tensors(_beside_model(engine), state["beside_model"])
     if engine.weights.average is not None:
         copy_tensors(engine.weights.average.averages, state["average"])
+    if engine.weights.lookahead is not None:
+        engine.weights.lookahead.load_state_dict(state["lookahead"])
     engine.buffers.reset()
 
 

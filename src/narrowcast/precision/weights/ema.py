@@ -6,13 +6,12 @@ is for all other weights. One of them is a weight without a gradient in this ste
 average comes nearer to it.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.dtensor import local_part, replace_values
+from narrowcast.precision.dtensor import local_part
 from narrowcast.precision.weights.master import in_buckets
 
 Full = Callable[[nn.Parameter], Tensor]
@@ -27,6 +26,7 @@ class WeightAverage:
 
     def __init__(self, parameters: Sequence[nn.Parameter], full: Full, *, decay: float) -> None:
         self._parameters = list(parameters)
+        self._places = {p: i for i, p in enumerate(parameters)}
         self.share = 1 - decay
         """The part of its way to the weight that an average goes in a step."""
         # In memory as the weights lie, so that one pass can go over both.
@@ -36,8 +36,8 @@ class WeightAverage:
 
     def of(self, weight: nn.Parameter) -> Tensor | None:
         """Return the average of a weight; None of one that has none."""
-        pairs = zip(self._parameters, self.averages, strict=True)
-        return next((average for p, average in pairs if p is weight), None)
+        place = self._places.get(weight)
+        return None if place is None else self.averages[place]
 
     def update(self, places: Sequence[int], full: Full, *, finite: Tensor | None) -> None:
         """Move the averages in these places towards their weights, unless `finite` is false.
@@ -54,25 +54,3 @@ class WeightAverage:
             way = torch._foreach_sub(values, averages)
             torch._foreach_mul_(way, share)
             torch._foreach_add_(averages, way)
-
-    @contextlib.contextmanager
-    def in_place_of_weights(self) -> Iterator[None]:
-        """Let the model use the averages inside the block.
-
-        They lie in memory of their own, so that what is taken inside stays what it was, and the
-        weights are back where captured steps look for them.
-        """
-        kept = [p.detach() for p in self._parameters]
-        try:
-            for parameter, average in zip(self._parameters, self.averages, strict=True):
-                replace_values(parameter, average.to(parameter.dtype, copy=True))
-            self._let_know()
-            yield
-        finally:
-            for parameter, value in zip(self._parameters, kept, strict=True):
-                replace_values(parameter, value)
-            self._let_know()
-
-    def _let_know(self) -> None:
-        """Let whoever keeps something made from weights, as fp8 does, see that they are others."""
-        torch.autograd.graph.increment_version(self._parameters)

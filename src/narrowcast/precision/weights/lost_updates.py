@@ -24,6 +24,10 @@ class LostUpdates:
 
     def share(self) -> Tensor:
         """Return lost over due, on the device; 0 where nothing was due."""
+        return share_lost(self.counts())
+
+    def counts(self) -> Tensor:
+        """Return how many updates were lost, and how many were due, of those looked at."""
         lost, due = [], []
         for tensors, before, moving in zip(self._stored, self._before, self._moving, strict=True):
             same = moving
@@ -31,8 +35,12 @@ class LostUpdates:
                 same = same & (_sample(now) == then)
             lost.append(same.sum())
             due.append(moving.sum())
-        total = torch.stack(due).sum()
-        return torch.stack(lost).sum() / total.clamp(min=1)
+        return torch.stack([torch.stack(lost).sum(), torch.stack(due).sum()])
+
+
+def share_lost(counts: Tensor) -> Tensor:
+    """Return lost over due updates, from how many there are of both; 0 where none was due."""
+    return counts[0] / counts[1].clamp(min=1)
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ before its step until just after it (for `fp32`, always).
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def multiply(factors: Mapping[nn.Parameter, Tensor]) -> None:
     torch._foreach_mul_(gradients, values[0] if same else values)
 
 
-def in_buckets(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+def in_buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield places of parameters a few at a time; at least once, with none where there are none."""
     bucket: list[int] = []
     size = 0
@@ -102,8 +102,10 @@ class MasterWeights:
                 optimizer.state[fp32_param] = optimizer.state.pop(parameter)
         recast(optimizer, self.fp32_params)
 
-    def full(self, i: int) -> Tensor:
+    def full(self, i: int, working: Tensor | None = None) -> Tensor:
         """Return weight `i` in fp32, with all the digits that are kept of it.
+
+        Where another stands in for it, `working` are the digits that are its own.
 
         Whoever loads weights, or clamps them, writes to the working ones and knows of no others:
         where what is kept beside one belongs to another number, the working one is right.
@@ -111,8 +113,9 @@ class MasterWeights:
         # torch cannot look at the bits of a sharded tensor, but at those of its shards.
         beside = self.beside(i)
         kept = None if beside is None else local_part(beside)
-        full = join_fp32(local_part(self.parameters[i]), kept, kind=self.kind)
-        return placed_like(full, self.parameters[i].detach())
+        weight = self.parameters[i].detach() if working is None else working
+        full = join_fp32(local_part(weight), kept, kind=self.kind)
+        return placed_like(full, weight)
 
     def stored(self, i: int) -> tuple[Tensor, ...]:
         """Return the tensors that together hold weight `i`."""
@@ -150,20 +153,23 @@ class MasterWeights:
         return self.kind != "none" and parameter in self._index
 
     def step(
-        self, optimizer: torch.optim.Optimizer, factors: Mapping[nn.Parameter, Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        factors: Mapping[nn.Parameter, Tensor],
+        stepping: Callable[[], object],
     ) -> None:
-        """Let the optimizer update all its weights, the master weights among them.
+        """Let the optimizer update all its weights, the master weights among them, by `stepping`.
 
         The gradients of these are multiplied by `factors`, where there are any, in fp32.
         torch's own optimizers treat each weight by itself, so they are given a few at a time, and
         the fp32 copies of all of them never exist at once.
         """
         if self.kind == "none" or not self.parameters:
-            optimizer.step()
+            stepping()
             return
         with_gradient = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         if not all(type(o).__module__.startswith("torch.optim") for o in parts_of(optimizer)):
-            self._step_some(optimizer, with_gradient, factors)
+            self._step_some(stepping, with_gradient, factors)
             return
         groups = [group["params"] for group in optimizer.param_groups]
         mine = set(self.fp32_params)
@@ -173,7 +179,7 @@ class MasterWeights:
             for group, params in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = [p for p in params if p in now]
             try:
-                self._step_some(optimizer, bucket, factors)
+                self._step_some(stepping, bucket, factors)
             finally:
                 for group, params in zip(optimizer.param_groups, groups, strict=True):
                     group["params"] = params
@@ -207,7 +213,7 @@ class MasterWeights:
 
     def _step_some(
         self,
-        optimizer: torch.optim.Optimizer,
+        stepping: Callable[[], object],
         indices: list[int],
         factors: Mapping[nn.Parameter, Tensor],
     ) -> None:
@@ -218,7 +224,7 @@ class MasterWeights:
                 self.fp32_params[i].grad = gradient.float()
             if factors:
                 multiply({self.fp32_params[i]: factors[self.parameters[i]] for i in indices})
-            optimizer.step()
+            stepping()
 
     def bytes(self) -> int:
         """Return the size of what is kept beside the working weights."""

@@ -94,7 +94,7 @@ class _Writing:
         if self._masters.are_at_hand:  # a step calls methods of its own
             return method(optimizer, *args, **kwargs)
         if ownership is not None:
-            ownership.refuse_ema_swapped_in(doing=f"optimizer.{self._name}()")
+            ownership.refuse_swapped_in(doing=f"optimizer.{self._name}()")
         with self._masters.at_hand():
             return method(optimizer, *args, **kwargs)
 

@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, is_
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from narrowcast.errors import RecipeError
 from narrowcast.precision.weights.gradient_watch import GradientWatch
 
+StandIn = Literal["averaged", "answering"]
+"""What may be in the place of weights for a while, by the block it is so in."""
+_STAND_INS: dict[StandIn, str] = {
+    "averaged": "averages of its weights",
+    "answering": "the answer in the place of its weights",
+}
 # Mapped over all weights in every step: a loop in Python would take several times as long.
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -78,7 +84,7 @@ class Ownership:
         }
         for each, zero_grad in self._zero_grads.items():
             vars(each)["zero_grad"] = zero_grad
-        self._ema_swapped_in = False
+        self._stand_in: StandIn | None = None
         # Weakly, and only these: an activation may well be shared with another model.
         self.modules = weakref.WeakSet(m for m in model.modules() if m._parameters)
         _TAKEN.add(self)
@@ -122,25 +128,25 @@ class Ownership:
         return set(self._weights)
 
     @contextlib.contextmanager
-    def ema_swapped_in(self) -> Iterator[None]:
+    def swapped_in(self, what: StandIn) -> Iterator[None]:
         """Let the working weights hold something else inside the block, which nobody is to read."""
-        before, self._ema_swapped_in = self._ema_swapped_in, True
+        before, self._stand_in = self._stand_in, what
         try:
             yield
         finally:
-            self._ema_swapped_in = before
+            self._stand_in = before
 
     @property
-    def is_ema_swapped_in(self) -> bool:
-        """Whether the working weights hold averages now."""
-        return self._ema_swapped_in
+    def stand_in(self) -> StandIn | None:
+        """What the working weights hold now, if not themselves."""
+        return self._stand_in
 
-    def refuse_ema_swapped_in(self, *, doing: str) -> None:
-        """Refuse what would take averages for the weights that are trained."""
-        if self._ema_swapped_in:
+    def refuse_swapped_in(self, *, doing: str) -> None:
+        """Refuse what would take something else for the weights that are trained."""
+        if self._stand_in is not None:
             raise RecipeError(
-                f"{doing} was called inside averaged(), where the model holds averages of its "
-                "weights; leave the block first"
+                f"{doing} was called inside {self._stand_in}(), where the model holds "
+                f"{_STAND_INS[self._stand_in]}; leave the block first"
             )
 
     def give_back(self) -> None:

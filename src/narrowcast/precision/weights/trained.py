@@ -1,6 +1,5 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
-import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
-from narrowcast.numerics import BF16
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.dtensor import as_sharded, replace_values
 from narrowcast.precision.gradients.check import norms_of
 from narrowcast.precision.modules.rewrite import (
@@ -20,13 +18,13 @@ from narrowcast.precision.modules.rewrite import (
     weight_formats,
 )
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.precision.products.modes import EmulatedProducts
 from narrowcast.precision.swap import restore as restore_modules
+from narrowcast.precision.weights.by_torch import TorchUpdate
 from narrowcast.precision.weights.copies import show_as_it_is, show_in_full
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 from narrowcast.precision.weights.host_moments import refuse_host_moments
-from narrowcast.precision.weights.lost_updates import LostUpdates
+from narrowcast.precision.weights.lookahead import Lookahead, LookaheadPoint
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
 from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
 from narrowcast.precision.weights.ownership import Ownership
@@ -55,6 +53,9 @@ class TrainedWeights:
         self._emulated = False
         self.fused: FusedAdamW | None = None
         self.average: WeightAverage | None = None
+        self.lookahead: LookaheadPoint | None = None
+        self.aside: dict[nn.Parameter, Tensor] = {}
+        """The weights' own digits while other values stand in for them."""
         self._master_index: dict[nn.Parameter, int] = {}
         self._ownership: Ownership | None = None
         self._own_writes: OwnWrites | None = None
@@ -157,6 +158,10 @@ class TrainedWeights:
         """Keep an average of the weights from now on, whatever plan is carried out later."""
         self.average = WeightAverage(self.all, self.full, decay=decay)
 
+    def look_ahead(self, settings: Lookahead) -> None:
+        """Let the weights be the lookahead point of where the optimizer is, which is here now."""
+        self.lookahead = LookaheadPoint(self.all, settings)
+
     def _trained(self) -> Set[nn.Parameter]:
         """Return the weights that are kept as a policy says: the rest stay as they came."""
         return {p for p in self.all if p.requires_grad}
@@ -176,8 +181,20 @@ class TrainedWeights:
 
     def full(self, weight: nn.Parameter) -> Tensor:
         """Return a weight with every digit that is kept of it, in the dtype it came in."""
-        index = self._master_index.get(weight)
-        return weight.detach() if index is None else self.masters.full(index)
+        index, own = self._master_index.get(weight), self.aside.get(weight)
+        if index is None:
+            return weight.detach() if own is None else own
+        return self.masters.full(index, own)
+
+    def averaged(self, weight: nn.Parameter) -> Tensor:
+        """Return the average of a weight; the weight where it has none."""
+        average = None if self.average is None else self.average.of(weight)
+        return self.full(weight) if average is None else average
+
+    def answer(self, weight: nn.Parameter) -> Tensor:
+        """Return the answer that a weight is ahead of; the weight where it is ahead of none."""
+        full = self.full(weight)
+        return full if self.lookahead is None else self.lookahead.answer(weight, full)
 
     def full_by_name(self) -> dict[str, Tensor]:
         """Return the model's state, its weights with every digit that is kept of them."""
@@ -187,7 +204,11 @@ class TrainedWeights:
         """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
         if self.average is None:
             raise RecipeError("no average is kept; write ema_decay=0.999, or such, in prepare()")
-        return copy.deepcopy(self._by_name(self._averaged))
+        return copy.deepcopy(self._by_name(self.averaged))
+
+    def answer_by_name(self) -> dict[str, Tensor]:
+        """Return a copy of the model's state, in fp32 and with the answer for weights trained."""
+        return copy.deepcopy(self._by_name(self.answer))
 
     def _by_name(self, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
         # Found by themselves: a wrapper may save weights under other names than it has for them.
@@ -223,66 +244,45 @@ class TrainedWeights:
         _refuse_thawed(self._narrow)
         if self.fused is not None:
             assert finite is not None
+            if self.lookahead is not None:
+                raise UnsupportedError(
+                    "lookahead is not in the fused optimizer; write fused_optimizer=False"
+                )
             lost = self.fused.update(
                 present, factor=factor, finite=finite, metered=metered, average=self.average
             )
         else:
             factors = _factors([self.all[i] for i in present], factor)
-            lost = self._update_by_torch(factors, finite=finite, metered=metered)
+            by_torch = TorchUpdate(
+                optimizer=self.optimizer,
+                weights=self.all,
+                masters=self.masters,
+                lookahead=self.lookahead,
+                emulated=self._emulated,
+            )
+            with self.ownership.own_step.let_pass():
+                lost = by_torch.step(factors, finite=finite, metered=metered)
         if self.average is not None:
             moved = set() if self.fused is None else set(present)
             left = [i for i in range(len(self.all)) if i not in moved]
             self.average.update(left, self.full, finite=finite)
         return lost
 
-    def _update_by_torch(
-        self, factors: Mapping[nn.Parameter, Tensor], *, finite: Tensor | None, metered: bool
-    ) -> Tensor | None:
-        meter = None
-        if metered:
-            moving = [p for p in self.all if p.grad is not None]
-            gradients = [p.grad for p in moving if p.grad is not None]
-            meter = LostUpdates([self._stored(p) for p in moving], gradients)
-        if factors:
-            # Gradients of 16 bits are widened first: in fp16 they would vanish without the scale.
-            multiply({p: f for p, f in factors.items() if not self.masters.widens(p)})
-        # The attributes by which torch's GradScaler tells a fused optimizer to skip.
-        told = {"grad_scale": None, "found_inf": None if finite is None else (~finite).float()}
-        if finite is not None:
-            vars(self.optimizer).update(told)
-        allowed = self.ownership.own_step.let_pass()
-        try:
-            with torch.enable_grad(), self._optimizer_products(), allowed:
-                self.masters.step(self.optimizer, factors)
-        finally:
-            for name in told if finite is not None else ():
-                delattr(self.optimizer, name)
-        return None if meter is None else meter.share()
-
-    def _optimizer_products(self) -> contextlib.AbstractContextManager[Any]:
-        """An optimizer that multiplies (Adafactor) must not do so natively in bf16 either."""
-        if self._emulated and self._lowered:
-            return EmulatedProducts(BF16, widen=False)
-        return contextlib.nullcontext()
-
     def _shown(self, weight: nn.Parameter) -> Tensor:
-        """Return what a copy of a weight holds: its average, where that stands in for it."""
-        swapped = self.ownership.is_ema_swapped_in
-        return self._averaged(weight) if swapped else self.full(weight)
-
-    def _averaged(self, weight: nn.Parameter) -> Tensor:
-        average = None if self.average is None else self.average.of(weight)
-        return self.full(weight) if average is None else average
+        """Return what a copy of a weight holds: what stands in for it, where something does."""
+        match self.ownership.stand_in:
+            case "averaged":
+                return self.averaged(weight)
+            case "answering":
+                return self.answer(weight)
+            case None:
+                return self.full(weight)
 
     def _take(self, weight: nn.Parameter, value: Tensor) -> None:
         """Keep all digits of a value that was loaded into a weight."""
         wide = value.dtype in (torch.float32, torch.float64)
         if wide and value.shape == weight.shape and as_sharded(weight) is None:
             self.masters.take(self._master_index[weight], value)
-
-    def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
-        index = self._master_index.get(weight)
-        return (weight.detach(),) if index is None else self.masters.stored(index)
 
 
 def _last_uses(
@@ -295,19 +295,6 @@ def _last_uses(
         last.get(p, (len(last) + i, name))
         for i, (p, name) in enumerate(zip(weights, names, strict=True))
     ]
-
-
-def bytes_of(weights: TrainedWeights) -> dict[str, int]:
-    """Return what is held on the device now, by role; gradients as if they were there."""
-    states = weights.optimizer.state.values()
-    moments = [t for state in states for t in state.values() if isinstance(t, Tensor)]
-    graded = [p for p in weights.all if p.requires_grad]
-    return {
-        "params": sum(map(_size, weights.all)),
-        "grads": sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in graded),
-        "master": weights.masters.bytes(),
-        "moments": sum(_size(t) for t in moments if t.device == weights.device or not t.dim()),
-    }
 
 
 def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[object, ...]:
@@ -338,7 +325,3 @@ def _refuse_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
                 "updates those digits would lose; release(), call float() on it, and prepare() "
                 "again"
             )
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

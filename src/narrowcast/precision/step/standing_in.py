@@ -1,0 +1,54 @@
+"""Other values in the place of a model's weights for as long as a block lasts.
+
+They lie in memory of their own, so that what is taken inside stays what it was, what is written
+inside reaches nothing, and the weights are back where captured steps look for them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.precision.dtensor import replace_values
+from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.weights.ownership import StandIn
+from narrowcast.precision.weights.trained import TrainedWeights
+
+
+@contextlib.contextmanager
+def standing_in(
+    engine: Engine, what: StandIn, value_of: Callable[[nn.Parameter], Tensor]
+) -> Iterator[None]:
+    """Let the model have these values inside the block, in the formats of its weights."""
+    weights = engine.weights
+    with (
+        engine.fp8.amax_frozen(),
+        weights.ownership.swapped_in(what),
+        _in_place_of(weights, value_of),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place_of(
+    weights: TrainedWeights, value_of: Callable[[nn.Parameter], Tensor]
+) -> Iterator[None]:
+    kept, outer = [p.detach() for p in weights.all], dict(weights.aside)
+    try:
+        for parameter, own in zip(weights.all, kept, strict=True):
+            value = value_of(parameter).to(parameter.dtype, copy=True)
+            weights.aside.setdefault(parameter, own)  # the outermost block has the weight's own
+            replace_values(parameter, value)
+        _let_know(weights)
+        yield
+    finally:
+        for parameter, own in zip(weights.all, kept, strict=True):
+            replace_values(parameter, own)
+        weights.aside = outer
+        _let_know(weights)
+
+
+def _let_know(weights: TrainedWeights) -> None:
+    """Let whoever keeps something made from weights, as fp8 does, see that they are others."""
+    torch.autograd.graph.increment_version(weights.all)

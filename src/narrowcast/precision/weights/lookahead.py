@@ -1,0 +1,177 @@
+"""The lookahead point: gradients are taken ahead of an average of the weights, on the way to them.
+
+There are three points. The optimizer moves z; x, the answer, is an average of z; and y, which the
+model has while it trains, lies between them. With a pull of b and a share of c, a step is
+
+    z' = what the optimizer makes of z, with the gradient taken at y
+    x' = x + c (z' - x)
+    y' = b x' + (1 - b) z'
+
+Kept are y, which the weights and their masters are, and one lead e = z - y for each weight. As
+e = b (z - x), the others follow from these two: z = y + e, and x = y - e (1 - b) / b. After the
+optimizer, with r = z' - x, the new lead is e' = b (1 - c) r, and y' = z' - e'. The same is in the
+fused optimizer, in one pass with the rest (`kernels.adamw`).
+
+It is primal averaging (with a share of 1/t, and z moved by plain SGD, schedule-free learning).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.dtensor import local_part, placed_like
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.weights.side_by_side import parts_of
+
+Storage = Literal["fp32", "bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookahead:
+    """Settings of the lookahead point.
+
+    A share of 1 is plain training: all three points are one. The smaller the pull, the nearer are
+    gradients to where the optimizer is; with none at all the answer would be an average that
+    nothing depends on, which is what `ema_decay` keeps.
+    """
+
+    pull: float = 0.9
+    """How far from where the optimizer is to the answer gradients are taken: above 0, up to 1."""
+    share: float = 0.05
+    """The part of its way to where the optimizer is that the answer goes in a step."""
+    storage: Storage = "fp32"
+    """How leads are kept. `bf16` takes 2 bytes a weight in place of 4. A lead is then rounded to 8
+    binary digits in each step, and the answer takes the error, of at most 2**-9 of its way to where
+    the optimizer is; of that, the following steps leave 1 - share each. Where the optimizer is
+    keeps every digit."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that mean nothing."""
+        if not 0 < self.pull <= 1:
+            raise RecipeError(
+                f"Lookahead(pull={self.pull:g}): gradients are taken some of the way from where "
+                "the optimizer is to the answer; write a number above 0 and up to 1, such as 0.9, "
+                "or keep an average that decides nothing: ema_decay=0.95 in place of lookahead"
+            )
+        if not 0 < self.share <= 1:
+            raise RecipeError(
+                f"Lookahead(share={self.share:g}): the answer goes a part of its way in each step; "
+                "write a number above 0 and up to 1, such as 0.05"
+            )
+        if self.storage not in get_args(Storage):
+            raise RecipeError(
+                f"Lookahead(storage={self.storage!r}): leads are kept in fp32 or bf16; write one "
+                "of these"
+            )
+
+    @property
+    def back(self) -> float:
+        """How many leads the answer is behind the weights."""
+        return (1 - self.pull) / self.pull
+
+    @property
+    def left(self) -> float:
+        """What becomes the lead of the way from the answer to where the optimizer got."""
+        return self.pull * (1 - self.share)
+
+
+@final
+class LookaheadPoint:
+    """The leads, beside the model, in the order of its weights; they begin at zero.
+
+    They are the same tensors for as long as the run lasts: captured steps know their addresses. A
+    weight that is frozen has none, until it first has a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], settings: Lookahead) -> None:
+        self.settings = settings
+        self._parameters = list(parameters)
+        self._places = {p: i for i, p in enumerate(parameters)}
+        self._leads: list[Tensor | None] = [
+            self._zeros(p) if p.requires_grad else None for p in parameters
+        ]
+
+    def lead(self, i: int) -> Tensor:
+        """Return the lead of weight `i`, which begins here if it has had none."""
+        lead = self._leads[i]
+        if lead is None:
+            lead = self._leads[i] = self._zeros(self._parameters[i])
+        return lead
+
+    def of(self, weight: nn.Parameter) -> Tensor | None:
+        """Return the lead of a weight; None of one that has none."""
+        place = self._places.get(weight)
+        return None if place is None else self._leads[place]
+
+    def answer(self, weight: nn.Parameter, full: Tensor) -> Tensor:
+        """Return where the answer is, given a weight with every digit that is kept of it."""
+        lead = self.of(weight)
+        if lead is None:
+            return full
+        local = local_part(full)
+        found = local - self.settings.back * local_part(lead).to(local.dtype)
+        return placed_like(found, weight.detach())
+
+    def bytes(self) -> int:
+        """Return the size of the leads."""
+        return sum(lead.numel() * lead.element_size() for lead in self._leads if lead is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the leads, and the settings without which they mean nothing."""
+        settings = self.settings
+        return {
+            "pull": settings.pull,
+            "share": settings.share,
+            "storage": settings.storage,
+            "leads": list(self._leads),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back the leads of a run with the same settings; none is one of zero."""
+        for i, saved in enumerate(state["leads"]):
+            if saved is not None:
+                self.lead(i).copy_(saved)
+            elif (mine := self._leads[i]) is not None:
+                mine.zero_()
+
+    def _zeros(self, weight: nn.Parameter) -> Tensor:
+        # In memory as the weight lies, so that one pass can go over both.
+        return torch.zeros_like(weight.detach(), dtype=_DTYPES[self.settings.storage])
+
+
+def refuse_lookahead(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse a lookahead point where it would not be the one that was asked for."""
+    narrow = next((m for m in plan.modules if m.policy.params != "fp32"), None)
+    master = plan.policy.master or "none"
+    if narrow is not None and master not in ("fp32", "split"):
+        raise UnsupportedError(
+            f"lookahead was asked for with params={narrow.policy.params} and master={master}: a "
+            "weight and its lead make the other two points only where every digit of the weight "
+            "is kept; write master=split in the policy (of fp16 weights, master=fp32), or "
+            "params=fp32"
+        )
+    for part in parts_of(optimizer):
+        kind, inside = type(part), _optimizer_in(part)
+        if inside is not None:
+            raise UnsupportedError(
+                f"lookahead was asked for with {kind.__name__}, which steps another optimizer and "
+                "may move its weights besides: neither would know of the other's points; give "
+                f"prepare() the {type(inside).__name__} inside, or leave lookahead out"
+            )
+        if all(callable(getattr(kind, name, None)) for name in ("train", "eval")):
+            raise UnsupportedError(
+                f"lookahead was asked for with {kind.__name__}, which has points of its own that "
+                "its train() and eval() exchange; give prepare() a plain optimizer, such as "
+                "torch.optim.AdamW, or leave lookahead out"
+            )
+
+
+def _optimizer_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    values = vars(optimizer).values()
+    return next((v for v in values if isinstance(v, torch.optim.Optimizer)), None)
