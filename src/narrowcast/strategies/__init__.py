@@ -1,0 +1,1 @@
+"""Ways to train with fewer steps, for any recipe."""

@@ -1,0 +1,1 @@
+"""Hybrid predictive training: predict where the weights go, and verify it."""
