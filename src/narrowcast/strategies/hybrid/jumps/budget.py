@@ -1,0 +1,88 @@
+"""What jumps may cost: a share of the run, and an end where none is accepted.
+
+Costs are in forward passes of one micro-batch: a training step of one micro-batch is three (forward
+once, backward twice).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from narrowcast.errors import RecipeError
+
+STEP_COST = 3.0
+"""Forward passes that a training step of one micro-batch costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JumpBudget:
+    """What was spent, and what may still be."""
+
+    share: float = 0.01
+    """The most that verification and prediction may cost, as a part of the run's training."""
+    planned: float | None = None
+    """What the whole run's training costs, if known; else the share is of what is done so far."""
+    most_rejections: int = 5
+    """Rejections in a row after which no further jump is tried."""
+    trained: float = 0.0
+    spent: float = 0.0
+    tried: int = 0
+    accepted: int = 0
+    rejections: int = 0
+    """In a row, until now."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1 or self.most_rejections < 1:
+            raise RecipeError(
+                f"a budget of share={self.share} and most_rejections={self.most_rejections} was "
+                "asked for; write a share from 0 to 1, and 1 rejection or more"
+            )
+
+    @property
+    def switched_off(self) -> bool:
+        """Whether too many jumps in a row were rejected."""
+        return self.rejections >= self.most_rejections
+
+    @property
+    def left(self) -> float:
+        """What may be spent now."""
+        run = self.trained if self.planned is None else self.planned
+        return max(0.0, self.share * run - self.spent)
+
+    def may_try(self, cost: float) -> bool:
+        """Say whether something of this cost fits, and jumps are still tried at all."""
+        return not self.switched_off and cost <= self.left
+
+    def refusal(self, cost: float) -> str:
+        """Say why something is not tried; nothing where it may be."""
+        if self.switched_off:
+            return f"{self.rejections} jumps in a row were rejected, and no more are tried"
+        if not self.may_try(cost):
+            return f"it would cost {cost:g} forward passes, and {self.left:.4g} are left for jumps"
+        return ""
+
+    def after_steps(self, steps: int, *, step_cost: float = STEP_COST) -> "JumpBudget":
+        """Return the budget after training steps."""
+        return replace(self, trained=self.trained + steps * step_cost)
+
+    def after_spending(self, cost: float) -> "JumpBudget":
+        """Return the budget after something that was no jump: a prediction, a lesson."""
+        return replace(self, spent=self.spent + cost)
+
+    def after_jump(self, *, accepted: bool) -> "JumpBudget":
+        """Return the budget after a jump was judged."""
+        return replace(
+            self,
+            tried=self.tried + 1,
+            accepted=self.accepted + accepted,
+            rejections=0 if accepted else self.rejections + 1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "JumpBudget":
+        """Return the budget that was saved."""
+        return cls(**state)
