@@ -10,9 +10,11 @@ from narrowcast.hardware import Hardware, probe
 from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
+from narrowcast.strategies.build import strategy_of
 from narrowcast.training.data import Order
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
+from narrowcast.training.strategy import Strategy
 from narrowcast.training.task import Task
 from narrowcast.workloads import build_task
 
@@ -27,6 +29,8 @@ class Assembled:
     prepared: Prepared
     plans: tuple[Plan, ...]
     """Of each phase; the model is prepared for the first."""
+    strategy: Strategy
+    """What acts around the steps; plain training has nothing to do there."""
 
 
 def assemble(recipe: Recipe) -> Assembled:
@@ -40,7 +44,8 @@ def assemble(recipe: Recipe) -> Assembled:
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
     recipe = recipe.for_samples(len(task.train_data))
     prepared = prepare_recipe(recipe, task, plan=phases[0])
-    return Assembled(recipe=recipe, task=task, prepared=prepared, plans=phases)
+    strategy = strategy_of(recipe, task, prepared)
+    return Assembled(recipe=recipe, task=task, prepared=prepared, plans=phases, strategy=strategy)
 
 
 def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:

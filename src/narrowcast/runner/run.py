@@ -210,7 +210,13 @@ def train(
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
     home = None if path is None else KeptFolder(path)
-    records = train_records(assembled.prepared, assembled.task, loaded.recipe, folder=home)
+    records = train_records(
+        assembled.prepared,
+        assembled.task,
+        loaded.recipe,
+        folder=home,
+        strategy=assembled.strategy,
+    )
     if path is None:
         return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
     folder = RunFolder.create(
@@ -256,6 +262,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
             folder=home,
             resume=state,
             accept=accepted,
+            strategy=assembled.strategy,
         )
         run.require_task_info(assembled.task.info)
         told = notices(

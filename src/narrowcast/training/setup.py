@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from narrowcast.config.common.strategy import StrategySection
 from narrowcast.config.common_sections import LossScaleSection
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError
@@ -14,6 +15,7 @@ from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.training.optimizers import build_optimizer
 from narrowcast.training.parameter_groups import FROZEN_UNTIL, groups_of
 from narrowcast.training.schedules import lr_factors
@@ -30,7 +32,11 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
     device = next(model.parameters()).device
     optimizer = build_optimizer(recipe.optimizer, model, device=device, groups=groups_of(task))
     frozen_until = [group[FROZEN_UNTIL] for group in optimizer.param_groups]
-    factors = lr_factors(recipe.lr_schedule, recipe.steps, frozen_until=frozen_until)
+    strategy = recipe.strategy
+    stretch = strategy.stretch if strategy.is_hybrid else 1.0
+    factors = lr_factors(
+        recipe.lr_schedule, recipe.steps, frozen_until=frozen_until, stretch=stretch
+    )
     prepared = prepare(
         model,
         optimizer,
@@ -41,10 +47,19 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
         scale_groups=settings.scale_groups,
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
+        lookahead=lookahead_of(strategy),
     )
     log = prepared.engine.log
     log.wording = replace(log.wording, in_recipe=True)
     return prepared
+
+
+def lookahead_of(strategy: StrategySection) -> Lookahead | None:
+    """Return the point that a strategy takes gradients at; None: at the weights themselves."""
+    if not strategy.has_lookahead:
+        return None
+    settings = strategy.lookahead
+    return Lookahead(pull=settings.pull, share=settings.share, storage=settings.storage)
 
 
 def loss_scales_of(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:

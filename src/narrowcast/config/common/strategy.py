@@ -29,7 +29,7 @@ class LookaheadSection(Section):
         default=None, description="none: as the preset has it; conservative has none"
     )
     pull: float = Field(
-        default=0.9, ge=0, lt=1, description="how far the point lies from the newest to the average"
+        default=0.9, gt=0, le=1, description="how far the point lies from the newest to the average"
     )
     share: float = Field(
         default=0.05, gt=0, le=1, description="how far the average goes to the newest in a step"

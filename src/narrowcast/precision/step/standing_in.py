@@ -5,35 +5,30 @@ inside reaches nothing, and the weights are back where captured steps look for t
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
 
 from narrowcast.precision.dtensor import replace_values
 from narrowcast.precision.step.engine import Engine
-from narrowcast.precision.weights.ownership import StandIn
+from narrowcast.precision.weights.ownership import StandIn, ValueOf
 from narrowcast.precision.weights.trained import TrainedWeights
 
 
 @contextlib.contextmanager
-def standing_in(
-    engine: Engine, what: StandIn, value_of: Callable[[nn.Parameter], Tensor]
-) -> Iterator[None]:
+def standing_in(engine: Engine, what: StandIn, value_of: ValueOf) -> Iterator[None]:
     """Let the model have these values inside the block, in the formats of its weights."""
     weights = engine.weights
     with (
         engine.fp8.amax_frozen(),
-        weights.ownership.swapped_in(what),
+        weights.ownership.swapped_in(what, value_of),
         _in_place_of(weights, value_of),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _in_place_of(
-    weights: TrainedWeights, value_of: Callable[[nn.Parameter], Tensor]
-) -> Iterator[None]:
+def _in_place_of(weights: TrainedWeights, value_of: ValueOf) -> Iterator[None]:
     kept, outer = [p.detach() for p in weights.all], dict(weights.aside)
     try:
         for parameter, own in zip(weights.all, kept, strict=True):

@@ -7,7 +7,7 @@ look costs a step about half a microsecond of the host for each weight.
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, Literal, final
 
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 from narrowcast.errors import RecipeError
 from narrowcast.precision.weights.gradient_watch import GradientWatch
 
-StandIn = Literal["averaged", "answering"]
+StandIn = Literal["averaged", "answering", "reading_out"]
 """What may be in the place of weights for a while, by the block it is so in."""
+ValueOf = Callable[[nn.Parameter], Tensor]
+"""What stands in for a weight, with every digit there is of it."""
 _STAND_INS: dict[StandIn, str] = {
     "averaged": "averages of its weights",
     "answering": "the answer in the place of its weights",
+    "reading_out": "a read-out in the place of its weights",
 }
 # Mapped over all weights in every step: a loop in Python would take several times as long.
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
@@ -84,7 +87,7 @@ class Ownership:
         }
         for each, zero_grad in self._zero_grads.items():
             vars(each)["zero_grad"] = zero_grad
-        self._stand_in: StandIn | None = None
+        self._stand_in: tuple[StandIn, ValueOf] | None = None
         # Weakly, and only these: an activation may well be shared with another model.
         self.modules = weakref.WeakSet(m for m in model.modules() if m._parameters)
         _TAKEN.add(self)
@@ -128,25 +131,26 @@ class Ownership:
         return set(self._weights)
 
     @contextlib.contextmanager
-    def swapped_in(self, what: StandIn) -> Iterator[None]:
+    def swapped_in(self, what: StandIn, value_of: ValueOf) -> Iterator[None]:
         """Let the working weights hold something else inside the block, which nobody is to read."""
-        before, self._stand_in = self._stand_in, what
+        before, self._stand_in = self._stand_in, (what, value_of)
         try:
             yield
         finally:
             self._stand_in = before
 
     @property
-    def stand_in(self) -> StandIn | None:
+    def stand_in(self) -> ValueOf | None:
         """What the working weights hold now, if not themselves."""
-        return self._stand_in
+        return None if self._stand_in is None else self._stand_in[1]
 
     def refuse_swapped_in(self, *, doing: str) -> None:
         """Refuse what would take something else for the weights that are trained."""
         if self._stand_in is not None:
+            block, _ = self._stand_in
             raise RecipeError(
-                f"{doing} was called inside {self._stand_in}(), where the model holds "
-                f"{_STAND_INS[self._stand_in]}; leave the block first"
+                f"{doing} was called inside {block}(), where the model holds "
+                f"{_STAND_INS[block]}; leave the block first"
             )
 
     def give_back(self) -> None:

@@ -1,7 +1,7 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from narrowcast.precision.weights.host_moments import refuse_host_moments
 from narrowcast.precision.weights.lookahead import Lookahead, LookaheadPoint
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
 from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
-from narrowcast.precision.weights.ownership import Ownership
+from narrowcast.precision.weights.ownership import Ownership, ValueOf
 from narrowcast.precision.weights.side_by_side import parts_of
 
 
@@ -204,13 +204,17 @@ class TrainedWeights:
         """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
         if self.average is None:
             raise RecipeError("no average is kept; write ema_decay=0.999, or such, in prepare()")
-        return copy.deepcopy(self._by_name(self.averaged))
+        return self.copied_by_name(self.averaged)
 
     def answer_by_name(self) -> dict[str, Tensor]:
         """Return a copy of the model's state, in fp32 and with the answer for weights trained."""
-        return copy.deepcopy(self._by_name(self.answer))
+        return self.copied_by_name(self.answer)
 
-    def _by_name(self, value_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    def copied_by_name(self, value_of: ValueOf) -> dict[str, Tensor]:
+        """Return a copy of the model's state, with these values for its weights."""
+        return copy.deepcopy(self._by_name(value_of))
+
+    def _by_name(self, value_of: ValueOf) -> dict[str, Tensor]:
         # Found by themselves: a wrapper may save weights under other names than it has for them.
         kept = self._model.state_dict(keep_vars=True)
         return {
@@ -270,13 +274,8 @@ class TrainedWeights:
 
     def _shown(self, weight: nn.Parameter) -> Tensor:
         """Return what a copy of a weight holds: what stands in for it, where something does."""
-        match self.ownership.stand_in:
-            case "averaged":
-                return self.averaged(weight)
-            case "answering":
-                return self.answer(weight)
-            case None:
-                return self.full(weight)
+        value_of = self.ownership.stand_in
+        return self.full(weight) if value_of is None else value_of(weight)
 
     def _take(self, weight: nn.Parameter, value: Tensor) -> None:
         """Keep all digits of a value that was loaded into a weight."""

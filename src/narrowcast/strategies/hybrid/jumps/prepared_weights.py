@@ -124,7 +124,7 @@ class PreparedWeights:
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def _refuse_average(self) -> None:
-        self._weights.ownership.refuse_ema_swapped_in(doing="a jump")
+        self._weights.ownership.refuse_swapped_in(doing="a jump")
 
 
 def _is_resettable(value: Any) -> bool:

@@ -93,7 +93,7 @@ class Readouts:
         name = self._known(name)
         if name == TRAINED:
             return self._prepared.answering()
-        return standing_in(self._prepared.engine, "reading out", self._value_of(name))
+        return standing_in(self._prepared.engine, "reading_out", self._value_of(name))
 
     def weights(self, name: str | None = None) -> dict[str, Tensor]:
         """Return a read-out in fp32 by name, which the plain model loads; copies."""

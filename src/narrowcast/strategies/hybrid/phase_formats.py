@@ -1,0 +1,82 @@
+"""The formats of each phase: which plan it has, and the change from one to the next."""
+
+from collections.abc import Mapping
+from typing import final
+
+from narrowcast.config.common.strategy import StrategySection
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.plan.phases import PHASES, Phase, PhasePolicies
+from narrowcast.precision.plan.plan import Plan
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import PrecisionRecord
+from narrowcast.training.phase_plans import plan_recipe_model
+from narrowcast.training.precision_schedule import WHOLE
+from narrowcast.training.setup import loss_scales_of
+from narrowcast.training.task import Task
+
+
+def policies_of(strategy: StrategySection, policy: str) -> Mapping[Phase, str]:
+    """Return the policy of each phase, as text; `policy` is that of the recipe."""
+    match strategy.precision:
+        case "policy":
+            chosen = PhasePolicies(auto_recommend=False, default=policy)
+        case "recommended":
+            chosen = PhasePolicies()
+        case "conservative":
+            chosen = PhasePolicies.conservative()
+        case "aggressive":
+            chosen = PhasePolicies.aggressive()
+    for phase, text in strategy.policies.items():
+        chosen = chosen.with_phase(phase, text)
+    return {phase: chosen.policy(phase) for phase in PHASES}
+
+
+@final
+class PhaseFormats:
+    """Brings a prepared model into the formats of a phase."""
+
+    def __init__(self, prepared: Prepared, recipe: Recipe, task: Task) -> None:
+        self._prepared = prepared
+        self._scale = loss_scales_of(recipe.precision.loss_scale, task)
+        self.texts = policies_of(recipe.strategy, recipe.precision.policy)
+        """The policy of each phase, as it was written."""
+        self._plans: dict[Phase, Plan] = {}
+        if recipe.strategy.has_phase_policies:
+            for phase in PHASES:
+                self._plans[phase] = self._planned(recipe, phase, gemm_rows=task.gemm_rows)
+        self.apply("warmup", step=0)
+
+    def apply(self, phase: Phase, *, step: int) -> list[PrecisionRecord]:
+        """Let the model have the formats of a phase from the step after this one on.
+
+        A loss scale goes on through phases that need none. Waits for the device where anything
+        changes.
+        """
+        plan = self._plans.get(phase)
+        before = self._prepared.plan.policy
+        if plan is None or plan.policy == before:
+            return []
+        self._prepared.change(plan, loss_scale=self._scale, keep_scale=True)
+        record = PrecisionRecord(
+            step=step + 1,
+            module=WHOLE,
+            before=str(before),
+            after=str(plan.policy),
+            reason=f"the phase {phase} begins",
+        )
+        return [record]
+
+    def _planned(self, recipe: Recipe, phase: Phase, *, gemm_rows: int) -> Plan:
+        try:
+            plan = plan_recipe_model(
+                recipe,
+                self._prepared.model,
+                policy=self.texts[phase],
+                hardware=self._prepared.plan.hardware,
+                gemm_rows=gemm_rows,
+            )
+            self._prepared.engine.refuse_impossible(plan, loss_scale=self._scale, keep_scale=True)
+        except (RecipeError, UnsupportedError) as error:
+            raise type(error)(f"phase {phase} of the strategy: {error}") from error
+        return plan
