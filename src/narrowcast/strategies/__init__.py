@@ -1,0 +1,1 @@
+"""Ways to train that decide, step by step, what a step is."""

@@ -1,0 +1,1 @@
+"""Hybrid predictive training: some steps are trained, others are predicted and verified."""
