@@ -1,6 +1,8 @@
 """From a recipe to a model that is ready to train; all that can be refused is refused here."""
 
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,12 +12,15 @@ from narrowcast.hardware import Hardware, probe
 from narrowcast.precision.plan.plan import Plan, with_losses
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
+from narrowcast.runs import Record
 from narrowcast.strategies.build import strategy_of
 from narrowcast.training.data import Order
 from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
+from narrowcast.training.signals import Home
 from narrowcast.training.strategy import Strategy
 from narrowcast.training.task import Task
+from narrowcast.training.trainer import train
 from narrowcast.workloads import build_task
 
 
@@ -31,6 +36,25 @@ class Assembled:
     """Of each phase; the model is prepared for the first."""
     strategy: Strategy
     """What acts around the steps; plain training has nothing to do there."""
+
+    def train(
+        self,
+        recipe: Recipe,
+        *,
+        folder: Home | None,
+        resume: dict[str, Any] | None = None,
+        accept: Collection[str] = (),
+    ) -> Generator[Record]:
+        """Train for the steps of a recipe that is settled, and yield what happens."""
+        return train(
+            self.prepared,
+            self.task,
+            recipe,
+            folder=folder,
+            resume=resume,
+            accept=accept,
+            strategy=self.strategy,
+        )
 
 
 def assemble(recipe: Recipe) -> Assembled:

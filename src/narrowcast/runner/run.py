@@ -40,7 +40,6 @@ from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.phase_plans import phases_json
 from narrowcast.training.task import Task
-from narrowcast.training.trainer import train as train_records
 from narrowcast.workloads import load_recipe
 
 Tell = Callable[[str], None]
@@ -210,13 +209,7 @@ def train(
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)
     home = None if path is None else KeptFolder(path)
-    records = train_records(
-        assembled.prepared,
-        assembled.task,
-        loaded.recipe,
-        folder=home,
-        strategy=assembled.strategy,
-    )
+    records = assembled.train(loaded.recipe, folder=home)
     if path is None:
         return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
     folder = RunFolder.create(
@@ -255,15 +248,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
             assembled = assemble(loaded.recipe)
         loaded = loaded.for_samples(len(assembled.task.train_data))
         home = KeptFolder(run.path)
-        records = train_records(
-            assembled.prepared,
-            assembled.task,
-            loaded.recipe,
-            folder=home,
-            resume=state,
-            accept=accepted,
-            strategy=assembled.strategy,
-        )
+        records = assembled.train(loaded.recipe, folder=home, resume=state, accept=accepted)
         run.require_task_info(assembled.task.info)
         told = notices(
             run,

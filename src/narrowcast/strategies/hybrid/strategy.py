@@ -3,8 +3,8 @@
 Two predictions are made in every preset, and neither moves a weight by itself. The *read-out*
 predicts where the weights would be once the learning rate had fallen: averages under a schedule
 that is stretched beyond the run, the best of which is returned. The *lookahead point* (balanced,
-aggressive) takes each gradient at a point between the newest weights and their average. `aggressive`
-tries jumps of the weights besides; see `phase_course`.
+aggressive) takes each gradient at a point between the newest weights and their average. The third
+preset tries jumps of the weights besides; see `phase_course`.
 """
 
 import time

@@ -1,0 +1,1 @@
+"""Control of hybrid training: when to predict, how surely, and when to stop."""
