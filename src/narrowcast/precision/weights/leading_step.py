@@ -48,7 +48,7 @@ class LeadingStep:
         torch._foreach_add_(weights, _widened(leads, weights))
         meter = None
         if self._metered:
-            gradients = [p.grad for p in moving if p.grad is not None]
+            gradients = [local_part(p.grad) for p in moving if p.grad is not None]
             meter = LostUpdates([(weight,) for weight in weights], gradients)
         stepped = False
         try:
