@@ -8,7 +8,8 @@
 | fp32 weights, fp32 moments | 4 | 4 + 4 | – | 8 + 8 | 28 |
 | fp32 master, fp32 moments | 2 | 2 + 2 | 4 + 4 | 8 + 8 | 30 |
 
-An average of the weights, in fp32, adds 4 + 4: the weight that it moves towards is at hand.
+An average of the weights, in fp32, adds 4 + 4: the weight that it moves towards is at hand. A lead
+of a lookahead point adds 4 + 4, or 2 + 2 in bf16; without one no line of it is compiled.
 
 Two kernels. The first looks at each tensor once: it moves the step counts and works out what the
 second needs of learning rate and bias correction, in fp64, unless the step is to be skipped. The
@@ -31,11 +32,11 @@ from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw.programs import begin, update
-from narrowcast.kernels.adamw.twin import Hyper, Weight, share_of
+from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, share_of
 from narrowcast.kernels.launch import interpreted, is_capturing
 from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, upload
 
-_Make = tuple[tuple[torch.dtype, str, str, bool], torch.dtype, bool]
+_Make = tuple[tuple[torch.dtype, str, str, bool, str], torch.dtype, bool]
 """What weights of one launch share: their make, the gradient's dtype, whole loads or not."""
 COUNTERS = 64
 """Places over which programs spread their counts, so that few wait for each other."""
@@ -46,8 +47,8 @@ TYPES = {
 }
 # The widths of rows: a weight's addresses and coefficients, a group's settings.
 ROW, COEFFICIENTS, HYPER = 8, 16, 8
-# The one coefficient that `begin` does not write: it is the same in every step.
-SHARE = 11
+# The coefficients that `begin` does not write: they are the same in every step.
+SHARE, BACK, LEFT = 11, 12, 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,9 @@ class AdamKernel:
     """The tables of a set of weights, and the launches that update them all.
 
     It holds the tensors whose addresses it keeps: none is freed while it can be written to. An
-    average of a weight goes `share` of its way to it in each step. Chance draws for each weight by
-    its place among all: `before` are in other kernels, and come first.
+    average of a weight goes `share` of its way to it in each step. A weight with a lead is `ahead`
+    of an answer (see `Ahead`). Chance draws for each weight by its place among all: `before` are in
+    other kernels, and come first.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class AdamKernel:
         device: torch.device,
         groups: int,
         share: float = 0.0,
+        ahead: Ahead = AT_HOME,
         before: int = 0,
         tiling: Tiling | None = None,
     ) -> None:
@@ -94,7 +97,10 @@ class AdamKernel:
         self._groups = upload(torch.tensor([w.group for w in weights], dtype=torch.int32), device)
         self._hyper = HostTable(groups * HYPER, device, dtype=torch.float64)
         self._coefficients = torch.zeros(count * COEFFICIENTS, device=device)
-        self._coefficients[SHARE::COEFFICIENTS].fill_(share)
+        for place, value in ((SHARE, share), (BACK, ahead.back), (LEFT, ahead.left)):
+            self._coefficients[place::COEFFICIENTS].fill_(value)
+        self._leads = HostTable(count, device, dtype=torch.int64)
+        self._leads.write([0 if w.lead is None else w.lead.data_ptr() for w in weights])
         self._seeds = torch.zeros(count, dtype=torch.int32, device=device)
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
         self._yes = torch.ones((), dtype=torch.uint8, device=device)
@@ -132,7 +138,7 @@ class AdamKernel:
         finite: Tensor | None,
         metered: bool,
     ) -> Tensor | None:
-        """Update every weight that has a gradient, and its average; none where `finite` is false.
+        """Update all weights that have gradients, their averages and leads; none if not `finite`.
 
         `factor` multiplies the gradients, one for all or one for each of them. Gradients lie in
         memory as their weights do. Returns lost over due updates if they are to be counted.
@@ -154,6 +160,7 @@ class AdamKernel:
                 launch.chunks,
                 self._addresses.tensor,
                 self._gradients.tensor,
+                self._leads.tensor,
                 self._coefficients,
                 self._seeds,
                 self._counters,
@@ -177,7 +184,7 @@ class AdamKernel:
         sizes = [w.weight.numel() for w in self.weights]
         launches = []
         for make in dict.fromkeys(makes):
-            (dtype, master, moments, averaged), gradient, aligned = make
+            (dtype, master, moments, averaged, lead), gradient, aligned = make
             tiling = self._tiling or TILINGS[moments]
             mine = [i for i, other in enumerate(makes) if other == make]
             chunks = chunk_table(sizes, mine, chunk=tiling.chunk)
@@ -187,6 +194,7 @@ class AdamKernel:
                 "MASTER": master,
                 "MOMENTS": moments,
                 "AVERAGED": averaged,
+                "LEAD": lead,
                 "ALIGNED": aligned,
                 "CHUNK": tiling.chunk,
                 "NATIVE": not interpreted(),

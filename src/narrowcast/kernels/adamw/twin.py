@@ -56,6 +56,20 @@ class Hyper:
         return [lr, *self.betas, self.eps, self.weight_decay, *logs, float(self.decoupled)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """How weights with leads follow the optimizer, which is at the sum of a weight and its lead."""
+
+    back: float
+    """How many leads the answer, which is an average of where the optimizer was, is behind."""
+    left: float
+    """What becomes the lead of the way from the answer to where the optimizer gets."""
+
+
+AT_HOME = Ahead(back=0.0, left=0.0)
+"""For weights that have no leads."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weight:
     """A weight and what is stored of it; all of them lie in memory alike."""
@@ -73,6 +87,9 @@ class Weight:
     group: int
     average: Tensor | None = None
     """The average of what is kept of the weight, in fp32; it moves with the weight."""
+    lead: Tensor | None = None
+    """From the weight to where the optimizer is, in fp32 or bf16; of a weight of which every digit
+    is kept."""
 
     @property
     def moments(self) -> str:
@@ -80,22 +97,33 @@ class Weight:
         return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(self.first.dtype, "int8")
 
     @property
-    def make(self) -> tuple[torch.dtype, str, str, bool]:
+    def make(self) -> tuple[torch.dtype, str, str, bool, str]:
         """What must agree between weights that one launch updates."""
-        return self.weight.dtype, self.master, self.moments, self.average is not None
+        lead = "none"
+        if self.lead is not None:
+            lead = "bf16" if self.lead.dtype == torch.bfloat16 else "fp32"
+        return self.weight.dtype, self.master, self.moments, self.average is not None, lead
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that has as many elements as the weight."""
-        maybe = [self.weight, self.beside, self.first, self.second, self.average]
+        maybe = [self.weight, self.beside, self.first, self.second, self.average, self.lead]
         return [tensor for tensor in maybe if tensor is not None]
 
 
 class AdamTwin:
     """As `AdamKernel`, in plain torch. Looks at `finite`, so it is for the CPU and for tests."""
 
-    def __init__(self, weights: Sequence[Weight], *, share: float = 0.0, before: int = 0) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        *,
+        share: float = 0.0,
+        ahead: Ahead = AT_HOME,
+        before: int = 0,
+    ) -> None:
         self.weights, self._share, self._before = list(weights), share, before
+        self._ahead = ahead
         self._groups: Sequence[Hyper] = []
         self._counts = torch.zeros(2, dtype=torch.int64)
 
@@ -121,7 +149,8 @@ class AdamTwin:
                     continue
                 one = factor if factor is None or factor.dim() == 0 else factor[i]
                 w.step.add_(1)
-                same = _update(w, g, one, self._groups[w.group], place=self._before + i)
+                hyper, place = self._groups[w.group], self._before + i
+                same = _update(w, g, one, hyper, ahead=self._ahead, place=place)
                 if w.average is not None:
                     average = _flat(w.average)
                     average += self._share * (_full(w) - average)
@@ -196,27 +225,38 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _update(w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, place: int) -> Tensor:
-    """Update one weight; return where what is stored of it is what it was."""
+def _update(
+    w: Weight, gradient: Tensor, factor: Tensor | None, h: Hyper, *, ahead: Ahead, place: int
+) -> Tensor:
+    """Update one weight; return where what is stored of it, lead included, is what it was."""
     step, lr = float(w.step), float(h.lr)
     (beta1, beta2), device = h.betas, w.weight.device
     random = torch.zeros((), dtype=torch.int64, device=device)
     if w.moments != "fp32" or w.master == "stochastic":
         random = random_bits(w.weight.numel(), step=step, place=place, device=device)
     old = _full(w)
+    start = old if w.lead is None else old + _flat(w.lead).float()
     g = _flat(gradient).float()
     if factor is not None:
         g = g * factor
     m, v = moments_of(w, times=h.betas)
     if h.weight_decay and not h.decoupled:
-        g = g + h.weight_decay * old
-    new = old - lr * h.weight_decay * old if h.weight_decay and h.decoupled else old
+        g = g + h.weight_decay * start
+    new = start - lr * h.weight_decay * start if h.weight_decay and h.decoupled else start
     m = m + (1 - beta1) * g
     v = v + ((1 - beta2) * g) * g
     scale = 1 / math.sqrt(1 - beta2**step)
     new = new - (lr / (1 - beta1**step)) * m * (1 / (v.sqrt() * scale + h.eps))
     _keep_moments(w, m, v, random)
-    return _keep_weight(w, old, new, mix(random ^ 0x9E3779B9) >> 16)
+    other = mix(random ^ 0x9E3779B9) >> 16
+    if w.lead is None:
+        return _keep_weight(w, old, new, other)
+    lead = _flat(w.lead)
+    answer = old - ahead.back * lead.float()
+    lead.copy_(ahead.left * (new - answer))
+    _keep_weight(w, old, new - lead.float(), other)
+    same: Tensor = new == start
+    return same
 
 
 def _full(w: Weight) -> Tensor:

@@ -13,6 +13,7 @@ from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import Onlooker, is_swapped
 from narrowcast.precision.weights.frozen_base import refuse_to_train_kept
+from narrowcast.precision.weights.lookahead import Lookahead
 from narrowcast.precision.weights.ownership import refuse_taken
 
 
@@ -151,8 +152,15 @@ def refuse_no_loss(loss: object) -> None:
         )
 
 
-def refuse_senseless(*, clip_norm: float | None, ema_decay: float | None, patience: int) -> None:
+def refuse_senseless(
+    *, clip_norm: float | None, ema_decay: float | None, lookahead: object, patience: int
+) -> None:
     """Refuse settings of `prepare` that mean nothing."""
+    if not isinstance(lookahead, Lookahead | None):
+        raise RecipeError(
+            f"lookahead={lookahead!r}: it is told by its settings; write "
+            "lookahead=nc.Lookahead(), or None for none"
+        )
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise RecipeError(
             f"clip_norm={clip_norm:g}: gradients are clipped to a norm above 0; "

@@ -67,7 +67,9 @@ def prepare(
     for each in optimizers:
         refuse_what_cannot_be(model, each)
     whole = as_one(optimizers, model)
-    refuse_senseless(clip_norm=clip_norm, ema_decay=ema_decay, patience=patience)
+    refuse_senseless(
+        clip_norm=clip_norm, ema_decay=ema_decay, lookahead=lookahead, patience=patience
+    )
     settings = settings_from(loss_scale)
     if isinstance(policy, Plan):
         plan = policy

@@ -3,7 +3,7 @@
 The state stays where torch keeps it, `optimizer.state`, under torch's names, and with fp32 moments
 means what torch's does: a run can be saved under one and resumed under the other. Moments of 8 bits
 have their scales beside them. On a GPU it is a Triton kernel; elsewhere its twin in plain torch.
-An average of the weights is moved in the same pass.
+An average of the weights is moved in the same pass, and so are leads of a lookahead point.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.kernels.adamw.twin import (
+    AT_HOME,
     BLOCK,
     AdamTwin,
     Hyper,
@@ -30,6 +31,7 @@ from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.host_moments import OffloadedAdam, keep_on_host
+from narrowcast.precision.weights.lookahead import LookaheadPoint
 from narrowcast.precision.weights.master import SCALE, MasterWeights
 from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
 
@@ -64,6 +66,7 @@ class FusedAdamW:
         self._seen: list[int] = []
         self._adam: AdamTwin | Any = None
         self._average: WeightAverage | None = None
+        self._lookahead: LookaheadPoint | None = None
         self.norms = GradientNorms(self._weights, kernel=self._kernel)
         for i, p in enumerate(self._weights):
             if self._key(i) in optimizer.state:  # a state that was there before
@@ -77,20 +80,21 @@ class FusedAdamW:
         finite: Tensor,
         metered: bool,
         average: WeightAverage | None = None,
+        lookahead: LookaheadPoint | None = None,
     ) -> Tensor | None:
         """Update the weights in these places, unless `finite` is false; nothing is waited for.
 
         `factor` multiplies their gradients, one for all or one for each. The `average` moves
-        with them, and with no others. Returns the share of lost updates among all weights if it
-        is to be measured.
+        with them, and with no others, and so do the leads of a `lookahead`. Returns the share of
+        lost updates among all weights if it is to be measured.
         """
         if has_step_hooks(self._optimizer):
             raise RecipeError(
                 "the optimizer was given step hooks after prepare(), and the fused optimizer "
                 "would pass them by; register them before, or write fused_optimizer=False"
             )
-        if average is not self._average:
-            self._average, self._bound = average, []
+        if (average, lookahead) != (self._average, self._lookahead):
+            self._average, self._lookahead, self._bound = average, lookahead, []
         self._refresh(present)
         self.write_hyper()
         lost: Tensor | None = self._adam.step(
@@ -179,12 +183,15 @@ class FusedAdamW:
     def _updating(self, weights: Sequence[Weight], before: int) -> Any:
         """Return what updates some weights, given how many come before them."""
         share = 0.0 if self._average is None else self._average.share
+        ahead = AT_HOME if self._lookahead is None else self._lookahead.settings.ahead
         if not self._kernel:
-            return AdamTwin(weights, share=share, before=before)
+            return AdamTwin(weights, share=share, ahead=ahead, before=before)
         from narrowcast.kernels.adamw.kernel import AdamKernel
 
         groups = len(self._optimizer.param_groups)
-        return AdamKernel(weights, device=self._device, groups=groups, share=share, before=before)
+        return AdamKernel(
+            weights, device=self._device, groups=groups, share=share, ahead=ahead, before=before
+        )
 
     def _tensors(self) -> list[int]:
         """Return which tensors the optimizer's state and the weights are now, as numbers.
@@ -229,6 +236,7 @@ class FusedAdamW:
             step=state[STEP],
             group=group,
             average=None if self._average is None else local_part(self._average.averages[i]),
+            lead=None if self._lookahead is None else local_part(self._lookahead.lead(i)),
         )
         assert all(lies_like(t, weight.weight) for t in weight.tensors)
         return _Bound(place=i, key=key, state=dict(state), weight=weight)

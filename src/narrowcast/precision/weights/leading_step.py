@@ -48,7 +48,7 @@ class LeadingStep:
         torch._foreach_add_(weights, _widened(leads, weights))
         meter = None
         if self._metered:
-            gradients = [p.grad for p in moving if p.grad is not None]
+            gradients = [local_part(p.grad) for p in moving if p.grad is not None]
             meter = LostUpdates([(weight,) for weight in weights], gradients)
         stepped = False
         try:
@@ -72,11 +72,11 @@ class LeadingStep:
         """Let weights hold y in place of the z that the optimizer left, and their leads follow."""
         if not weights:
             return
-        settings = self._point.settings
-        answers = torch._foreach_mul(_widened(leads, weights), -settings.back)
+        ahead = self._point.settings.ahead
+        answers = torch._foreach_mul(_widened(leads, weights), -ahead.back)
         torch._foreach_add_(answers, before)
         way = torch._foreach_sub(weights, answers)
-        torch._foreach_mul_(way, settings.left)
+        torch._foreach_mul_(way, ahead.left)
         # Subtracted as it is kept: so the sum of both is z, whatever is rounded of the lead.
         kept = [lead.to(old.dtype) for lead, old in zip(way, leads, strict=True)]
         after = list(torch._foreach_sub(weights, _widened(kept, weights)))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.kernels.adamw.twin import Ahead
 from narrowcast.precision.dtensor import local_part, placed_like
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.weights.side_by_side import parts_of
@@ -70,14 +71,9 @@ class Lookahead:
             )
 
     @property
-    def back(self) -> float:
-        """How many leads the answer is behind the weights."""
-        return (1 - self.pull) / self.pull
-
-    @property
-    def left(self) -> float:
-        """What becomes the lead of the way from the answer to where the optimizer got."""
-        return self.pull * (1 - self.share)
+    def ahead(self) -> Ahead:
+        """How weights and leads follow the optimizer: the factors of a step."""
+        return Ahead(back=(1 - self.pull) / self.pull, left=self.pull * (1 - self.share))
 
 
 @final
@@ -114,7 +110,7 @@ class LookaheadPoint:
         if lead is None:
             return full
         local = local_part(full)
-        found = local - self.settings.back * local_part(lead).to(local.dtype)
+        found = local - self.settings.ahead.back * local_part(lead).to(local.dtype)
         return placed_like(found, weight.detach())
 
     def bytes(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import RecipeError
 from narrowcast.precision.dtensor import as_sharded, replace_values
 from narrowcast.precision.gradients.check import norms_of
 from narrowcast.precision.modules.rewrite import (
@@ -248,12 +248,13 @@ class TrainedWeights:
         _refuse_thawed(self._narrow)
         if self.fused is not None:
             assert finite is not None
-            if self.lookahead is not None:
-                raise UnsupportedError(
-                    "lookahead is not in the fused optimizer; write fused_optimizer=False"
-                )
             lost = self.fused.update(
-                present, factor=factor, finite=finite, metered=metered, average=self.average
+                present,
+                factor=factor,
+                finite=finite,
+                metered=metered,
+                average=self.average,
+                lookahead=self.lookahead,
             )
         else:
             factors = _factors([self.all[i] for i in present], factor)

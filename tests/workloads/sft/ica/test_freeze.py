@@ -83,6 +83,25 @@ POLICIES = [
 SPLIT = "compute=bf16, params=bf16, master=split"
 
 
+@pytest.mark.parametrize("policy", ["bf16", SPLIT])
+def test_rows_cannot_move_in_the_answer_of_a_lookahead_point(make_model, batches, policy):
+    model = make_model("llama")
+    hook, before = Freeze(model, CHOSEN).hook(), effective_rows(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    run = nc.prepare(model, optimizer, policy=policy, lookahead=nc.Lookahead())
+    hook.before_first_step(run)
+    for i in range(5):
+        with run.compute():
+            loss = model(**batches[i % 2], labels=batches[i % 2]["input_ids"]).loss
+        outcome = run.step(loss)
+        with torch.no_grad():
+            hook.after_step(run, outcome.applied_on_device)
+    answer = run.answer_weights()
+    released = run.release()
+    released.load_state_dict(answer)
+    assert_only_the_chosen_stayed(before, effective_rows(released))
+
+
 @pytest.mark.parametrize(
     ("kind", "policy"),
     [*(("llama", policy) for policy in POLICIES), ("gpt2", SPLIT), ("llama-lora", SPLIT)],

@@ -122,7 +122,7 @@ class Freeze:
 
     @torch.no_grad()
     def restore_in(self, prepared: "Prepared") -> None:
-        """Put the rows back in a run: weights, what masters keep beside them, and averages."""
+        """Put the rows back in a run: weights, what masters keep beside them, averages, leads."""
         weights = prepared.engine.weights
         places = {weight: i for i, weight in enumerate(weights.masters.parameters)}
         for frozen, kept in zip(self._frozen, self._kept, strict=True):
@@ -134,6 +134,9 @@ class Freeze:
             average = None if weights.average is None else weights.average.of(frozen.weight)
             if average is not None:
                 frozen.put(average, kept)
+            lead = None if weights.lookahead is None else weights.lookahead.of(frozen.weight)
+            if lead is not None:  # or the rows would follow the optimizer, and the answer them
+                frozen.put(lead, torch.zeros_like(kept))
 
     def state_dict(self) -> dict[str, Any]:
         """Return which rows are frozen, and what they are."""
