@@ -72,8 +72,8 @@ class Jumper:
             return False
         self.history.take(step, self._access.read())
         for predictor in self.predictors.values():
-            if predictor.learns and self.budget.may_try(self.settings.predictor_cost):
-                self._spend(self.settings.predictor_cost)
+            if predictor.learns and self.budget.may_teach(self.settings.predictor_cost):
+                self.budget = self.budget.after_lesson(self.settings.predictor_cost)
                 predictor.observe(self.history)
         return True
 
