@@ -141,6 +141,18 @@ def test_whatever_is_tried_the_budget_holds(listed):
     assert jumper.budget.taught > 0
 
 
+def test_an_ensemble_costs_what_its_members_do(listed):
+    members = [FittedCurve(1), FittedCurve(2), Modes()]
+    _, jumper, _ = descent(
+        listed, lambda a: Jumper(a, [Ensemble(members, device=CPU)], settings=settings())
+    )
+    taught = jumper.budget.taught
+    assert taught == 3 * 8
+    jumper.propose(2, "ensemble")
+    jumper.attempt(lambda: [1.0] * 8)
+    assert jumper.budget.spent - taught == settings().attempt_cost(jumper.predictors["ensemble"])
+
+
 def test_after_rejections_it_stops_and_holds_no_memory(listed):
     _, jumper, _ = descent(listed, line_jumper())
     for _ in range(5):
@@ -160,7 +172,9 @@ def test_moments_are_reset_where_that_is_asked(listed, moments):
     assert access.resets == (moments == "reset")
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16,params=bf16,master=split"])
+@pytest.mark.parametrize(
+    "policy", ["fp32", "fp16", "bf16,params=bf16,master=split", "fp8-delayed", "aggressive"]
+)
 def test_a_run_whose_jumps_are_rejected_is_the_run_without_them(prepared, train, policy):
     plain = train(prepared(policy), 12)
     jumping = prepared(policy)

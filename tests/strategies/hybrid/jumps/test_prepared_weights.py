@@ -95,8 +95,10 @@ def test_a_kept_jump_keeps_moments_and_the_next_step_goes_from_there(prepared, t
     assert 0 < max(moved) < 0.05  # a step of Adam with a rate of 0.01
 
 
-def test_moments_that_are_reset_begin_anew(prepared, train):
-    run = train(prepared("fp32"), 3)
+@pytest.mark.parametrize("policy", ["fp32", "bf16,moments=int8"])
+@pytest.mark.parametrize("fused", [True, None])
+def test_moments_that_are_reset_begin_anew(prepared, train, policy, fused):
+    run = train(prepared(policy, fused_optimizer=fused), 3)
     access = PreparedWeights(run)
     exact = access.snapshot(with_moments=True)
     before = bits(run)
@@ -104,6 +106,9 @@ def test_moments_that_are_reset_begin_anew(prepared, train):
     assert not any(t.any() for t in tensors_in(run.optimizer.state_dict()["state"]))
     access.restore(exact)
     assert same(bits(run), before)
+    access.reset_moments()
+    assert all(t.isfinite().all() for t in access.read())
+    assert all(t.isfinite().all() for t in PreparedWeights(train(run, 2)).read())
 
 
 def test_a_state_that_may_be_no_moment_is_not_reset(prepared, train):

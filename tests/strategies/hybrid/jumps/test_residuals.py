@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,13 @@ def test_of_equal_ones_the_newer_comes_first_and_other_lengths_do_not_match():
         kept.add(residual(step, features=features))
     assert [r.step for r in kept.most_similar((2.0, 0.0), 9)] == [2, 0, 3]
     assert Residuals().most_similar((1.0,)) == []
+
+
+def test_only_residuals_of_the_predictor_that_is_asked_match():
+    kept = Residuals()
+    for step, predictor in enumerate(["line", "dmd", "line"]):
+        kept.add(replace(residual(step), predictor=predictor))
+    assert [r.step for r in kept.most_similar((1.0, 0.0), predictor="line")] == [2, 0]
 
 
 def test_a_matrix_of_rank_one_is_compressed_exactly(randn):
