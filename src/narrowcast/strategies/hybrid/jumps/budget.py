@@ -26,6 +26,9 @@ class JumpBudget:
     """Rejections in a row after which no further jump is tried."""
     trained: float = 0.0
     spent: float = 0.0
+    """On jumps and lessons."""
+    taught: float = 0.0
+    """On lessons to predictors alone: at most half, or nothing would be left to try them with."""
     tried: int = 0
     accepted: int = 0
     rejections: int = 0
@@ -46,12 +49,19 @@ class JumpBudget:
     @property
     def left(self) -> float:
         """What may be spent now."""
-        run = self.trained if self.planned is None else self.planned
-        return max(0.0, self.share * run - self.spent)
+        return max(0.0, self._whole - self.spent)
+
+    @property
+    def _whole(self) -> float:
+        return self.share * (self.trained if self.planned is None else self.planned)
 
     def may_try(self, cost: float) -> bool:
         """Say whether something of this cost fits, and jumps are still tried at all."""
         return not self.switched_off and cost <= self.left
+
+    def may_teach(self, cost: float) -> bool:
+        """Say whether a lesson to a predictor fits."""
+        return self.may_try(cost) and self.taught + cost <= self._whole / 2
 
     def refusal(self, cost: float) -> str:
         """Say why something is not tried; nothing where it may be."""
@@ -66,8 +76,12 @@ class JumpBudget:
         return replace(self, trained=self.trained + steps * step_cost)
 
     def after_spending(self, cost: float) -> "JumpBudget":
-        """Return the budget after something that was no jump: a prediction, a lesson."""
+        """Return the budget after passes, or a prediction."""
         return replace(self, spent=self.spent + cost)
+
+    def after_lesson(self, cost: float) -> "JumpBudget":
+        """Return the budget after a predictor has learnt."""
+        return replace(self, spent=self.spent + cost, taught=self.taught + cost)
 
     def after_jump(self, *, accepted: bool) -> "JumpBudget":
         """Return the budget after a jump was judged."""

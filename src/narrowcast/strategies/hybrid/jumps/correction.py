@@ -39,10 +39,14 @@ class CorrectionSettings:
 
 @final
 class Correction:
-    """Learns the scale errors of predictions, and corrects by them. All of it is on the host."""
+    """Learns the scale errors of one predictor, and corrects by them. All of it is on the host."""
 
-    def __init__(self, settings: CorrectionSettings | None = None) -> None:
+    def __init__(
+        self, settings: CorrectionSettings | None = None, *, predictor: str | None = None
+    ) -> None:
+        """Correct a predictor by its own residuals; None by everybody's."""
         self.settings = CorrectionSettings() if settings is None else settings
+        self._predictor = predictor
         self._products: Matrix = np.zeros((0, 0))
         self._targets: Matrix = np.zeros(0)
 
@@ -83,7 +87,7 @@ class Correction:
         layer_features: Sequence[Sequence[float]],
     ) -> list[float]:
         """Return what to add to a factor of 1 on the prediction of each tensor; 0 at first."""
-        similar = residuals.most_similar(features, self.settings.similar)
+        similar = residuals.most_similar(features, self.settings.similar, predictor=self._predictor)
         regressed = self.regressed(layer_features)
         if not similar:
             return [0.0] * len(regressed)

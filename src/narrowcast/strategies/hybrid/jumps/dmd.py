@@ -17,6 +17,8 @@ from narrowcast.strategies.hybrid.jumps.predictor import intervals, require
 FAINTEST = 1e-6
 """Singular values below this share of the largest are rounding: fp32 movements have seven digits,
 and a Gram matrix in fp64 shows eight."""
+CHUNK = 2**22
+"""Elements of a tensor that are widened to fp64 at once: 32 MiB a movement."""
 MOST_CONDITION = 1e6
 """Of the eigenvectors; beyond it (repeated eigenvalues) the rank is lowered by one."""
 
@@ -29,7 +31,7 @@ class Modes:
     device once, for a matrix of (movements, movements).
     """
 
-    learns = False
+    learns, parts = False, 1
     name = "dmd"
 
     def __init__(self, rank: int = 4) -> None:
@@ -58,13 +60,14 @@ class Modes:
 def gram_of(history: WeightHistory) -> Tensor:
     """Return the inner products of all movements with one another, in fp64, on the device.
 
-    For a moment all movements of one weight tensor exist in fp64.
+    For a moment all movements of one weight tensor exist in fp32.
     """
     moves = len(history) - 1
     total = torch.zeros(moves, moves, dtype=torch.float64, device=history.device)
     for i in range(len(history.shapes)):
-        one = history.moves_of(i).double()
-        total += one @ one.mT
+        for some in history.moves_of(i).split(CHUNK, dim=1):
+            wide = some.double()
+            total += wide @ wide.mT
     return total
 
 

@@ -48,8 +48,10 @@ class HistorySettings:
 
 @final
 class WeightHistory:
-    """Snapshots of weights, evenly spaced. Nothing waits for the device but `state_dict`.
+    """Snapshots of weights, evenly spaced.
 
+    Nothing waits for the device but `state_dict`, and `take` where movements are kept by svd: on
+    CUDA torch looks whether a decomposition has converged.
     After a gap, or a step back, it begins anew: predictors rely on even spacing.
     """
 

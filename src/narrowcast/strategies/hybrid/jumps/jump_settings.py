@@ -9,6 +9,7 @@ from narrowcast.errors import RecipeError
 from narrowcast.strategies.hybrid.jumps.budget import STEP_COST, JumpBudget
 from narrowcast.strategies.hybrid.jumps.correction import CorrectionSettings
 from narrowcast.strategies.hybrid.jumps.history import HistorySettings
+from narrowcast.strategies.hybrid.jumps.predictor import Predictor
 from narrowcast.strategies.hybrid.jumps.verify import FEWEST_PAIRS, SCALES
 
 
@@ -30,8 +31,8 @@ class JumpSettings:
     step_cost: float = STEP_COST
     """What a training step costs, in forward passes of a micro-batch."""
     predictor_cost: float = 1.0
-    """What a prediction, or a lesson to a predictor, is taken to cost: it reads the weights a few
-    times, as a forward pass of a small micro-batch does."""
+    """What a prediction, or a lesson, of one predictor is taken to cost: it reads the weights a few
+    times, as a forward pass of a small micro-batch does. An ensemble costs that of its members."""
     moments: Literal["keep", "reset"] = "keep"
     """What becomes of the optimizer's moments when a jump is accepted."""
 
@@ -43,10 +44,10 @@ class JumpSettings:
                 "scale or more, and a risk between 0 and 0.5"
             )
 
-    @property
-    def attempt_cost(self) -> float:
-        """What an attempt costs at most, its prediction and the residual's included."""
-        return 2 * self.predictor_cost + self.batches * (1 + len(self.scales))
+    def attempt_cost(self, predictor: Predictor) -> float:
+        """Return what an attempt costs at most, its prediction and the residual's included."""
+        predictions = 2 * self.predictor_cost * predictor.parts
+        return predictions + self.batches * (1 + len(self.scales))
 
 
 @dataclass(frozen=True)
@@ -60,5 +61,5 @@ class Proposal:
     corrections: list[float]
     """What was added to a factor of 1 on each tensor's delta."""
     features: tuple[float, ...]
-    layer_features: list[list[float]]
+    """Of the run, by which similar residuals are found."""
     confidence: float

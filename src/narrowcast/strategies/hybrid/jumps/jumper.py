@@ -50,7 +50,9 @@ class Jumper:
         self.history = WeightHistory(access.read(), self.settings.history, needs=needs)
         self.budget = self.settings.budget
         self.residuals = Residuals()
-        self.correction = Correction(self.settings.correction)
+        self.corrections = {
+            name: Correction(self.settings.correction, predictor=name) for name in self.predictors
+        }
         self._step = 0
         self._proposal: Proposal | None = None
         self._refusal = ""
@@ -72,8 +74,9 @@ class Jumper:
             return False
         self.history.take(step, self._access.read())
         for predictor in self.predictors.values():
-            if predictor.learns and self.budget.may_try(self.settings.predictor_cost):
-                self._spend(self.settings.predictor_cost)
+            cost = self.settings.predictor_cost * predictor.parts
+            if predictor.learns and self.budget.may_teach(cost):
+                self.budget = self.budget.after_lesson(cost)
                 predictor.observe(self.history)
         return True
 
@@ -93,21 +96,21 @@ class Jumper:
         """
         chosen = self._named(predictor)
         self._proposal = None
-        self._refusal = self.budget.refusal(self.settings.attempt_cost)
+        self._refusal = self.budget.refusal(self.settings.attempt_cost(chosen))
         if self._refusal:
             return None
-        self._spend(self.settings.predictor_cost)
+        self._spend(self.settings.predictor_cost * chosen.parts)
         deltas = chosen.predict(self.history, ahead_steps=ahead_steps)
         of_layers = layer_features(self.history, ahead_steps=ahead_steps)
         of_run = tuple(map(float, features)) or _mean(of_layers)
         corrections = [0.0] * len(deltas)
         if self.settings.correction is not None:
-            corrections = self.correction.corrections(
+            corrections = self.corrections[predictor].corrections(
                 self.residuals, step=self._step, features=of_run, layer_features=of_layers
             )
             deltas = corrected(deltas, corrections)
         self._proposal = Proposal(
-            predictor, self._step, ahead_steps, deltas, corrections, of_run, of_layers, confidence
+            predictor, self._step, ahead_steps, deltas, corrections, of_run, confidence
         )
         return self._proposal
 
@@ -141,7 +144,7 @@ class Jumper:
             "history": self.history.state_dict(),
             "predictors": {name: p.state_dict() for name, p in self.predictors.items()},
             "residuals": self.residuals.state_dict(),
-            "correction": self.correction.state_dict(),
+            "corrections": {name: c.state_dict() for name, c in self.corrections.items()},
             "budget": self.budget.state_dict(),
         }
 
@@ -157,7 +160,8 @@ class Jumper:
         for name, predictor in self.predictors.items():
             predictor.load_state_dict(saved[name])
         self.residuals.load_state_dict(state["residuals"])
-        self.correction.load_state_dict(state["correction"])
+        for name, correction in self.corrections.items():
+            correction.load_state_dict(state["corrections"][name])
         self.budget = JumpBudget.from_state(state["budget"])
         self._step = int(state["step"])
         self._proposal, self._refusal = None, ""
@@ -208,9 +212,9 @@ class Jumper:
         )
         if known < 1 or self.settings.correction is None:
             return
-        self._spend(self.settings.predictor_cost)
-        horizon = known * history.settings.every
-        predicted = predictor.predict(history.without_last(known), ahead_steps=horizon)
+        self._spend(self.settings.predictor_cost * predictor.parts)
+        horizon, then = known * history.settings.every, history.without_last(known)
+        predicted = predictor.predict(then, ahead_steps=horizon)
         actual = history.combine([0.0] * (len(history) - 1 - known) + [1.0] * known)
         residual = Residual(
             step=proposal.step,
@@ -218,9 +222,11 @@ class Jumper:
             layers=measure(predicted, actual),
             features=proposal.features,
             confidence=proposal.confidence,
+            predictor=predictor.name,
         )
         self.residuals.add(residual)
-        self.correction.update(residual, proposal.layer_features)
+        of_layers = layer_features(then, ahead_steps=horizon)
+        self.corrections[predictor.name].update(residual, of_layers)
 
     def _named(self, name: str) -> Predictor:
         if name not in self.predictors:

@@ -41,7 +41,7 @@ class NetworkSettings:
 class WeightNetwork:
     """A network of two layers, trained by Adam on random weights. Never waits for the device."""
 
-    learns = True
+    learns, parts = True, 1
     name = "network"
 
     def __init__(self, settings: NetworkSettings | None = None, *, device: torch.device) -> None:

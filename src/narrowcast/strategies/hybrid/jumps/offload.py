@@ -16,6 +16,9 @@ from torch import Tensor
 
 from narrowcast.precision.step.prepared import Prepared
 
+SMALLEST_BYTES = 4096
+"""Tensors below are left where they are: counts of steps, whose copies cost more than they free."""
+
 
 @dataclass(frozen=True)
 class Freed:
@@ -35,9 +38,9 @@ class Parked:
     Views of one memory are parked with it, once. Waits for the device.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, smallest_bytes: int = 1) -> None:
         found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        self._storages = [s for s in found.values() if s.nbytes()]
+        self._storages = [s for s in found.values() if s.nbytes() >= smallest_bytes]
         self._copies: list[Tensor] = []
         for storage in self._storages:
             pinned = storage.device.type == "cuda"
@@ -72,7 +75,7 @@ def offloaded(prepared: Prepared, *, graph_knows: bool) -> Iterator[Freed]:
     gradients = sum(p.grad.nbytes for p in weights.all if p.grad is not None)
     weights.forget_gradients()
     state = [] if graph_knows else _state_on(prepared, weights.device)
-    parked = Parked(state)
+    parked = Parked(state, smallest_bytes=SMALLEST_BYTES)
     try:
         yield Freed(gradients, parked.bytes(), graph_knows)
     finally:

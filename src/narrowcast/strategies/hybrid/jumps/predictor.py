@@ -24,6 +24,10 @@ class Predictor(Protocol):
     def learns(self) -> bool:
         """Whether `observe` does something."""
 
+    @property
+    def parts(self) -> int:
+        """How many predictors it asks, itself or its members: what it costs, in predictions."""
+
     def predict(self, history: WeightHistory, *, ahead_steps: int) -> list[Tensor]:
         """Return the movement of each weight over so many steps from the last snapshot, in fp32.
 

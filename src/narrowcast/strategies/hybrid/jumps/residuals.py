@@ -40,6 +40,8 @@ class Residual:
     """Of the run as it was then; by these similar residuals are found."""
     confidence: float = 1.0
     """How sure the prediction was of itself, from 0 to 1."""
+    predictor: str = ""
+    """Whose prediction it was: each errs in its own way."""
 
     @property
     def error(self) -> float:
@@ -115,12 +117,16 @@ class Residuals:
         self._held.append(residual)
         self.statistics = self.statistics.after(residual.error)
 
-    def most_similar(self, features: Sequence[float], n: int = 10) -> list[Residual]:
+    def most_similar(
+        self, features: Sequence[float], n: int = 10, *, predictor: str | None = None
+    ) -> list[Residual]:
         """Return the residuals whose features point most nearly the same way, the nearest first.
 
-        Of equal ones the newer comes first. Features of another length are no match.
+        Of equal ones the newer comes first. Features of another length are no match, nor is
+        another predictor if one is given.
         """
-        alike = [r for r in reversed(self._held) if len(r.features) == len(features)]
+        mine_alone = [r for r in reversed(self._held) if predictor in (None, r.predictor)]
+        alike = [r for r in mine_alone if len(r.features) == len(features)]
         if not alike or not n:
             return []
         theirs, mine = np.array([r.features for r in alike]), np.array(features)
@@ -164,4 +170,5 @@ def _residual_from(state: Mapping[str, Any]) -> Residual:
         layers=tuple(LayerResidual(**each) for each in state["layers"]),
         features=tuple(map(float, state["features"])),
         confidence=float(state["confidence"]),
+        predictor=str(state["predictor"]),
     )

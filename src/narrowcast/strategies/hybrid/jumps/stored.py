@@ -34,7 +34,7 @@ def low_rank(matrix: Tensor, *, rank: int, probe: Tensor) -> LowRank:
     """Return the truncated singular value decomposition, found by a randomised range.
 
     `probe` holds `rank` or more random columns. Exact for a matrix of no higher rank. A matrix of
-    zeros gives zeros. Does not wait for the device on its own account (LAPACK on CUDA may).
+    zeros gives zeros. Waits for the device: torch looks whether the decomposition has converged.
     """
     found = matrix @ probe
     for _ in range(POWER_ITERATIONS):
