@@ -3,7 +3,7 @@
 Each member reads the features of a step and says how far the next loss will be from its
 average; its forecast feeds itself those. Members differ in their first weights and in how much each
 observation counts for them, so that where they agree, it is because the run said so. Everything is
-on the CPU, a millisecond an observation.
+on the CPU, a few milliseconds an observation.
 """
 
 import math
@@ -218,8 +218,8 @@ class LossDynamics:
     def _learn(self) -> None:
         """Take one step on the last few errors, with a bootstrap's weight for each member."""
         steps = len(self._targets)
-        weights = as_cells(self._weights, self._like)
         with torch.enable_grad():
+            weights = as_cells(self._weights, self._like)
             hidden, said = self._start, []
             for row in self._inputs[:steps]:
                 hidden = gru_cell(
@@ -239,7 +239,7 @@ class LossDynamics:
         slow = min(self.settings.averaging, 1 - 1 / (self.observations + 1))
         self._average.lerp_(self._weights.detach(), 1 - slow)
         newest = float(errors[-1].detach().mean()) ** 2
-        share = max(0.02, 1 / (self.observations))  # the last fifty
+        share = max(0.02, 1 / self.observations)  # the last fifty
         self._squared_error += share * (newest - self._squared_error)
 
 

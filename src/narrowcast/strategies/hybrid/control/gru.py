@@ -43,9 +43,7 @@ def shapes(members: int, width: int, *, hidden: int) -> CellWeights:
     return CellWeights(*(torch.empty((members, *size), device="meta") for size in sizes))
 
 
-def initial_weights(
-    members: int, width: int, *, hidden: int, generator: torch.Generator
-) -> Tensor:
+def initial_weights(members: int, width: int, *, hidden: int, generator: torch.Generator) -> Tensor:
     """Return all weights, a row a member: Xavier's matrices, and a head that predicts no change."""
     parts = []
     for name, shape in shapes(members, width, hidden=hidden)._asdict().items():
