@@ -115,9 +115,7 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 def test_features_are_finite_whatever_happens(history):
     made = FeatureWindow()
     for loss, norm in history:
-        # Beyond fp32 nothing that trains has a loss.
-        bounded = loss if not math.isfinite(loss) else max(-1e30, min(1e30, loss))
-        made = made.after(bounded, None if norm is None else max(-1e30, min(1e30, norm)))
+        made = made.after(loss, norm).after_prediction(predicted=loss, actual=norm or 0.0)
     vector = features(made, PhaseState(), optimizer=facts(3), confidence=0.1)
     assert bool(vector.isfinite().all())
 

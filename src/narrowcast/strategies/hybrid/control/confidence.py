@@ -150,7 +150,9 @@ class Calibration:
 
 def _bin(share: float) -> int:
     """Return the class of a number from 0 to 1; what is outside is in the last one on its side."""
-    return min(max(int(share * BINS), 0), BINS - 1) if math.isfinite(share) else 0
+    if math.isnan(share):
+        return 0
+    return min(int(min(max(share, 0.0), 1.0) * BINS), BINS - 1)
 
 
 def _added(values: Sequence[Any], index: int, more: Any) -> tuple[Any, ...]:

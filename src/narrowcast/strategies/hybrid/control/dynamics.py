@@ -24,6 +24,7 @@ from narrowcast.strategies.hybrid.control.gru import (
     initial_weights,
     shapes,
 )
+from narrowcast.strategies.hybrid.control.plain import usable
 
 BASE = LOSS_AVERAGES[1]
 """What a prediction is told as a change of: the medium average, a fifth as noisy as a batch.
@@ -122,7 +123,7 @@ class LossDynamics:
 
         A loss that is not finite teaches nothing.
         """
-        if not (math.isfinite(loss) and bool(features.isfinite().all())):
+        if not (usable(loss) and bool(features.isfinite().all())):
             return
         if len(self._inputs):
             base = float(self._inputs[-1, BASE])
@@ -155,7 +156,8 @@ class LossDynamics:
             for _ in range(steps):
                 hidden = gru_cell(_squashed(rows), hidden, weights=weights)
                 change = head(hidden, weights=weights).clamp(-10, 10)
-                logged = _symlogs(rows[:, BASE]) + change
+                # Not beyond e to the 80th, which fp32 still has.
+                logged = (_symlogs(rows[:, BASE]) + change).clamp(-80, 80)
                 loss = logged.sign() * logged.abs().expm1()
                 for column, alpha in zip(LOSS_AVERAGES, ALPHAS, strict=True):
                     rows[:, column] += alpha * (loss - rows[:, column])

@@ -14,7 +14,7 @@ from narrowcast.precision.plan.phases import PHASES
 from narrowcast.strategies.hybrid.control.averages import MultiScaleAverage
 from narrowcast.strategies.hybrid.control.optimizer_facts import OptimizerFacts
 from narrowcast.strategies.hybrid.control.phases import PhaseState
-from narrowcast.strategies.hybrid.control.plain import restored
+from narrowcast.strategies.hybrid.control.plain import restored, usable
 
 LOSSES, NORMS, ERRORS, JUMPS = 256, 64, 50, 50
 """How many of each a window keeps."""
@@ -59,19 +59,19 @@ class FeatureWindow:
     def after(self, loss: float, gradient_norm: float | None = None) -> "FeatureWindow":
         """Return the window after a step; a step whose numbers are not finite only counts."""
         now = replace(self, step=self.step + 1)
-        if math.isfinite(loss):
+        if usable(loss):
             losses = (*self.losses, loss)[-LOSSES:]
             now = replace(now, losses=losses, loss_average=self.loss_average.after(loss))
-        if gradient_norm is not None and math.isfinite(gradient_norm):
+        if gradient_norm is not None and usable(gradient_norm):
             norms = (*self.norms, gradient_norm)[-NORMS:]
             now = replace(now, norms=norms, norm_average=self.norm_average.after(gradient_norm))
         return now
 
     def after_prediction(self, *, predicted: float, actual: float) -> "FeatureWindow":
         """Return the window after the loss that was predicted is known."""
-        error = abs(predicted - actual) / max(abs(actual), 1e-12)
-        if not math.isfinite(error):
+        if not (usable(predicted) and usable(actual)):
             return self
+        error = abs(predicted - actual) / max(abs(actual), 1e-12)
         return replace(self, errors=(*self.errors, error)[-ERRORS:])
 
     def after_jump(self, *, accepted: bool) -> "FeatureWindow":
