@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.errors import RecipeError
 from narrowcast.strategies.hybrid.control.divergence import (
-    DivergenceSettings,
     Monitor,
     Observation,
     observed,
 )
+from narrowcast.strategies.hybrid.control.divergence_settings import DivergenceSettings
 from narrowcast.strategies.hybrid.control.recovery import Level
 
 USUAL = DivergenceSettings()
@@ -123,7 +122,7 @@ def test_one_wild_batch_does_not_raise_what_later_ones_are_judged_by():
     assert spiked.mean - monitor.mean < 0.05 * monitor.noise(USUAL)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e200])
 @pytest.mark.parametrize("where", ["loss", "gradient_norm", "predicted_loss"])
 def test_what_is_not_finite_is_critical_from_the_first_step_on_and_not_remembered(bad, where):
     before, _ = run(noisy(5))
@@ -226,23 +225,9 @@ def test_the_summary_names_what_was_seen():
     assert run([1.0])[1][0].summary == "normal"
 
 
-@given(st.lists(st.floats(-1e6, 1e6), max_size=60))
+@given(st.lists(st.floats(), max_size=60))
 def test_a_monitor_comes_back_from_json_and_goes_on_the_same(losses):
     monitor, _ = run(losses)
     again = Monitor.from_json(json.loads(json.dumps(monitor.to_json())))
     assert again == monitor
     assert run([1.0, 2.0], monitor=again) == run([1.0, 2.0], monitor=monitor)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"loss_sigma": 0.0}, {"noise_floor": math.nan}, {"baseline_observations": 0}]
-)
-def test_settings_that_see_everything_or_nothing_are_refused(bad):
-    with pytest.raises(RecipeError, match="write a positive number"):
-        DivergenceSettings(**bad)
-
-
-@pytest.mark.parametrize("name", ["ema_decay", "recent_decay", "caution_share"])
-def test_a_share_of_one_is_refused(name):
-    with pytest.raises(RecipeError, match=f"divergence.{name} has to be below 1"):
-        DivergenceSettings(**{name: 1.0})

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from narrowcast.errors import RecipeError
 from narrowcast.precision.plan.phases import PHASES, Phase
-from narrowcast.strategies.hybrid.control.plain import restored
+from narrowcast.strategies.hybrid.control.plain import restored, usable
 from narrowcast.strategies.hybrid.control.recovery import (
     Continue,
     ForceFullPhase,
@@ -262,7 +262,7 @@ def _decided(state: PhaseState, decision: Decision) -> PhaseState:
 
 
 def _fallback_loss(losses: Sequence[float], *, sigma: float) -> float | None:
-    finite = [loss for loss in losses if math.isfinite(loss)]
+    finite = [loss for loss in losses if usable(loss)]
     if not finite:
         return None
     mean = math.fsum(finite) / len(finite)

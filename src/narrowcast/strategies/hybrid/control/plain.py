@@ -1,4 +1,4 @@
-"""Frozen values out of the plain data that a checkpoint kept of them."""
+"""Plain data: numbers that can be counted with, and frozen values that a checkpoint kept."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,6 +7,11 @@ from typing import Any, TypeVar
 from narrowcast.errors import CheckpointError
 
 T = TypeVar("T")
+
+
+def usable(value: float) -> bool:
+    """Say whether a number is finite, and no larger than what can be squared and summed."""
+    return abs(value) < 1e100
 
 
 def restored(kind: type[T], data: Mapping[str, Any]) -> T:
