@@ -98,6 +98,12 @@ def test_a_restored_bandit_chooses_the_same():
     assert play(again, 20, lambda *_: 1.0)[1] == play(bandit, 20, lambda *_: 1.0)[1]
 
 
+def test_it_stays_on_the_cpu_wherever_the_model_is():
+    with torch.device("meta"):
+        bandit, _ = play(Bandit.new(ARMS, facts=2), 5, lambda *_: 1.0)
+    assert bandit.matrices.device.type == "cpu"
+
+
 def test_a_state_of_other_arms_is_refused():
     state = Bandit.new(ARMS, facts=2).state_dict()
     with pytest.raises(CheckpointError, match="write the predictors and horizons it had"):

@@ -50,7 +50,7 @@ def test_it_begins_with_unknown_which_no_preset_takes_for_sure():
     assert estimate.deviation == pytest.approx(math.sqrt(1 / 12))  # of a flat distribution
     thresholds = [PhaseSettings.preset(name).confidence_threshold for name in PRESETS]
     assert estimate.probability < min(thresholds)
-    assert Calibration().needs_trial(0.88)
+    assert Calibration().needs_trial(0.88, threshold=0.85)
 
 
 def test_probabilities_come_to_what_happens():
@@ -59,7 +59,6 @@ def test_probabilities_come_to_what_happens():
         estimate = calibration.estimate(score)
         # 200 remembered trials in seven classes.
         assert estimate.probability == pytest.approx(score**2, abs=3 * estimate.deviation)
-    assert not calibration.needs_trial(0.95)
 
 
 def test_what_it_says_is_calibrated_and_better_than_a_half():
@@ -93,6 +92,36 @@ def test_it_forgets_so_that_jumps_that_no_longer_pay_are_known():
     for accepted in [True] * 200 + [False] * 100:
         calibration = calibration.after(0.9, accepted=accepted)
     assert calibration.estimate(0.9).probability < 0.2
+
+
+def tried(outcomes):
+    calibration = Calibration()
+    for accepted in outcomes:
+        calibration = calibration.after(0.9, accepted=accepted)
+    return calibration
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "needed"),
+    [
+        ([True, False], True),  # too few to tell
+        ([True] * 8 + [False] * 2, True),  # 0.79, within a deviation
+        ([False] * 10, False),  # hopeless
+        ([True] * 30, False),  # sure: it is predicted, and learned from that
+    ],
+)
+def test_a_trial_is_needed_where_it_could_show_that_the_threshold_is_passed(outcomes, needed):
+    assert tried(outcomes).needs_trial(0.9, threshold=0.85) == needed
+
+
+def test_what_has_not_been_tried_for_long_is_unknown_again():
+    calibration = tried([False] * 20)
+    before = calibration.brier
+    for _ in range(2000):
+        calibration = calibration.faded()
+    assert calibration.estimate(0.9).probability == pytest.approx(0.5, abs=0.001)
+    assert calibration.needs_trial(0.9, threshold=0.85)
+    assert calibration.brier == before
 
 
 def test_without_trials_there_is_no_table():

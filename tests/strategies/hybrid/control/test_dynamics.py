@@ -86,6 +86,17 @@ def test_it_draws_nothing_from_torchs_own_randomness_and_learns_without_gradient
     assert quiet == told(LossDynamics(SMALL), 10).forecast(3)
 
 
+def test_it_stays_on_the_cpu_in_fp32_wherever_the_model_is():
+    expected = told(LossDynamics(SMALL), 10).forecast(3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            elsewhere = told(LossDynamics(SMALL), 10).forecast(3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert elsewhere == expected
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3, 30])
 def test_a_restored_ensemble_goes_on_to_the_bit(steps):
     kept = told(LossDynamics(SMALL), steps)

@@ -109,8 +109,9 @@ class Bandit:
             )
         return cls(
             arms=tuple(arms),
-            matrices=ridge * torch.eye(facts, dtype=torch.float64).repeat(len(arms), 1, 1),
-            responses=torch.zeros(len(arms), facts, dtype=torch.float64),
+            matrices=ridge
+            * torch.eye(facts, dtype=torch.float64, device="cpu").repeat(len(arms), 1, 1),
+            responses=torch.zeros(len(arms), facts, dtype=torch.float64, device="cpu"),
             counts=(0,) * len(arms),
             exploration=exploration,
             ridge=ridge,
@@ -133,7 +134,7 @@ class Bandit:
     def after(self, arm: Arm, facts: Sequence[float], *, reward: float) -> "Bandit":
         """Return the bandit after an arm was played; a jump that ended in a NaN cost a step."""
         keep = 1 - 1 / self.memory
-        eye = self.ridge * torch.eye(self.matrices.shape[-1], dtype=torch.float64)
+        eye = self.ridge * torch.eye(self.matrices.shape[-1], dtype=torch.float64, device="cpu")
         matrices, responses = keep * self.matrices + (1 - keep) * eye, keep * self.responses
         if arm == HOLD:
             return replace(self, matrices=matrices, responses=responses, held=self.held + 1)

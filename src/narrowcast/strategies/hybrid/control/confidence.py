@@ -91,19 +91,38 @@ class Calibration:
         mean = good / trials
         return Estimate(mean, math.sqrt(mean * (1 - mean) / (trials + 1)), self.tried[index])
 
-    def needs_trial(self, score: float, *, least: float = 5.0) -> bool:
-        """Say whether a trial of this score would teach: without one, nothing is ever tried."""
-        return self.estimate(score).trials < least
+    def needs_trial(self, score: float, *, threshold: float, least: float = 3.0) -> bool:
+        """Say whether a trial of this score could show that it is surer than the threshold.
+
+        Below the threshold nothing is predicted and so nothing learned; a trial whose weights are
+        thrown away costs its forwards and ends that. Where it is sure already, none is needed.
+        """
+        known = self.estimate(score)
+        if known.probability >= threshold:
+            return False
+        return known.trials < least or known.probability + known.deviation >= threshold
+
+    def faded(self) -> "Calibration":
+        """Return the calibration with one trial's forgetting and no trial, as after a hold.
+
+        What has not been tried for long is unknown again.
+        """
+        keep = 1 - 1 / self.memory
+        return replace(
+            self,
+            accepted=tuple(keep * each for each in self.accepted),
+            tried=tuple(keep * each for each in self.tried),
+        )
 
     def after(self, score: float, *, accepted: bool) -> "Calibration":
         """Return the calibration after a trial, whose probability is judged as it was before."""
         said = self.estimate(score).probability
         index, place = _bin(score), _bin(said)
-        keep = 1 - 1 / self.memory
+        faded = self.faded()
         return replace(
             self,
-            accepted=_added([keep * each for each in self.accepted], index, float(accepted)),
-            tried=_added([keep * each for each in self.tried], index, 1.0),
+            accepted=_added(faded.accepted, index, float(accepted)),
+            tried=_added(faded.tried, index, 1.0),
             said_sum=_added(self.said_sum, place, said),
             said_accepted=_added(self.said_accepted, place, int(accepted)),
             said_count=_added(self.said_count, place, 1),

@@ -230,9 +230,13 @@ class LossDynamics:
                 said.append(head(hidden, weights=weights))
             errors = torch.stack(said) - self._targets.unsqueeze(1)  # (steps, members)
             # Exponential weights: the Bayesian bootstrap.
-            uniform = torch.rand(errors.shape, generator=self._generator, device="cpu")
+            uniform = torch.rand(
+                errors.shape, generator=self._generator, dtype=torch.float32, device="cpu"
+            )
             counts = -torch.log1p(-uniform)
-            decay = self.settings.bptt_decay ** torch.arange(steps - 1, -1, -1.0, device="cpu")
+            decay = self.settings.bptt_decay ** torch.arange(
+                steps - 1, -1, -1, dtype=torch.float32, device="cpu"
+            )
             loss = (decay.unsqueeze(1) * counts * errors**2).sum() / 2
             (gradient,) = torch.autograd.grad(loss, self._weights)
         norms = gradient.norm(dim=1, keepdim=True)
