@@ -47,19 +47,24 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
         scale_groups=settings.scale_groups,
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
-        lookahead=lookahead_of(strategy),
+        lookahead=lookahead_of(strategy, recipe.steps),
     )
     log = prepared.engine.log
     log.wording = replace(log.wording, in_recipe=True)
     return prepared
 
 
-def lookahead_of(strategy: StrategySection) -> Lookahead | None:
-    """Return the point that a strategy takes gradients at; None: at the weights themselves."""
+def lookahead_of(strategy: StrategySection, steps: int) -> Lookahead | None:
+    """Return the point that gradients are taken at after the warm-up; None: the weights always."""
     if not strategy.has_lookahead:
         return None
     settings = strategy.lookahead
-    return Lookahead(pull=settings.pull, share=settings.share, storage=settings.storage)
+    return Lookahead(
+        pull=settings.pull,
+        share=settings.share,
+        storage=settings.storage,
+        begins_after=strategy.warmup_steps(steps),
+    )
 
 
 def loss_scales_of(settings: LossScaleSection, task: Task) -> LossScale | dict[str, LossScale]:

@@ -14,6 +14,10 @@ PresetName = Literal["conservative", "balanced", "aggressive"]
 PhaseName = Literal["warmup", "full", "predict", "correct"]
 Predictor = Literal["bandit", "line", "quadratic", "dmd", "network", "ensemble"]
 
+WARMUP: dict[PresetName, int] = {"conservative": 200, "balanced": 100, "aggressive": 50}
+"""Steps of the warm-up, where a recipe does not say."""
+SHORTEST = 3
+"""It takes a third of a short run at most."""
 MOST_AVERAGES = 8
 """Averages of the weights, each a copy of them all."""
 LONGEST_STRETCH = 10.0
@@ -152,6 +156,12 @@ class StrategySection(Section):
         """Whether gradients are taken at a point ahead."""
         asked = self.lookahead.enabled
         return self.is_hybrid and (self.preset != "conservative" if asked is None else asked)
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return the steps of a run before anything is predicted."""
+        if self.phases.warmup_steps is not None:
+            return self.phases.warmup_steps
+        return min(WARMUP[self.preset], max(1, steps // SHORTEST))
 
     @property
     def has_jumps(self) -> bool:

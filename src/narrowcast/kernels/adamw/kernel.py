@@ -97,8 +97,9 @@ class AdamKernel:
         self._groups = upload(torch.tensor([w.group for w in weights], dtype=torch.int32), device)
         self._hyper = HostTable(groups * HYPER, device, dtype=torch.float64)
         self._coefficients = torch.zeros(count * COEFFICIENTS, device=device)
-        for place, value in ((SHARE, share), (BACK, ahead.back), (LEFT, ahead.left)):
-            self._coefficients[place::COEFFICIENTS].fill_(value)
+        self._coefficients[SHARE::COEFFICIENTS].fill_(share)
+        self._ahead: Ahead | None = None
+        self._write_ahead(ahead)
         self._leads = HostTable(count, device, dtype=torch.int64)
         self._leads.write([0 if w.lead is None else w.lead.data_ptr() for w in weights])
         self._seeds = torch.zeros(count, dtype=torch.int32, device=device)
@@ -112,7 +113,7 @@ class AdamKernel:
         self._captured: list[list[_Launch]] = []
         self._coupled = True
 
-    def write_hyper(self, groups: Sequence[Hyper]) -> None:
+    def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead = AT_HOME) -> None:
         """Let the next step use these; nothing is copied where they are what they were.
 
         Not in a CUDA graph: it would write the same learning rate whenever it is replayed. Which
@@ -126,9 +127,16 @@ class AdamKernel:
             )
         self._coupled = coupled
         self._hyper.write([number for group in groups for number in group.row()], replayed=False)
+        self._write_ahead(ahead)
         for i, group in enumerate(groups):
             if isinstance(group.lr, Tensor):
                 self._hyper.tensor[i * HYPER].copy_(group.lr, non_blocking=True)
+
+    def _write_ahead(self, ahead: Ahead) -> None:
+        if ahead != self._ahead:
+            self._ahead = ahead
+            self._coefficients[BACK::COEFFICIENTS].fill_(ahead.back)
+            self._coefficients[LEFT::COEFFICIENTS].fill_(ahead.left)
 
     def step(
         self,

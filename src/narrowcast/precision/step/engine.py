@@ -168,6 +168,8 @@ class Engine:
         self.weights.ownership.refuse_swapped_in(doing="step()")
         self.weights.ownership.refuse_changes()
         self.log.sync()
+        if self.weights.lookahead is not None:
+            self.weights.lookahead.before_step(self.steps_begun)
 
     @torch.no_grad()
     def queue_update(self, present: Sequence[int], *, metered: bool) -> Tensor:

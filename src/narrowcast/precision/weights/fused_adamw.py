@@ -19,6 +19,7 @@ from narrowcast.kernels.adamw.twin import (
     AT_HOME,
     BLOCK,
     AdamTwin,
+    Ahead,
     Hyper,
     Weight,
     decode,
@@ -120,7 +121,8 @@ class FusedAdamW:
                 f"the optimizer was given other settings after prepare(), and {why}; set them "
                 "before, or write fused_optimizer=False"
             )
-        self._adam.write_hyper([_hyper(self._optimizer, g) for g in self._optimizer.param_groups])
+        groups = [_hyper(self._optimizer, g) for g in self._optimizer.param_groups]
+        self._adam.write_hyper(groups, ahead=self._ahead)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take the state of a saved optimizer as it is; torch's own loading would cast it."""
@@ -180,17 +182,25 @@ class FusedAdamW:
         )
         self._seen = self._tensors()
 
+    @property
+    def _ahead(self) -> Ahead:
+        return AT_HOME if self._lookahead is None else self._lookahead.ahead
+
     def _updating(self, weights: Sequence[Weight], before: int) -> Any:
         """Return what updates some weights, given how many come before them."""
         share = 0.0 if self._average is None else self._average.share
-        ahead = AT_HOME if self._lookahead is None else self._lookahead.settings.ahead
         if not self._kernel:
-            return AdamTwin(weights, share=share, ahead=ahead, before=before)
+            return AdamTwin(weights, share=share, ahead=self._ahead, before=before)
         from narrowcast.kernels.adamw.kernel import AdamKernel
 
         groups = len(self._optimizer.param_groups)
         return AdamKernel(
-            weights, device=self._device, groups=groups, share=share, ahead=ahead, before=before
+            weights,
+            device=self._device,
+            groups=groups,
+            share=share,
+            ahead=self._ahead,
+            before=before,
         )
 
     def _tensors(self) -> list[int]:

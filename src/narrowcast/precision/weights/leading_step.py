@@ -72,7 +72,7 @@ class LeadingStep:
         """Let weights hold y in place of the z that the optimizer left, and their leads follow."""
         if not weights:
             return
-        ahead = self._point.settings.ahead
+        ahead = self._point.ahead
         answers = torch._foreach_mul(_widened(leads, weights), -ahead.back)
         torch._foreach_add_(answers, before)
         way = torch._foreach_sub(weights, answers)

@@ -16,7 +16,7 @@ It is primal averaging (with a share of 1/t, and z moved by plain SGD, schedule-
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -50,6 +50,9 @@ class Lookahead:
     binary digits in each step, and the answer takes the error, of at most 2**-9 of its way to where
     the optimizer is; of that, the following steps leave 1 - share each. Where the optimizer is
     keeps every digit."""
+    begins_after: int = 0
+    """Steps of plain training before it. At first weights go far in few steps, and an answer that
+    follows at a twentieth would hold them back."""
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""
@@ -63,6 +66,10 @@ class Lookahead:
             raise RecipeError(
                 f"Lookahead(share={self.share:g}): the answer goes a part of its way in each step; "
                 "write a number above 0 and up to 1, such as 0.05"
+            )
+        if self.begins_after < 0:
+            raise RecipeError(
+                f"Lookahead(begins_after={self.begins_after}): write a number of steps, 0 or more"
             )
         if self.storage not in get_args(Storage):
             raise RecipeError(
@@ -86,11 +93,23 @@ class LookaheadPoint:
 
     def __init__(self, parameters: Sequence[nn.Parameter], settings: Lookahead) -> None:
         self.settings = settings
+        self.has_begun = settings.begins_after == 0
+        """Whether leads are kept by now; before that they are zero, and training is plain."""
         self._parameters = list(parameters)
         self._places = {p: i for i, p in enumerate(parameters)}
         self._leads: list[Tensor | None] = [
             self._zeros(p) if p.requires_grad else None for p in parameters
         ]
+
+    def before_step(self, steps: int) -> None:
+        """Begin when it is time to, given how many steps there were."""
+        self.has_begun = steps >= self.settings.begins_after
+
+    @property
+    def ahead(self) -> Ahead:
+        """How weights and leads follow the optimizer now."""
+        settled = self.settings.ahead
+        return settled if self.has_begun else replace(settled, left=0.0)
 
     def lead(self, i: int) -> Tensor:
         """Return the lead of weight `i`, which begins here if it has had none."""
@@ -124,6 +143,7 @@ class LookaheadPoint:
             "pull": settings.pull,
             "share": settings.share,
             "storage": settings.storage,
+            "begins_after": settings.begins_after,
             "leads": list(self._leads),
         }
 

@@ -73,6 +73,9 @@ class _Outlook(NamedTuple):
     forecast: LossForecast | None
     score: float
     confidence: float
+    """How probable it is that a jump is accepted."""
+    unknown: bool = False
+    """Whether that is to be found out."""
 
 
 @final
@@ -239,12 +242,14 @@ class JumpCourse:
             average=self._window.loss_average,
         )
         calibration = self.statistics_so_far.calibration
-        if calibration.needs_trial(score, least=EXPLORED):
-            return _Outlook(forecast, score, 1.0)
-        return _Outlook(forecast, score, calibration.estimate(score).probability)
+        # Without a few that are tried to find out, none would ever be.
+        threshold = self._settings.confidence_threshold
+        unknown = calibration.needs_trial(score, threshold=threshold, least=EXPLORED)
+        return _Outlook(forecast, score, calibration.estimate(score).probability, unknown)
 
     def _next(self, state: PhaseState, outlook: _Outlook) -> PhaseState:
-        confidence = 0.0 if self._refusal() else outlook.confidence
+        confidence = 1.0 if outlook.unknown else outlook.confidence
+        confidence = 0.0 if self._refusal() else confidence
         return next_decision(
             state, self._settings, confidence=confidence, losses=self._window.losses
         )
@@ -258,7 +263,8 @@ class JumpCourse:
         return jumper.budget.refusal(max(map(jumper.settings.attempt_cost, predictors)))
 
     def _why(self, outlook: _Outlook) -> str:
-        return self._refusal() or f"acceptance has a probability of {outlook.confidence:.2f}"
+        told = f"acceptance has a probability of {outlook.confidence:.2f}"
+        return self._refusal() or told + (", to be found out" if outlook.unknown else "")
 
     def _tried(self, arm: Arm, outlook: _Outlook, *, batches: int) -> Verdict:
         self._jumper.propose(arm.horizon, arm.predictor, confidence=outlook.confidence)

@@ -26,17 +26,14 @@ from narrowcast.strategies.hybrid.jump_course import JumpCourse
 from narrowcast.strategies.hybrid.phase_formats import PhaseFormats
 from narrowcast.training.task import Task
 
-LONGEST_WARMUP = 1 / 3
-"""Of a run that is shorter than its preset has in mind."""
-
 
 def phase_settings_of(recipe: Recipe) -> PhaseSettings:
     """Return the lengths and thresholds of phases: the preset's, where the recipe says nothing."""
     asked = recipe.strategy.phases
-    settings = PhaseSettings.preset(recipe.strategy.preset)
-    if recipe.is_settled:
-        most = max(1, int(recipe.steps * LONGEST_WARMUP))
-        settings = replace(settings, warmup_steps=min(settings.warmup_steps, most))
+    settings = replace(
+        PhaseSettings.preset(recipe.strategy.preset),
+        warmup_steps=recipe.strategy.warmup_steps(recipe.steps),
+    )
     given = {name: getattr(asked, name) for name in type(asked).model_fields}
     return replace(settings, **{name: value for name, value in given.items() if value is not None})
 

@@ -65,6 +65,8 @@ def decide(
     accepted = gain - margin > 0
     comparison = "more" if accepted else "no more"
     why = f"the loss fell by {gain:.3g}, {comparison} than the {margin:.3g} that chance allows"
+    if gain < 0:
+        why = f"the loss rose by {-gain:.3g}"
     return Verdict(accepted, gain, error, why, scale)
 
 
