@@ -33,7 +33,7 @@ class Ensemble:
             raise RecipeError("an ensemble of no predictors was asked for; name one or more")
         self.members = tuple(members)
         self.needs = max(member.needs for member in members)
-        self.parts = sum(member.parts for member in members)
+        self.cost = sum(member.cost for member in members)
         self._errors = torch.ones(len(members), device=device)
         self._seen_step = -1
 

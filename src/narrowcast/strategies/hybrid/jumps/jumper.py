@@ -74,7 +74,7 @@ class Jumper:
             return False
         self.history.take(step, self._access.read())
         for predictor in self.predictors.values():
-            cost = self.settings.predictor_cost * predictor.parts
+            cost = self.settings.predictor_cost * predictor.cost
             if predictor.learns and self.budget.may_teach(cost):
                 self.budget = self.budget.after_lesson(cost)
                 predictor.observe(self.history)
@@ -99,7 +99,7 @@ class Jumper:
         self._refusal = self.budget.refusal(self.settings.attempt_cost(chosen))
         if self._refusal:
             return None
-        self._spend(self.settings.predictor_cost * chosen.parts)
+        self._spend(self.settings.predictor_cost * chosen.cost)
         deltas = chosen.predict(self.history, ahead_steps=ahead_steps)
         of_layers = layer_features(self.history, ahead_steps=ahead_steps)
         of_run = tuple(map(float, features)) or _mean(of_layers)
@@ -212,7 +212,7 @@ class Jumper:
         )
         if known < 1 or self.settings.correction is None:
             return
-        self._spend(self.settings.predictor_cost * predictor.parts)
+        self._spend(self.settings.predictor_cost * predictor.cost)
         horizon, then = known * history.settings.every, history.without_last(known)
         predicted = predictor.predict(then, ahead_steps=horizon)
         actual = history.combine([0.0] * (len(history) - 1 - known) + [1.0] * known)

@@ -24,7 +24,7 @@ class FittedCurve:
     Exact on its own kind of curve. Never waits for the device.
     """
 
-    learns, parts = False, 1
+    learns, cost = False, 1.0
 
     def __init__(self, degree: Literal[1, 2] = 1, *, shrinks: bool = True) -> None:
         self._degree, self._shrinks = degree, shrinks

@@ -18,8 +18,8 @@ from narrowcast.errors import CheckpointError
 from narrowcast.strategies.hybrid.jumps.history import WeightHistory
 from narrowcast.strategies.hybrid.jumps.predictor import intervals, require
 
-CHUNK = 2**20
-"""Elements of a weight that pass through the network at once: 2 MB a unit of its width."""
+CHUNK = {"cpu": 2**16, "cuda": 2**22}
+"""Elements that pass through the network at once: what a cache holds, what fills a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,10 @@ class NetworkSettings:
 
     context: int = 3
     """Past movements of a weight that it sees."""
-    width: int = 32
-    updates: int = 16
+    width: int = 16
+    updates: int = 8
     """Steps of Adam at every new snapshot."""
-    sample: int = 4096
+    sample: int = 1024
     """Weights that each of them sees."""
     lr: float = 1e-3
     seed: int = 0
@@ -41,7 +41,7 @@ class NetworkSettings:
 class WeightNetwork:
     """A network of two layers, trained by Adam on random weights. Never waits for the device."""
 
-    learns, parts = True, 1
+    learns, cost = True, 8.0  # two intervals ahead, measured on a CPU; a lesson is 2
     name = "network"
 
     def __init__(self, settings: NetworkSettings | None = None, *, device: torch.device) -> None:
@@ -49,10 +49,10 @@ class WeightNetwork:
         self.needs = self.settings.context + 1
         self._generator = torch.Generator(device).manual_seed(self.settings.seed)
         context, width = self.settings.context, self.settings.width
-        drawn = torch.randn(context, width, generator=self._generator, device=device)
-        first, bias = drawn / math.sqrt(context), torch.zeros(width, device=device)
+        drawn = torch.randn(width, context, generator=self._generator, device=device)
+        first, bias = drawn / math.sqrt(context), torch.zeros(width, 1, device=device)
         # Nothing comes out of it at first, so that the last movement stands as it is.
-        second = torch.zeros(width, 1, device=device)
+        second = torch.zeros(1, width, device=device)
         self._parameters = [t.requires_grad_() for t in (first, bias, second)]
         self._adam = torch.optim.Adam(self._parameters, lr=self.settings.lr)
         self._seen_step = -1
@@ -66,7 +66,8 @@ class WeightNetwork:
         for i, shape in enumerate(history.shapes):
             past = history.moves_of(i)[-context:]
             scale = _scale(past)
-            chunks = [self._rolled(each / scale, ahead) for each in past.split(CHUNK, dim=1)]
+            chunk = CHUNK.get(past.device.type, CHUNK["cuda"])
+            chunks = [self._rolled(each / scale, ahead) for each in past.split(chunk, dim=1)]
             deltas.append((torch.cat(chunks) * scale).view(shape))
         return deltas
 
@@ -123,10 +124,9 @@ class WeightNetwork:
     def _next(self, past: Tensor) -> Tensor:
         """Return the next movement of weights, given (context, weights) in their tensor's units."""
         first, bias, second = self._parameters
-        hidden = torch.tanh(past.mT @ first + bias)
-        # Without what it says of no movement: a weight that rests is left to rest.
-        at_rest = torch.tanh(bias)
-        return past[-1] + ((hidden - at_rest) @ second)[:, 0]
+        hidden = torch.addmm(bias, first, past).relu()  # (width, weights)
+        # Less what it says of no movement: a weight that rests is left to rest.
+        return past[-1] + (second @ (hidden - bias.relu()))[0]
 
     def _rolled(self, past: Tensor, ahead: float) -> Tensor:
         total = torch.zeros_like(past[-1])

@@ -25,8 +25,8 @@ class Predictor(Protocol):
         """Whether `observe` does something."""
 
     @property
-    def parts(self) -> int:
-        """How many predictors it asks, itself or its members: what it costs, in predictions."""
+    def cost(self) -> float:
+        """What a prediction costs, or a lesson, in predictions of a line."""
 
     def predict(self, history: WeightHistory, *, ahead_steps: int) -> list[Tensor]:
         """Return the movement of each weight over so many steps from the last snapshot, in fp32.
