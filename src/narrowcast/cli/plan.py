@@ -35,13 +35,15 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
         plans = planned(loaded.recipe, hardware)
     from narrowcast.cli.view.layer_table import print_plan
     from narrowcast.cli.view.phases import print_phases, titles
+    from narrowcast.cli.view.strategy import print_strategy
     from narrowcast.cli.view.task_row import print_task_row
+    from narrowcast.runner.plan_json import strategy_row
 
     if as_json:
+        from narrowcast.runner.plan_json import plan_json
         from narrowcast.runs import strict_json
-        from narrowcast.training.phase_plans import phases_json
 
-        told = phases_json(loaded.recipe, plans, task_row=by_task.row)
+        told = plan_json(loaded.recipe, plans, task_row=by_task.row)
         click.echo(strict_json.dumps(told, indent=2))
         return
     if not loaded.recipe.is_settled:
@@ -50,6 +52,7 @@ def plan(recipe: str, overrides: tuple[str, ...], as_json: bool, every: bool) ->
     if by_task.row is not None:
         print_task_row(console, by_task.row)
         console.print()
+    print_strategy(console, strategy_row(loaded.recipe, plans[0]))
     print_phases(console, loaded.recipe, plans)
     for number, (title, plan) in enumerate(zip(titles(loaded.recipe), plans, strict=True)):
         if number:

@@ -33,8 +33,10 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
     console = lasting_screen(quiet=quiet)
     with out_dir(loaded.recipe.name, out) as place, working(console, "building the model"):
         from narrowcast.cli.run_loop import run_loop
+        from narrowcast.cli.view.strategy import print_strategy
         from narrowcast.cli.view.summary import introduce
         from narrowcast.cli.view.task_row import print_task_row
+        from narrowcast.runner.plan_json import strategy_row
         from narrowcast.runner.run import train as begin
 
         ready = begin(loaded, out=place.path)
@@ -42,6 +44,7 @@ def train(recipe: str, overrides: tuple[str, ...], out: str | None, quiet: bool)
         introduce(console, run.recipe, plan=run.plan, notes=run.task.info.notes, folder=str(place))
         if run.task_row is not None:
             print_task_row(console, run.task_row)
+        print_strategy(console, strategy_row(run.recipe, run.plan))
         if any(module.how == "emulated" for module in run.plan.modules):
             say(console, "note", "emulated formats compute as theirs and take longer than fp32")
         run_loop(run, console=console)

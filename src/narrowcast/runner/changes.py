@@ -11,6 +11,7 @@ from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.runs import RunFolder
 from narrowcast.runs.shape import ANY
+from narrowcast.strategies.hybrid.described import STRATEGY
 from narrowcast.training.checkpoints.settings import (
     MAY_CHANGE,
     decisive_differences,
@@ -140,7 +141,8 @@ def _other_formats(run: RunFolder, plan: Plan) -> list[str]:
         was = run.read_json(PLAN)
     except CheckpointError:
         return [f"{PLAN} was damaged, so it is not known whether the formats run as they did"]
-    beside = ("phases", TASK_ROW)  # `plan` is that of the first phase, and knows no task
+    # `plan` is that of the first phase, and knows neither task nor strategy.
+    beside = ("phases", TASK_ROW, STRATEGY)
     was = {key: was[key] for key in was if key not in beside}
     if was == now:
         return []

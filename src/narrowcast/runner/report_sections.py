@@ -1,18 +1,24 @@
 """The page of a run with what its workload adds to it."""
 
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from narrowcast.report.page import write_report
-from narrowcast.runs import RunFolder
+from narrowcast.runs import Record, ReportSection, RunFolder
+from narrowcast.strategies.hybrid.report import report_sections as strategy_sections
 from narrowcast.workloads import report_sections
 
 
 def write_run_report(folder: str | Path) -> Path:
-    """Write the report of the run in `folder`, with the sections of its workload.
+    """Write the report of the run in `folder`, with the sections of its strategy and workload.
 
     A workload that is not installed here adds none: a page can be made anywhere, later.
     """
     with RunFolder.open(folder) as run:
-        resolved = run.read_json("resolved.json")
-    return write_report(folder, sections=partial(report_sections, resolved))
+        resolved, task = run.read_json("resolved.json"), run.task_info()
+
+    def sections(path: Path, records: Sequence[Record]) -> list[ReportSection]:
+        own = report_sections(resolved, path, records)
+        return [*strategy_sections(records, task), *own]
+
+    return write_report(folder, sections=sections)

@@ -22,6 +22,7 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, planned
+from narrowcast.runner.baseline import with_baseline
 from narrowcast.runner.by_task import decided
 from narrowcast.runner.changes import (
     PLAN,
@@ -33,12 +34,12 @@ from narrowcast.runner.changes import (
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
 from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import require_no_run
+from narrowcast.runner.plan_json import plan_json
 from narrowcast.runs import Record, RunFolder, describe_environment
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS, RESOLVED
 from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
-from narrowcast.training.phase_plans import phases_json
 from narrowcast.training.task import Task
 from narrowcast.workloads import load_recipe
 
@@ -210,6 +211,8 @@ def train(
     path = None if out is None else Path(out)
     home = None if path is None else KeptFolder(path)
     records = assembled.train(loaded.recipe, folder=home)
+    if loaded.recipe.strategy.is_hybrid and loaded.recipe.strategy.baseline:
+        records = with_baseline(loaded.recipe, records)
     if path is None:
         return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
     folder = RunFolder.create(
@@ -219,7 +222,7 @@ def train(
         environment=describe_environment(),
     )
     folder.set_task_info(assembled.task.info)
-    folder.write_json(PLAN, phases_json(loaded.recipe, assembled.plans, task_row=by_task.row))
+    folder.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=by_task.row))
     return Run(loaded, assembled, records, folder=folder, home=home, task_row=by_task.row)
 
 
@@ -262,7 +265,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         run.set_task_info(assembled.task.info)
         earlier = rewind_to(run, state)
         run.write_json(RESOLVED, loaded.resolved())
-        run.write_json(PLAN, phases_json(loaded.recipe, assembled.plans, task_row=row))
+        run.write_json(PLAN, plan_json(loaded.recipe, assembled.plans, task_row=row))
         told += run.add_session({**describe_environment(), "accepted": accepted, "notices": told})
         stack.pop_all()  # it stays open, for the records to come
     step = 0 if state is None else int(state["step"])

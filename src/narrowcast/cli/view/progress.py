@@ -11,8 +11,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from narrowcast.cli.view.screen import is_live
+from narrowcast.cli.view.strategy import told
 from narrowcast.report.phrases import count, duration, large, measured, said, scale, value
-from narrowcast.runs import EvalRecord, FindingRecord, PrecisionRecord, Record, StepRecord
+from narrowcast.runs import (
+    EvalRecord,
+    FindingRecord,
+    PrecisionRecord,
+    Record,
+    StepRecord,
+    StrategyRecord,
+)
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import TaskInfo
 
@@ -59,6 +67,9 @@ class RunDisplay:
                 rest = f"; {record.remedy}" if record.remedy else ""
                 trouble = f"step {record.step}: {where}{record.what}: {record.why}{rest}"
                 self._findings.tell(lambda more: self.warn(trouble + more))
+            case StrategyRecord():
+                if text := told(record, self.task):
+                    self._print(Text(text))
             case PrecisionRecord():
                 what = "policy" if record.module == "*" else record.module
                 change = f"{what} {record.before} → {record.after}: {record.reason}"

@@ -14,6 +14,7 @@ from narrowcast.runs.records import (
     PrecisionRecord,
     Record,
     StepRecord,
+    StrategyRecord,
 )
 
 T = TypeVar("T")
@@ -105,6 +106,8 @@ def numbers(record: Record) -> dict[str, float]:
             return found | {f"loss/{name}": y for name, y in record.parts.items()}
         case EvalRecord():
             return {f"eval/{name}": y for name, y in record.metrics.items()}
+        case StrategyRecord(event="readout" | "jump"):
+            return {f"strategy/{name}": y for name, y in record.values.items()}
         case _:
             return {}
 
@@ -122,5 +125,7 @@ def words(record: Record) -> dict[str, str]:
         case PrecisionRecord():
             change = f"{record.module} {record.before} → {record.after}"
             return {"precision": f"{change.strip()}: {record.reason}"}
+        case StrategyRecord(event="phase" | "jump" | "readout"):
+            return {"strategy": f"{record.what}: {record.why}"}
         case _:
             return {}

@@ -69,7 +69,7 @@ class PhaseCourse:
 
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
         """End the phase, predict if that is next, and begin the phase of the steps to come."""
-        steps = step - self._since
+        steps, before = step - self._since, self.phase
         state = after_outcome(self._state, self._settings, succeeded=True, steps=steps)
         records = list[Record]()
         if self._jumps is None:
@@ -87,7 +87,9 @@ class PhaseCourse:
             self._state = state
         self._since = step
         records += self._formats.apply(self.phase, step=step)
-        return [*records, self._told(step, why)]
+        if records or self.phase != before:  # the same phase once more is no news
+            records.append(self._told(step, why))
+        return records
 
     def after_step(self, outcome: Outcome) -> None:
         """Let those who predict see the weights; waits for nothing."""

@@ -1,19 +1,17 @@
 """The predictors that a recipe asks for, and the settings of its jumps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from narrowcast.config.sections import Recipe
 from narrowcast.strategies.hybrid.control.settings import PhaseSettings
 from narrowcast.strategies.hybrid.jumps.budget import STEP_COST, JumpBudget
-from narrowcast.strategies.hybrid.jumps.dmd import Modes
-from narrowcast.strategies.hybrid.jumps.ensemble import Ensemble
 from narrowcast.strategies.hybrid.jumps.history import HistorySettings
 from narrowcast.strategies.hybrid.jumps.jump_settings import JumpSettings
-from narrowcast.strategies.hybrid.jumps.line import FittedCurve
-from narrowcast.strategies.hybrid.jumps.network import NetworkSettings, WeightNetwork
 from narrowcast.strategies.hybrid.jumps.predictor import Predictor
+from narrowcast.strategies.hybrid.jumps.predictors import PREDICTORS, predictor_named
 
 SNAPSHOTS = 6
 """Of a full phase: what the predictors need, and one to judge them by."""
@@ -21,20 +19,9 @@ SNAPSHOTS = 6
 
 def predictors_of(recipe: Recipe, *, device: torch.device) -> list[Predictor]:
     """Return who may predict: the one that is asked for, or all between whom a bandit chooses."""
-    name, seed = recipe.strategy.jumps.predictor, recipe.seed
-    singles: dict[str, Predictor] = {
-        "line": FittedCurve(1),
-        "quadratic": FittedCurve(2),
-        "dmd": Modes(),
-        "network": WeightNetwork(NetworkSettings(seed=seed), device=device),
-    }
-    if name in singles:
-        return [singles[name]]
-    if name == "ensemble":
-        return [Ensemble(list(singles.values()), device=device)]
-    # Each has a state of its own, so the ensemble has members of its own.
-    members: list[Predictor] = [FittedCurve(1), FittedCurve(2), Modes()]
-    return [*singles.values(), Ensemble(members, device=device)]
+    asked = recipe.strategy.jumps.predictor
+    names = list(PREDICTORS) if asked == "bandit" else [asked]
+    return [predictor_named(name, device=device, seed=recipe.seed) for name in names]
 
 
 def horizons_of(settings: PhaseSettings) -> Sequence[int]:
@@ -54,13 +41,7 @@ def jump_settings_of(recipe: Recipe, settings: PhaseSettings) -> JumpSettings:
         seed=recipe.seed,
     )
     if asked.history_bytes is not None:
-        history = HistorySettings(
-            every=history.every,
-            most=history.most,
-            place=history.place,
-            seed=history.seed,
-            budget_bytes=asked.history_bytes,
-        )
+        history = replace(history, budget_bytes=asked.history_bytes)
     return JumpSettings(
         history=history,
         budget=JumpBudget(

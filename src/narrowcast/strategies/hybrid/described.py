@@ -1,0 +1,64 @@
+"""What hybrid training will do and keep, said before a run: sentences and bytes for its plan."""
+
+from typing import Any
+
+from narrowcast.config.sections import Recipe
+from narrowcast.precision.plan.phases import PHASES
+from narrowcast.strategies.hybrid.phase_formats import policies_of
+
+STRATEGY = "strategy"
+"""What plan.json calls it."""
+
+
+def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
+    """Return what the strategy of a recipe does, as plain data; None for plain training.
+
+    `trained_weights` is the number of weights that are trained.
+    """
+    strategy = recipe.strategy
+    if not strategy.is_hybrid:
+        return None
+    lead = {"fp32": 4, "bf16": 2}[strategy.lookahead.storage] if strategy.has_lookahead else 0
+    averages = len(set(strategy.readout.half_lives))
+    policies = policies_of(strategy, recipe.precision.policy)
+    return {
+        "name": strategy.name,
+        "preset": strategy.preset,
+        "told": list(_told(recipe, averages=averages)),
+        "bytes": {
+            "lookahead": lead * trained_weights,
+            "averages": 4 * averages * trained_weights,
+        },
+        "policies": {phase: policies[phase] for phase in PHASES},
+    }
+
+
+def _told(recipe: Recipe, *, averages: int) -> list[str]:
+    strategy, told = recipe.strategy, list[str]()
+    if recipe.lr_schedule.name != "constant" and strategy.stretch != 1:
+        told.append(
+            f"the {recipe.lr_schedule.name} learning rate is planned for {strategy.stretch:g} times "
+            "the steps, and the run ends before it is down"
+        )
+    if averages:
+        word = "averages" if averages > 1 else "average"
+        told.append(
+            f"{averages} {word} of the weights, of which the best, or the weights themselves, is "
+            "returned: every evaluation measures each"
+        )
+    if strategy.has_lookahead:
+        after = "the warm-up"
+        if recipe.is_settled:
+            after = f"{strategy.warmup_steps(recipe.steps)} steps"
+        settings = strategy.lookahead
+        told.append(
+            f"after {after} each gradient is taken {settings.pull:g} of the way from the newest "
+            f"weights to their average, which follows at {settings.share:g} a step"
+        )
+    if strategy.has_jumps:
+        jumps = strategy.jumps
+        told.append(
+            f"jumps of the weights ({jumps.predictor}), judged on {jumps.micro_batches} batches, "
+            f"for {jumps.budget:.0%} of the run's work at most; measured, they rarely pay"
+        )
+    return told

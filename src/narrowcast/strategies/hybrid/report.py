@@ -1,0 +1,155 @@
+"""The sections of a report that tell of hybrid training: phases, read-outs, and the plain run."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from narrowcast.runs import Record, ReportSection, StepRecord, StrategyRecord
+from narrowcast.runs.report_drawing import (
+    QUIET,
+    Scale,
+    axes,
+    box,
+    colour,
+    drawing,
+    legend,
+    line,
+    path,
+    words,
+)
+from narrowcast.runs.task_info import Metric, TaskInfo
+from narrowcast.strategies.hybrid.saved import Reached, reached
+
+WIDE, HIGH = 900.0, 300.0
+LEFT, RIGHT, TOP, BELOW = 64.0, 12.0, 28.0, 48.0
+STRIP = 26.0
+
+
+def report_sections(records: Sequence[Record], task: TaskInfo) -> list[ReportSection]:
+    """Return what hybrid training adds to the report of a run; nothing for plain training."""
+    told = [record for record in records if isinstance(record, StrategyRecord)]
+    if not told:
+        return []
+    html = "".join(
+        [
+            _phases(told, records),
+            _readouts(told, task.headline),
+            _compared(told, records, task.headline),
+            _jumps(told),
+            _summed_up(told),
+        ]
+    )
+    return [ReportSection(title="Hybrid training", html=html)]
+
+
+def _phases(told: Sequence[StrategyRecord], records: Sequence[Record]) -> str:
+    """Draw the phases as a strip, with a mark where a jump was tried."""
+    last = max((r.step for r in records if isinstance(r, StepRecord)), default=0)
+    begun = [record for record in told if record.event == "phase"]
+    if not begun or not last:
+        return ""
+    x = Scale(0, last, LEFT, WIDE - RIGHT)
+    names = list(dict.fromkeys(record.phase for record in begun))
+    ends = [*(record.step for record in begun[1:]), last]
+    marks = [
+        box(x(a.step), 4, x(end) - x(a.step), STRIP, fill=colour(names.index(a.phase)), opacity=0.6)
+        for a, end in zip(begun, ends, strict=True)
+    ]
+    for jump in (record for record in told if record.event == "jump"):
+        accepted = jump.values.get("accepted") == 1
+        marks.append(line(x(jump.step), 0, x(jump.step), STRIP + 8, stroke=colour(4 + accepted)))
+    for value, label in x.ticks():
+        marks.append(words(x(value), STRIP + 24, label, anchor="middle"))
+    alt = "; ".join(f"{r.phase} from step {r.step}" for r in begun[:20])
+    about = f"Phases: {alt}"
+    strip = drawing(marks, width=WIDE, height=STRIP + 32, alt=about, most=WIDE, least=480)
+    shades = [(colour(n), name) for n, name in enumerate(names)]
+    if any(record.event == "jump" for record in told):
+        shades += [(colour(4), "jump rejected"), (colour(5), "jump accepted")]
+    return f"<h3>Phases</h3>{strip}{legend(shades)}"
+
+
+def _readouts(told: Sequence[StrategyRecord], metric: Metric) -> str:
+    """Draw the headline of every read-out, and of the plain run where there was one."""
+    curves = dict[str, list[tuple[float, float]]]()
+    for record in told:
+        if record.event == "readout":
+            for name, y in record.values.items():
+                curves.setdefault(name, []).append((record.step, y))
+    plain = _plain(told, metric)
+    if plain:
+        curves["plain training"] = plain
+    points = [point for curve in curves.values() for point in curve]
+    if len(points) < 2:
+        return ""
+    x = Scale(0, max(a for a, _ in points), LEFT, WIDE - RIGHT)
+    y = Scale(min(b for _, b in points), max(b for _, b in points), HIGH - BELOW, TOP)
+    marks = axes(x, y, below="step", beside=metric.name)
+    shades = []
+    for number, (name, curve) in enumerate(curves.items()):
+        shade = QUIET if name == "plain training" else colour(number)
+        marks.append(path([(x(a), y(b)) for a, b in curve], stroke=shade))
+        shades.append((shade, name))
+    alt = f"{metric.name} of each read-out by step"
+    picture = drawing(marks, width=WIDE, height=HIGH, alt=alt, most=WIDE, least=480)
+    chosen = [record for record in told if record.event == "readout"][-1:]
+    note = "".join(f"<p>Returned: <b>{escape(r.what)}</b>, {escape(r.why)}.</p>" for r in chosen)
+    return f"<h3>Read-outs</h3>{picture}{legend(shades)}{note}"
+
+
+def _compared(told: Sequence[StrategyRecord], records: Sequence[Record], metric: Metric) -> str:
+    plain = [record for record in told if record.event == "baseline"]
+    if not plain:
+        return ""
+    found = reached(records, metric)
+    return f"<h3>Against plain training</h3><p>{escape(_sentence(found, metric))}</p>"
+
+
+def _sentence(found: Reached | None, metric: Metric) -> str:
+    if found is None:
+        return f"The plain run has no {metric.name} to compare with."
+    begin = (
+        f"The plain run ends with {metric.name} {found.plain:.5g} after {found.plain_steps} steps "
+        f"and {found.plain_seconds:.1f} s"
+    )
+    if found.steps is None:
+        return f"{begin}; this one ends with {found.ended:.5g} and has not reached it."
+    return (
+        f"{begin}; this one was as good at step {found.steps:.0f} after {found.seconds:.1f} s, "
+        f"{found.plain_steps / found.steps:.2f} times fewer steps (between two evaluations on a "
+        f"straight line), and ends with {found.ended:.5g}."
+    )
+
+
+def _jumps(told: Sequence[StrategyRecord]) -> str:
+    tried = [record for record in told if record.event == "jump"]
+    if not tried:
+        return ""
+    rows = "".join(
+        f"<tr><td>{r.step}</td><td>{escape(r.what)}</td><td>{escape(r.why)}</td>"
+        f"<td>{r.values.get('confidence', 0):.2f}</td><td>{r.seconds:.2f}</td></tr>"
+        for r in tried[:100]
+    )
+    head = "<tr><th>step</th><th>jump</th><th>why</th><th>confidence</th><th>seconds</th></tr>"
+    return f"<h3>Jumps</h3><div class='scroll'><table>{head}{rows}</table></div>"
+
+
+def _summed_up(told: Sequence[StrategyRecord]) -> str:
+    found = [record for record in told if record.event == "summary"]
+    if not found:
+        return ""
+    rows = "".join(_rows(found[-1]))
+    return f"<h3>In numbers</h3><div class='scroll'><table>{rows}</table></div>"
+
+
+def _rows(record: StrategyRecord) -> Iterator[str]:
+    for name, value in record.values.items():
+        if value or not name.startswith("steps in"):
+            yield f"<tr><td>{escape(name)}</td><td>{value:,.6g}</td></tr>"
+
+
+def _plain(told: Sequence[StrategyRecord], metric: Metric) -> list[tuple[float, float]]:
+    return [
+        (record.values["step"], record.values[metric.name])
+        for record in told
+        if record.event == "baseline" and metric.name in record.values
+    ]
