@@ -186,3 +186,24 @@ def test_an_update_that_moves_nothing_is_lost_though_the_weight_follows_its_lead
     assert max(moved) > 1e-3
     # But for the few that are so near zero that they do move.
     assert 0.99 < float(share) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lead", [torch.float32, torch.bfloat16])
+def test_a_graph_replays_steps_with_leads_and_skips_them(lead):
+    pair = [weights_of((torch.bfloat16, "split"), "int8", lead) for _ in range(2)]
+    kernels = [kernel_of(weights) for weights in pair]
+    given = gradients_of(torch.Generator().manual_seed(1), torch.bfloat16)
+    finite = torch.tensor(True, device=DEVICE)
+    for kernel in kernels:
+        kernel.step(given, factor=None, finite=finite, metered=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels[0].step(given, factor=None, finite=finite, metered=False)
+    for good in (True, False, True):
+        finite.fill_(good)
+        graph.replay()
+        kernels[1].step(given, factor=None, finite=finite, metered=False)
+    for a, b in zip(*pair, strict=True):
+        assert all(map(torch.equal, tensors_of(a), tensors_of(b)))
+    assert float(pair[0][2].step) == 3

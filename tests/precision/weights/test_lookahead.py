@@ -379,6 +379,11 @@ def test_updates_that_move_nothing_count_as_lost_though_weights_move(policy):
     assert not torch.equal(bits_of(run)[0][0], before[0])
 
 
+def test_a_prepared_model_says_that_it_looks_ahead():
+    run = prepared(settings=nc.Lookahead(storage="bf16"))
+    assert "  lookahead   pull 0.9, share 0.05, leads in bf16" in repr(run).splitlines()
+
+
 def test_leads_lie_in_memory_as_their_weights():
     weight = nn.Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last))
     point = LookaheadPoint([weight], nc.Lookahead(storage="bf16"))
