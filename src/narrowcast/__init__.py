@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.runs import Metric as Metric
     from narrowcast.runs import ReportSection as ReportSection
     from narrowcast.runs import TaskInfo as TaskInfo
+    from narrowcast.strategies.hybrid.loop import HybridRun as HybridRun
+    from narrowcast.strategies.hybrid.loop import hybrid as hybrid
     from narrowcast.training.checkpoints.data_identity import digest_of as digest_of
     from narrowcast.training.task import Hook as Hook
     from narrowcast.training.task import LossParts as LossParts
@@ -54,6 +56,7 @@ _HOMES = {
     "PRESETS": "precision.plan.presets",
     "Hardware": "hardware",
     "Hook": "training.task",
+    "HybridRun": "strategies.hybrid.loop",
     "Lookahead": "precision.weights.lookahead",
     "LossParts": "training.task",
     "LossScale": "precision.gradients.loss_scale",
@@ -75,6 +78,7 @@ _HOMES = {
     "apply_task": "precision.plan.tasks",
     "digest_of": "training.checkpoints.data_identity",
     "explain": "health.diagnose.explain",
+    "hybrid": "strategies.hybrid.loop",
     "keep_frozen": "precision.weights.frozen_base",
     "linear_cross_entropy": "precision.fused.linear_cross_entropy",
     "load_recipe": "workloads",

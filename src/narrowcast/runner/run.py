@@ -211,7 +211,7 @@ def train(
     path = None if out is None else Path(out)
     home = None if path is None else KeptFolder(path)
     records = assembled.train(loaded.recipe, folder=home)
-    if loaded.recipe.strategy.is_hybrid and loaded.recipe.strategy.baseline:
+    if loaded.recipe.strategy.has_baseline:
         records = with_baseline(loaded.recipe, records)
     if path is None:
         return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
@@ -252,6 +252,8 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         loaded = loaded.for_samples(len(assembled.task.train_data))
         home = KeptFolder(run.path)
         records = assembled.train(loaded.recipe, folder=home, resume=state, accept=accepted)
+        if state is None and loaded.recipe.strategy.has_baseline:
+            records = with_baseline(loaded.recipe, records)
         run.require_task_info(assembled.task.info)
         told = notices(
             run,

@@ -47,7 +47,7 @@ class ReadoutSection(Section):
     """The averages of the weights, the best of which is what the run returns."""
 
     half_lives: tuple[Annotated[float, Field(gt=0, le=1)], ...] = Field(
-        default=(0.01, 0.03),
+        default=(0.015, 0.05),
         max_length=MOST_AVERAGES,
         description="of each average, as shares of the run; none at all: []",
     )
@@ -167,6 +167,11 @@ class StrategySection(Section):
     def has_jumps(self) -> bool:
         """Whether jumps of the weights are tried."""
         return self.is_hybrid and self.preset == "aggressive"
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the plain run is trained first."""
+        return self.is_hybrid and self.baseline
 
     @property
     def has_phase_policies(self) -> bool:

@@ -83,7 +83,7 @@ class Engine:
         fused, path = update_path(optimizer, plan.policy, asked=fused_optimizer)
         self.weights.refuse_impossible(plan, fused=fused, path=path)
         if lookahead is not None:
-            refuse_lookahead(optimizer, plan)
+            refuse_lookahead(optimizer, plan, lookahead)
         self.weights.apply(plan, fused=fused)
         self.buffers = BufferGuard(model)
         self._take(plan, scales, path)
@@ -169,7 +169,7 @@ class Engine:
         self.weights.ownership.refuse_changes()
         self.log.sync()
         if self.weights.lookahead is not None:
-            self.weights.lookahead.before_step(self.steps_begun)
+            self.weights.lookahead.before_step(self.steps_begun, self.optimizer)
 
     @torch.no_grad()
     def queue_update(self, present: Sequence[int], *, metered: bool) -> Tensor:
@@ -270,7 +270,7 @@ class Engine:
         fused, path = update_path(self.optimizer, plan.policy, asked=self._fused_asked)
         self.weights.refuse_impossible(plan, fused=fused, path=path)
         if self.weights.lookahead is not None:
-            refuse_lookahead(self.optimizer, plan)
+            refuse_lookahead(self.optimizer, plan, self.weights.lookahead.settings)
         scales = self._request.next(
             plan.policy, scales=self.scales, settings=loss_scale, keep=keep_scale
         )

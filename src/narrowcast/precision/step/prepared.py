@@ -265,6 +265,8 @@ class Prepared:
         """
         self.engine.weights.ownership.refuse_swapped_in(doing="release()")
         self.sync()
+        if self.engine.weights.lookahead is not None:
+            self.engine.weights.lookahead.give_back_momentum(self.engine.optimizer)
         self.engine.weights.restore()
         return self.model
 

@@ -50,6 +50,9 @@ class Lookahead:
     binary digits in each step, and the answer takes the error, of at most 2**-9 of its way to where
     the optimizer is; of that, the following steps leave 1 - share each. Where the optimizer is
     keeps every digit."""
+    momentum: float | None = 0.0
+    """The first of the optimizer's `betas` from then on. To follow an average is a momentum too, and
+    two of them swing: with 0.9 besides, a loss that fell rises again. None leaves it alone."""
     begins_after: int = 0
     """Steps of plain training before it. At first weights go far in few steps, and an answer that
     follows at a twentieth would hold them back."""
@@ -66,6 +69,11 @@ class Lookahead:
             raise RecipeError(
                 f"Lookahead(share={self.share:g}): the answer goes a part of its way in each step; "
                 "write a number above 0 and up to 1, such as 0.05"
+            )
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise RecipeError(
+                f"Lookahead(momentum={self.momentum:g}): write 0, a number below 1, or None to "
+                "leave the optimizer its own"
             )
         if self.begins_after < 0:
             raise RecipeError(
@@ -95,15 +103,30 @@ class LookaheadPoint:
         self.settings = settings
         self.has_begun = settings.begins_after == 0
         """Whether leads are kept by now; before that they are zero, and training is plain."""
+        self._had: dict[int, float] = {}
+        """The momentum that each group of the optimizer had."""
         self._parameters = list(parameters)
         self._places = {p: i for i, p in enumerate(parameters)}
         self._leads: list[Tensor | None] = [
             self._zeros(p) if p.requires_grad else None for p in parameters
         ]
 
-    def before_step(self, steps: int) -> None:
-        """Begin when it is time to, given how many steps there were."""
+    def before_step(self, steps: int, optimizer: torch.optim.Optimizer) -> None:
+        """Begin when it is time to, given how many steps there were.
+
+        The optimizer's momentum is looked at in each: a schedule may set it anew.
+        """
         self.has_begun = steps >= self.settings.begins_after
+        if self.has_begun and self.settings.momentum is not None:
+            for group in optimizer.param_groups:
+                if had := set_momentum(group, self.settings.momentum):
+                    self._had.setdefault(id(group), had)
+
+    def give_back_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer have the momentum again that it had before."""
+        for group in optimizer.param_groups:
+            if id(group) in self._had:
+                set_momentum(group, self._had[id(group)])
 
     @property
     def ahead(self) -> Ahead:
@@ -144,6 +167,7 @@ class LookaheadPoint:
             "share": settings.share,
             "storage": settings.storage,
             "begins_after": settings.begins_after,
+            "momentum": settings.momentum,
             "leads": list(self._leads),
         }
 
@@ -161,7 +185,17 @@ class LookaheadPoint:
         return torch.zeros_like(weight.detach(), dtype=_DTYPES[self.settings.storage])
 
 
-def refuse_lookahead(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+def set_momentum(group: dict[str, Any], momentum: float) -> float:
+    """Give a group of an optimizer another first beta; return the one it had, or 0."""
+    if "betas" not in group:
+        return 0.0
+    first, *others = group["betas"]
+    if first != momentum:
+        group["betas"] = (momentum, *others)
+    return float(first)
+
+
+def refuse_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Lookahead) -> None:
     """Refuse a lookahead point where it would not be the one that was asked for."""
     narrow = next((m for m in plan.modules if m.policy.params != "fp32"), None)
     master = plan.policy.master or "none"
@@ -185,6 +219,16 @@ def refuse_lookahead(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
                 f"lookahead was asked for with {kind.__name__}, which has points of its own that "
                 "its train() and eval() exchange; give prepare() a plain optimizer, such as "
                 "torch.optim.AdamW, or leave lookahead out"
+            )
+    for group in optimizer.param_groups:
+        own = group.get("momentum", 0.0)
+        if own and settings.momentum is not None:
+            # Unlike betas it multiplies the step by 1 / (1 - momentum), and only the user knows
+            # what the learning rate was meant with.
+            raise UnsupportedError(
+                f"lookahead was asked for with momentum={own:g}: to follow an average is a "
+                f"momentum too, and two of them swing; write momentum=0 and {1 / (1 - own):g} times "
+                "the learning rate, or Lookahead(momentum=None) to have both"
             )
 
 

@@ -37,8 +37,8 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
     strategy, told = recipe.strategy, list[str]()
     if recipe.lr_schedule.name != "constant" and strategy.stretch != 1:
         told.append(
-            f"the {recipe.lr_schedule.name} learning rate is planned for {strategy.stretch:g} times "
-            "the steps, and the run ends before it is down"
+            f"the {recipe.lr_schedule.name} learning rate is planned for {strategy.stretch:g} "
+            "times the steps, and the run ends before it is down"
         )
     if averages:
         word = "averages" if averages > 1 else "average"

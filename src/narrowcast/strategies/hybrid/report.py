@@ -73,8 +73,8 @@ def _readouts(told: Sequence[StrategyRecord], metric: Metric) -> str:
     curves = dict[str, list[tuple[float, float]]]()
     for record in told:
         if record.event == "readout":
-            for name, y in record.values.items():
-                curves.setdefault(name, []).append((record.step, y))
+            for name, score in record.values.items():
+                curves.setdefault(name, []).append((record.step, score))
     plain = _plain(told, metric)
     if plain:
         curves["plain training"] = plain

@@ -1,0 +1,162 @@
+"""`nc.hybrid`: hybrid training in somebody's own loop.
+
+run = nc.hybrid(model, optimizer, steps=1000, scheduler=CosineAnnealingLR, policy="bf16")
+for x, y in loader:
+    with run.compute():
+        loss = F.cross_entropy(model(x), y)
+    run.step(loss)
+run.read_out(lambda: validation_loss(model))  # what is returned from here on
+model.load_state_dict(run.answer_weights())
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.config.common.strategy import StrategySection
+from narrowcast.errors import RecipeError
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.prepare import prepare
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.schedules import AnyScheduler
+from narrowcast.precision.weights.lookahead import Lookahead
+from narrowcast.strategies.hybrid.jumps.budget import STEP_COST, JumpBudget
+from narrowcast.strategies.hybrid.jumps.history import HistorySettings
+from narrowcast.strategies.hybrid.jumps.jump_settings import JumpSettings
+from narrowcast.strategies.hybrid.jumps.jumper import Jumper, Losses
+from narrowcast.strategies.hybrid.jumps.predictors import predictor_named
+from narrowcast.strategies.hybrid.jumps.prepared_weights import PreparedWeights
+from narrowcast.strategies.hybrid.jumps.verify import Verdict
+from narrowcast.strategies.hybrid.readout.choice import Better, Choice, Readouts
+
+Preset = Literal["conservative", "balanced", "aggressive"]
+MakeScheduler = Callable[[torch.optim.Optimizer, int], AnyScheduler]
+"""Makes a schedule of an optimizer and of the steps that it is planned for."""
+DEFAULTS = StrategySection(name="hybrid")
+
+
+def hybrid(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int,
+    preset: Preset = "balanced",
+    scheduler: MakeScheduler | None = None,
+    stretch: float = DEFAULTS.stretch,
+    half_lives: Sequence[float] = DEFAULTS.readout.half_lives,
+    lookahead: Lookahead | None = None,
+    predictor: str = "line",
+    **settings: Any,
+) -> "HybridRun":
+    """Prepare a model for hybrid training in a loop of your own; `settings` are as for `prepare`.
+
+    `steps` is how long you mean to train; you may stop earlier. `scheduler` is called with the
+    optimizer and `stretch` times as many steps, so that `CosineAnnealingLR` itself can be given.
+    `half_lives` are those of the averages, as shares of `steps`. `conservative` keeps averages and
+    leaves the optimizer alone; `balanced` takes gradients at a point ahead besides (`lookahead`
+    changes how); `aggressive` lets you try jumps of the weights by `predictor`, too.
+    """
+    if steps < 1:
+        raise RecipeError(f"steps={steps}: write how many steps you mean to train, 1 or more")
+    for taken in ("ema_decay",):
+        if settings.get(taken) is not None:
+            raise RecipeError(
+                f"hybrid() keeps averages by itself; leave {taken} out, and write half_lives=[0.03]"
+            )
+    try:
+        asked = StrategySection(name="hybrid", preset=preset, stretch=stretch)
+    except ValueError as error:
+        raise RecipeError(f"preset={preset!r}, stretch={stretch!r}: {error}") from error
+    if lookahead is None and asked.has_lookahead:
+        lookahead = Lookahead(begins_after=asked.warmup_steps(steps))
+    made = None if scheduler is None else scheduler(optimizer, round(steps * stretch))
+    prepared = prepare(model, optimizer, scheduler=made, lookahead=lookahead, **settings)
+    lives = {f"average {share:g}": max(share * steps, 1.0) for share in sorted(set(half_lives))}
+    run = HybridRun(prepared, Readouts(prepared, half_lives=lives))
+    if asked.has_jumps:
+        run.allow_jumps(steps, predictor=predictor)
+    return run
+
+
+@final
+class HybridRun:
+    """A prepared model whose averages follow its steps; see `hybrid`."""
+
+    def __init__(self, prepared: Prepared, readouts: Readouts) -> None:
+        self.prepared, self.readouts = prepared, readouts
+        self.model = prepared.model
+        self._jumper: Jumper | None = None
+
+    def compute(self) -> contextlib.AbstractContextManager[Any]:
+        """Hold this over the forward pass and the loss."""
+        return self.prepared.compute()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a loss's gradients to those already there; see `Prepared.backward`."""
+        self.prepared.backward(loss)
+
+    def step(self, loss: Tensor | None = None) -> Outcome:
+        """Update the weights, and let averages and past weights follow; waits for nothing more."""
+        outcome = self.prepared.step(loss)
+        self.readouts.after_step(outcome)
+        if self._jumper is not None:
+            self._jumper.observe(outcome.step)
+        return outcome
+
+    def read_out(self, measure: Callable[[], float], *, better: Better = "lower") -> Choice:
+        """Measure every read-out, each in the model's place, and keep the best for the answer.
+
+        `measure` evaluates the model as it is when called, on data that is not trained on.
+        """
+        return self.readouts.choose(lambda name: measure(), better=better)
+
+    def answering(self) -> contextlib.AbstractContextManager[None]:
+        """Let the model have the answer inside the block: the read-out that was chosen last."""
+        return self.readouts.standing_in()
+
+    def answer_weights(self) -> dict[str, Tensor]:
+        """Return the answer in fp32 by name, which the plain model loads; copies."""
+        return self.readouts.weights()
+
+    def allow_jumps(self, steps: int, *, predictor: str) -> None:
+        """Watch the weights from now on, so that `jump` can be tried."""
+        device = self.prepared.engine.weights.device
+        self._jumper = Jumper(
+            PreparedWeights(self.prepared),
+            [predictor_named(predictor, device=device)],
+            settings=JumpSettings(
+                history=HistorySettings(every=max(1, steps // 200)),
+                budget=JumpBudget(planned=steps * STEP_COST),
+            ),
+        )
+
+    def jump(self, ahead_steps: int, losses: Losses) -> Verdict:
+        """Try to go where the weights would be in so many steps; roll back bit for bit if not.
+
+        `losses` passes the same eight micro-batches at every call, on data that is not trained on
+        yet, and returns the loss of each. Refused without `preset="aggressive"`; what the budget
+        forbids is not tried, and the verdict says so.
+        """
+        if self._jumper is None:
+            raise RecipeError('jump() needs past weights; write hybrid(…, preset="aggressive")')
+        (name,) = self._jumper.predictors
+        self._jumper.propose(ahead_steps, name)
+        return self._jumper.attempt(losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides the steps to come, averages and choice included."""
+        return {
+            "prepared": self.prepared.state_dict(),
+            "readouts": self.readouts.state_dict(),
+            "jumper": None if self._jumper is None else self._jumper.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a saved run stood that was prepared alike."""
+        self.prepared.load_state_dict(state["prepared"])
+        self.readouts.load_state_dict(state["readouts"])
+        if self._jumper is not None:
+            self._jumper.load_state_dict(state["jumper"])
