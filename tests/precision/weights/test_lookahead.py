@@ -16,6 +16,12 @@ from narrowcast.precision.plan.memory import MemoryPlan
 from narrowcast.precision.weights import master
 from narrowcast.precision.weights.lookahead import LookaheadPoint
 
+
+def ahead(**settings):
+    """Return a point beside the optimizer's own momentum: the recursion, and nothing else."""
+    return nc.Lookahead(momentum=None, **settings)
+
+
 SPLIT, FP32 = "fp32, params=bf16, master=split", "fp32, params=bf16, master=fp32"
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
@@ -42,7 +48,7 @@ def loss_of(model, step=0):
 def prepared(policy="fp32", *, kind="AdamW", settings=None, model=None, **options):
     model = network() if model is None else model
     trained = [p for p in model.parameters() if p.requires_grad]
-    lookahead = nc.Lookahead() if settings is None else settings
+    lookahead = ahead() if settings is None else settings
     optimizer = OPTIMIZERS[kind](trained)
     return nc.prepare(model, optimizer, policy=policy, lookahead=lookahead, **options)
 
@@ -91,7 +97,7 @@ def in_fp64(kind, settings):
     return {name: p.detach() for name, p in y.items()}, x
 
 
-@pytest.mark.parametrize("settings", [nc.Lookahead(), nc.Lookahead(pull=1.0, share=0.2)])
+@pytest.mark.parametrize("settings", [ahead(), ahead(pull=1.0, share=0.2)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_any_optimizer_trains_as_the_recursion_in_fp64(kind, settings):
     y, x = in_fp64(kind, settings)
@@ -106,7 +112,7 @@ def test_any_optimizer_trains_as_the_recursion_in_fp64(kind, settings):
 
 
 def test_the_fused_optimizer_trains_as_the_recursion_in_fp64():
-    y, x = in_fp64("AdamW", nc.Lookahead())
+    y, x = in_fp64("AdamW", ahead())
     run = trained(prepared(fused_optimizer=True), range(STEPS))
     assert "fused" in run.update_path
     allowed = STEPS * 5 * 2.0**-24 * max(p.abs().max() for p in x.values())
@@ -124,7 +130,7 @@ def test_the_answer_is_the_average_of_where_the_optimizer_was(gradients, pull, s
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = nc.Lookahead(pull=pull, share=share)
+    settings = ahead(pull=pull, share=share)
     run = nc.prepare(model, optimizer, policy="fp32", lookahead=settings)
     z = x = largest = 1.0
     for gradient in gradients:
@@ -143,7 +149,7 @@ def test_the_answer_is_the_average_of_where_the_optimizer_was(gradients, pull, s
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_with_a_share_of_one_it_is_plain_training_bit_for_bit(kind):
-    run = trained(prepared(kind=kind, settings=nc.Lookahead(share=1.0)), range(20))
+    run = trained(prepared(kind=kind, settings=ahead(share=1.0)), range(20))
     model = network()
     plain = nc.prepare(model, OPTIMIZERS[kind](model.parameters()), policy="fp32")
     trained(plain, range(20))
@@ -154,7 +160,7 @@ def test_with_a_share_of_one_it_is_plain_training_bit_for_bit(kind):
 
 def test_with_hardly_a_pull_the_answer_is_the_average_that_ema_decay_keeps():
     pull = 2.0**-20
-    run = trained(prepared(settings=nc.Lookahead(pull=pull, share=0.1)), range(20))
+    run = trained(prepared(settings=ahead(pull=pull, share=0.1)), range(20))
     model = network()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     plain = trained(nc.prepare(model, optimizer, policy="fp32", ema_decay=0.9), range(20))
@@ -167,7 +173,7 @@ def test_with_hardly_a_pull_the_answer_is_the_average_that_ema_decay_keeps():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("policy", ["fp32", "fp16", SPLIT, FP32, "bf16, params=bf16, master=split"])
 def test_a_skipped_step_leaves_weights_and_leads_bit_for_bit(policy, fused, storage):
-    settings = nc.Lookahead(storage=storage)
+    settings = ahead(storage=storage)
     run = trained(prepared(policy, fused_optimizer=fused, settings=settings), range(4))
     before, moments = bits_of(run), copy.deepcopy(run.state_dict()["optimizer"])
     trained(run, range(4, 6), bad=(4, 5))
@@ -182,7 +188,7 @@ def test_a_skipped_step_leaves_weights_and_leads_bit_for_bit(policy, fused, stor
 @pytest.mark.parametrize("fused", [False, True])
 def test_split_and_fp32_master_weights_are_trained_to_the_same_bits(fused, storage, monkeypatch):
     monkeypatch.setattr(master, "BUCKET", 100)  # so that there are several
-    settings = nc.Lookahead(storage=storage)
+    settings = ahead(storage=storage)
     runs = [
         trained(prepared(policy, fused_optimizer=fused, settings=settings), range(30))
         for policy in (SPLIT, FP32)
@@ -244,7 +250,11 @@ def test_a_frozen_weight_has_a_lead_once_it_is_thawed(fused):
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     model[0].requires_grad_(False)
     run = nc.prepare(
-        model, optimizer, policy="fp32", lookahead=nc.Lookahead(), fused_optimizer=fused
+        model,
+        optimizer,
+        policy="fp32",
+        lookahead=ahead(),
+        fused_optimizer=fused,
     )
     trained(run, range(3))
     assert [lead is None for lead in run.state_dict()["lookahead"]["leads"]] == [True, True, 0, 0]
@@ -266,7 +276,7 @@ def test_a_frozen_weight_has_a_lead_once_it_is_thawed(fused):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("policy", ["fp32", "fp16", SPLIT])
 def test_a_run_goes_on_bit_for_bit_from_its_state(policy, fused, storage, same_state):
-    settings = nc.Lookahead(storage=storage)
+    settings = ahead(storage=storage)
 
     def begun():
         return prepared(policy, fused_optimizer=fused, settings=settings, ema_decay=0.9)
@@ -287,9 +297,12 @@ def test_a_run_goes_on_bit_for_bit_from_its_state(policy, fused, storage, same_s
     ("other", "difference"),
     [
         (None, "lookahead is a dict of 4 in the checkpoint and nothing here"),
-        (nc.Lookahead(pull=0.8), "pull is 0.9 in the checkpoint and 0.8 here"),
-        (nc.Lookahead(share=0.1), "share is 0.05 in the checkpoint and 0.1 here"),
-        (nc.Lookahead(storage="bf16"), "storage is fp32 in the checkpoint and bf16 here"),
+        (ahead(pull=0.8), "pull is 0.9 in the checkpoint and 0.8 here"),
+        (ahead(share=0.1), "share is 0.05 in the checkpoint and 0.1 here"),
+        (
+            ahead(storage="bf16"),
+            "storage is fp32 in the checkpoint and bf16 here",
+        ),
     ],
 )
 def test_a_state_of_other_settings_is_refused_and_changes_nothing(other, difference):
@@ -351,7 +364,7 @@ def test_several_optimizers_move_their_own_weights_of_one_point():
         torch.optim.AdamW(model[0].parameters(), lr=1e-2),
         torch.optim.SGD(model[2].parameters(), lr=1e-2),
     ]
-    run = nc.prepare(model, parts, policy="fp32", lookahead=nc.Lookahead())
+    run = nc.prepare(model, parts, policy="fp32", lookahead=ahead())
     trained(run, range(10))
     answer, full = run.answer_weights(), run.full_weights()
     assert not any(torch.equal(answer[name], full[name]) for name in full)
@@ -380,13 +393,13 @@ def test_updates_that_move_nothing_count_as_lost_though_weights_move(policy):
 
 
 def test_a_prepared_model_says_that_it_looks_ahead():
-    run = prepared(settings=nc.Lookahead(storage="bf16"))
+    run = prepared(settings=ahead(storage="bf16"))
     assert "  lookahead   pull 0.9, share 0.05, leads in bf16" in repr(run).splitlines()
 
 
 def test_leads_lie_in_memory_as_their_weights():
     weight = nn.Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=torch.channels_last))
-    point = LookaheadPoint([weight], nc.Lookahead(storage="bf16"))
+    point = LookaheadPoint([weight], ahead(storage="bf16"))
     assert point.lead(0).stride() == weight.stride()
     assert point.lead(0).dtype == torch.bfloat16
     assert point.bytes() == 2 * weight.numel()
@@ -399,7 +412,7 @@ def test_a_lead_in_bf16_leaves_the_optimizer_every_digit():
         model = nn.Module()
         model.weight = nn.Parameter(torch.linspace(1, 2, 100))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run = nc.prepare(model, optimizer, policy="fp32", lookahead=nc.Lookahead(storage=storage))
+        run = nc.prepare(model, optimizer, policy="fp32", lookahead=ahead(storage=storage))
         for step in range(100):
             run.step((model.weight * torch.linspace(0, step, 100).sin()).sum())
         weight, lead = model.weight.detach(), run.engine.weights.lookahead.lead(0).float()
@@ -426,7 +439,7 @@ def test_a_lead_in_bf16_leaves_the_optimizer_every_digit():
 )
 def test_senseless_settings_are_refused(settings, told):
     with pytest.raises(RecipeError, match=told):
-        nc.Lookahead(**settings)
+        ahead(**settings)
 
 
 def test_what_are_no_settings_is_refused():
@@ -447,7 +460,7 @@ def test_an_optimizer_with_points_of_its_own_is_refused():
     model = network()
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-3)
     with pytest.raises(UnsupportedError, match="points of its own"):
-        nc.prepare(model, optimizer, policy="fp32", lookahead=nc.Lookahead())
+        nc.prepare(model, optimizer, policy="fp32", lookahead=ahead())
 
 
 class Slow(torch.optim.Optimizer):
@@ -465,4 +478,38 @@ def test_an_optimizer_around_another_is_refused():
     model = network()
     optimizer = Slow(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UnsupportedError, match="give prepare\\(\\) the SGD inside"):
+        nc.prepare(model, optimizer, policy="fp32", lookahead=ahead())
+
+
+def test_it_begins_when_it_is_time_and_takes_the_momentum_over():
+    later = nc.Lookahead(begins_after=3)
+    models = [nn.Linear(5, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, betas=(0.8, 0.99)) for m in models]
+    plain = nc.prepare(models[0], optimizers[0], policy="fp32")
+    run = nc.prepare(models[1], optimizers[1], policy="fp32", lookahead=later)
+    for step in range(6):
+        x = torch.randn(7, 5, generator=torch.Generator().manual_seed(step))
+        for each in (plain, run):
+            with each.compute():
+                loss = each.model(x).square().mean()
+            each.step(loss)
+        same = all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        assert same == (step < 3)
+        assert optimizers[1].param_groups[0]["betas"] == (0.8 if step < 3 else 0.0, 0.99)
+    run.release()
+    assert optimizers[1].param_groups[0]["betas"] == (0.8, 0.99)
+
+
+def test_momentum_that_is_no_average_is_refused_with_the_rate_that_replaces_it():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.75)
+    with pytest.raises(UnsupportedError, match="momentum=0 and 4 times the learning rate"):
         nc.prepare(model, optimizer, policy="fp32", lookahead=nc.Lookahead())
+
+
+@pytest.mark.parametrize("settings", [{"momentum": 1.0}, {"momentum": -0.1}, {"begins_after": -1}])
+def test_a_momentum_or_a_beginning_that_cannot_be_is_refused(settings):
+    (name,) = settings
+    with pytest.raises(RecipeError, match=name):
+        nc.Lookahead(**settings)

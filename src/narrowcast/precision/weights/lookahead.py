@@ -51,8 +51,8 @@ class Lookahead:
     the optimizer is; of that, the following steps leave 1 - share each. Where the optimizer is
     keeps every digit."""
     momentum: float | None = 0.0
-    """The first of the optimizer's `betas` from then on. To follow an average is a momentum too, and
-    two of them swing: with 0.9 besides, a loss that fell rises again. None leaves it alone."""
+    """The first of the optimizer's `betas` from then on. To follow an average is a momentum too,
+    and two of them swing: with 0.9 besides, a loss that fell rises again. None leaves it alone."""
     begins_after: int = 0
     """Steps of plain training before it. At first weights go far in few steps, and an answer that
     follows at a twentieth would hold them back."""
@@ -227,8 +227,9 @@ def refuse_lookahead(optimizer: torch.optim.Optimizer, plan: Plan, settings: Loo
             # what the learning rate was meant with.
             raise UnsupportedError(
                 f"lookahead was asked for with momentum={own:g}: to follow an average is a "
-                f"momentum too, and two of them swing; write momentum=0 and {1 / (1 - own):g} times "
-                "the learning rate, or Lookahead(momentum=None) to have both"
+                "momentum too, and two of them swing; write momentum=0 and "
+                f"{1 / (1 - own):g} times the learning rate, or Lookahead(momentum=None) to have "
+                "both"
             )
 
 

@@ -1,0 +1,135 @@
+"""`nc.hybrid` in a loop of one's own, on real digits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import narrowcast as nc
+from narrowcast.errors import RecipeError, UnsupportedError
+
+DIGITS = load_digits()
+X = torch.tensor(DIGITS.data, dtype=torch.float32) / 16
+Y = torch.tensor(DIGITS.target)
+STEPS = 120
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+
+
+def batch(step, size=64):
+    drawn = torch.randint(0, 1200, (size,), generator=torch.Generator().manual_seed(step))
+    return X[drawn], Y[drawn]
+
+
+def held_out(model):
+    with torch.no_grad():
+        return F.cross_entropy(model(X[1200:]), Y[1200:]).item()
+
+
+def begin(**settings):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    return nc.hybrid(model, optimizer, steps=STEPS, **settings)
+
+
+def train(run, first, last):
+    for step in range(first, last):
+        x, y = batch(step)
+        with run.compute():
+            loss = F.cross_entropy(run.model(x), y)
+        run.step(loss)
+
+
+def test_the_answer_is_what_was_measured_and_loads_into_the_plain_model():
+    run = begin(scheduler=CosineAnnealingLR, policy="fp32")
+    train(run, 0, STEPS)
+    choice = run.read_out(lambda: held_out(run.model))
+    assert choice.scores[choice.name] == min(choice.scores.values()) < 1.0
+    plain = network()
+    plain.load_state_dict(run.answer_weights())
+    assert held_out(plain) == pytest.approx(choice.scores[choice.name], rel=1e-6)
+    with run.answering():
+        assert held_out(run.model) == pytest.approx(choice.scores[choice.name], rel=1e-6)
+
+
+def test_the_schedule_is_planned_beyond_the_run():
+    run = begin(scheduler=CosineAnnealingLR, stretch=1.5)
+    (schedule,) = run.prepared.schedulers
+    assert schedule.T_max == 180
+
+
+def test_conservative_leaves_the_optimizer_as_it_is():
+    model = network()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=4e-3)
+    run = nc.hybrid(model, torch.optim.AdamW(model.parameters(), lr=4e-3), steps=STEPS,
+                    preset="conservative", policy="fp32")  # fmt: skip
+    for step in range(20):
+        x, y = batch(step)
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train(run, 0, 20)
+    assert all(map(torch.equal, run.model.parameters(), plain.parameters()))
+
+
+def test_a_state_is_taken_up_bit_for_bit():
+    straight, first, second = (begin(preset="aggressive", policy="fp32") for _ in range(3))
+    train(straight, 0, 60)
+    train(first, 0, 45)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(second, 45, 60)
+    a, b = straight.answer_weights(), second.answer_weights()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    a, b = (run.readouts.weights("average 0.05") for run in (straight, second))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_jump_is_kept_or_leaves_every_bit():
+    run = begin(preset="aggressive", policy="fp32")
+    train(run, 0, 40)
+
+    def losses():
+        with run.compute():
+            return [F.cross_entropy(run.model(x), y).item() for x, y in map(batch, range(40, 48))]
+
+    before = {name: w.clone() for name, w in run.prepared.full_weights().items()}
+    verdict = run.jump(10, losses)
+    after = run.prepared.full_weights()
+    assert verdict.accepted or all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [
+        ({"steps": 0}, "1 or more"),
+        ({"ema_decay": 0.99}, "half_lives"),
+        ({"preset": "bold"}, "bold"),
+        ({"stretch": 0.5}, "stretch=0.5"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings, answer):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RecipeError, match=answer):
+        nc.hybrid(model, optimizer, **{"steps": 10, **settings})
+
+
+def test_jumps_need_past_weights():
+    run = begin()
+    with pytest.raises(RecipeError, match="aggressive"):
+        run.jump(10, list)
+
+
+def test_momentum_of_sgd_is_refused_with_the_rate_that_replaces_it():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(UnsupportedError, match="10 times the learning rate"):
+        nc.hybrid(model, optimizer, steps=10)

@@ -1,0 +1,193 @@
+"""Hybrid training through the trainer: phases, read-outs, jumps, and that it is resumed."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import narrowcast as nc
+from narrowcast.errors import RecipeError
+from narrowcast.runs import (
+    EvalRecord,
+    PrecisionRecord,
+    RunFolder,
+    StepRecord,
+    StrategyRecord,
+    same_trajectory,
+)
+
+SHORT = ["steps=24", "eval.every=8", "checkpoint.every=5", "precision.policy=fp32", "batch_size=16"]
+JUMPS = [
+    "strategy.preset=aggressive", "strategy.jumps.budget=1.0", "strategy.phases.warmup_steps=4",
+    "strategy.phases.full_steps=6", "strategy.phases.max_predict_steps=4",
+    "strategy.jumps.predictor=line",
+]  # fmt: skip
+WAYS = {
+    "conservative": ["strategy=hybrid", "strategy.preset=conservative"],
+    "balanced": ["strategy=hybrid", "strategy.phases.warmup_steps=6"],
+    "bf16 leads": ["strategy=hybrid", "strategy.lookahead.storage=bf16"],
+    "jumps": ["strategy=hybrid", *JUMPS],
+    "phases in other formats": ["strategy=hybrid", *JUMPS, "strategy.precision=aggressive"],
+}
+
+
+def events(records, event):
+    return [r for r in records if isinstance(r, StrategyRecord) and r.event == event]
+
+
+def weights(run):
+    return {name: w.clone() for name, w in run.prepared.full_weights().items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_strategy_that_is_switched_off_leaves_the_plain_run_bit_for_bit():
+    plain, off = (
+        nc.train("tutorial", SHORT),
+        nc.train("tutorial", [*SHORT, "strategy=hybrid", "strategy.enabled=false"]),
+    )
+    assert all(map(same_trajectory, list(plain), list(off)))
+    assert equal(weights(plain), weights(off))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hybrid_run_that_is_left_is_continued_bit_for_bit(way, tmp_path):
+    words = [*SHORT, *WAYS[way]]
+    with nc.train("tutorial", words, out=tmp_path / "straight") as run:
+        straight = list(run)
+    with nc.train("tutorial", words, out=tmp_path / "left") as run:
+        for record in run:
+            if isinstance(record, StepRecord) and record.step == 13:
+                break
+    with nc.resume(tmp_path / "left") as run:
+        assert run.resumed_from == 10
+        list(run)
+    with RunFolder.open(tmp_path / "left") as left:
+        resumed = left.records()
+    # What a checkpoint cost is told where it was made, and the one at 10 was made twice.
+    assert len(straight) == len(resumed)
+    assert all(map(same_trajectory, straight, resumed))
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "left"))
+    assert equal(a, b)
+
+
+def test_what_is_returned_is_the_read_out_that_was_measured_best():
+    run = nc.train(
+        "quickstart",
+        [
+            "steps=30",
+            "eval.every=30",
+            "precision.policy=fp32",
+            "health.every=0",
+            "batch_size=4",
+            "data.eval_windows=8",
+            "strategy=hybrid",
+            "strategy.readout.half_lives=[0.1,0.5]",
+        ],
+    )
+    records = list(run)  # fmt: skip
+    (choice,) = events(records, "readout")
+    (judged,) = [r for r in records if isinstance(r, EvalRecord)]
+    assert set(choice.values) == {"trained", "average 0.1", "average 0.5"}
+    assert choice.values[choice.what] == min(choice.values.values()) == judged.metrics["loss"]
+    # The model has these weights in the end, and so the same loss.
+    with torch.no_grad(), run.prepared.compute():
+        again = run.task.evaluate(run.model.eval())
+    assert again["loss"] == pytest.approx(judged.metrics["loss"], rel=1e-6)
+
+
+def test_the_point_ahead_begins_after_the_warm_up_and_takes_the_momentum():
+    words = [*SHORT, "strategy=hybrid", "strategy.phases.warmup_steps=6"]
+    plain, run = (
+        nc.train("tutorial", [*SHORT, "lr_schedule.name=constant"]),
+        nc.train("tutorial", [*words, "lr_schedule.name=constant"]),
+    )
+    expected = [r.loss for r in plain if isinstance(r, StepRecord)]
+    found = []
+    for record in run:
+        if isinstance(record, StepRecord):
+            found.append(record.loss)
+            betas = [group["betas"][0] for group in run.prepared.optimizer.param_groups]
+            assert set(betas) == ({0.9} if record.step <= 6 else {0.0})
+    assert found[:7] == expected[:7]
+    assert found[8:] != expected[8:]
+
+
+def test_phases_have_the_formats_that_they_are_given():
+    words = [*SHORT, "strategy=hybrid", *JUMPS, "strategy.policies.predict=bf16"]
+    records = list(nc.train("tutorial", words))
+    changes = [r for r in records if isinstance(r, PrecisionRecord)]
+    assert events(records, "jump")
+    assert {change.reason for change in changes} == {
+        "the phase predict begins", "the phase correct begins"
+    }  # fmt: skip
+    assert {change.after for change in changes} == {"compute=bf16", "compute=fp32"}
+
+
+def test_jumps_stay_within_their_share_of_the_work():
+    words = ["steps=60", "precision.policy=fp32", "strategy=hybrid",
+             "strategy.preset=aggressive", "strategy.jumps.budget=0.4",
+             "strategy.jumps.predictor=line"]  # fmt: skip
+    records = list(nc.train("tutorial", words))
+    spent = sum(r.values["forward passes"] for r in events(records, "jump"))
+    assert 0 < spent <= 0.4 * 60 * 3
+    (summary,) = events(records, "summary")
+    assert summary.values["jumps tried"] == len(events(records, "jump"))
+    assert summary.values["steps in warmup"] + summary.values["steps in full"] == 60
+
+
+def test_the_best_evaluation_keeps_the_answer(tmp_path):
+    words = [*SHORT, "strategy=hybrid", "eval.keep_best=true"]
+    with nc.train("tutorial", words, out=tmp_path / "run") as run:
+        list(run)
+        returned = weights(run)
+    assert equal(load_file(tmp_path / "run/model.safetensors"), returned)
+
+
+def test_the_report_tells_of_phases_read_outs_and_the_plain_run(tmp_path):
+    words = [*SHORT, "strategy=hybrid", "strategy.baseline=true"]
+    with nc.train("tutorial", words, out=tmp_path / "run") as run:
+        records = list(run)
+    told = events(records, "baseline")
+    assert [r.values["step"] for r in told] == [8, 16, 24]
+    page = (tmp_path / "run/report.html").read_text()
+    for words in ("Hybrid training", "Read-outs", "Against plain training", "In numbers"):
+        assert words in page
+    plain = nc.train("tutorial", SHORT)
+    metrics = [r.metrics for r in plain if isinstance(r, EvalRecord)]
+    assert [r.values["accuracy"] for r in told] == [m["accuracy"] for m in metrics]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["strategy.preset=aggressive"], "write strategy=hybrid too"),
+        (["strategy=hybrid", "ema.decay=0.9"], "keeps averages by itself"),
+        (["strategy=hybrid", "strategy.phases.warmup_steps=200"], "would never end in 200 steps"),
+        (["strategy=hybrid", "strategy.jumps.budget=0"], "a number above 0"),
+        (["strategy=hybrid", "strategy.jumps.predictor=line"], "strategy.preset=aggressive too"),
+        (["strategy=hybrid", "strategy.preset=conservative", "strategy.lookahead.share=0.1"],
+         "strategy.lookahead.enabled=true too"),
+        (["strategy=hybrid", "strategy.precision=recommended",
+          "precision.schedule=[{policy: fp32, until: 50%}, {policy: bf16}]"],
+         "policies of their own here already"),
+        (["strategy=hybird"], "did you mean hybrid"),
+    ],
+)  # fmt: skip
+def test_settings_that_nothing_would_heed_are_refused(words, answer):
+    with pytest.raises(RecipeError, match=answer):
+        nc.load_recipe("tutorial", words)
+
+
+def test_a_name_alone_asks_for_a_strategy(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("workload: tutorial\nsteps: 10\nbatch_size: 8\nstrategy: hybrid\n")
+    assert nc.load_recipe(file).recipe.strategy.is_hybrid
+    assert not nc.load_recipe(file, ["strategy.enabled=false"]).recipe.strategy.is_hybrid
+
+
+def test_a_history_too_small_for_its_predictors_is_refused():
+    words = [*SHORT, "strategy=hybrid", *JUMPS, "strategy.jumps.history_bytes=100"]
+    with pytest.raises(RecipeError, match="bytes"):
+        nc.train("tutorial", words)
