@@ -32,6 +32,8 @@ class Question:
     cost: float
     """Seconds that a run takes on a GPU with others beside it, roughly: the longest come first."""
     folds: int = 1
+    refit: bool = False
+    """Whether, once settings are chosen, what they were judged on is learnt as well: `rest`."""
     choosing_seeds: int = 1
     """With how many seeds each candidate is tried."""
     policies: Sequence[str] = (BY_TASK,)
