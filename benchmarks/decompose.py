@@ -2,7 +2,7 @@
 
 Run: python benchmarks/decompose.py [--device D] [--only SECTION ...] [--quick] [--rounds N]
                                     [--json PATH] [--keep FOLDER] [--words KEY=VALUE ...]
-                                    [--model FOLDER --text FILE]
+                                    [--model FOLDER --text FILE] [--rate STEPS]
 
 Sections: `toys` (steps a second of TMS 5-2 and a residual MLP: the reference, one seed, eight
 seeds at once), `language` (a language model of 4 layers: steps a second and peak memory), `terms`
@@ -174,6 +174,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--keep", type=Path, help="where the run folders of studies stay")
     parser.add_argument("--model", type=Path, help="folder of the language model of `stories`")
     parser.add_argument("--text", type=Path, help="and the text it is shown")
+    parser.add_argument("--rate", type=int, metavar="STEPS", help="only time steps of studies")
     parser.add_argument("--words", nargs="*", default=[], metavar="KEY=VALUE", help="settings")
     return parser
 
@@ -214,8 +215,14 @@ def main() -> None:
     for name in STUDIES:
         if name in options.only:
             from decompose_reference.studies import STUDIES as KNOWN
-            from decompose_reference.studies import print_study, run_study
+            from decompose_reference.studies import print_study, rate_of, run_study
 
+            if options.rate:
+                given = {"device": options.device, "words": options.words, "steps": options.rate}
+                figures[f"{name} rate"] = told = rate_of(KNOWN[name], **given)
+                print(name, json.dumps(told))
+                keep_figures(options.json, figures)
+                continue
             keep = options.keep and options.keep / name
             told = run_study(KNOWN[name], device=options.device, words=options.words, keep=keep)
             figures[name] = told

@@ -169,18 +169,18 @@ def memory(case: Case, rounds: int) -> list[Row]:
 
 
 def profiling(case: Case, rounds: int) -> list[Row]:
-    """What a profiled run leaves, and what its steps take beside those that are not profiled."""
+    """What a run leaves of three steps that are profiled."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
-        words = (*case.words, "profile.steps=3", "profile.first=3")
-        trained(case.recipe, words, steps=6, warm=2, out=out)
-        files = {
-            path.name: path.stat().st_size for path in sorted((out / "profile").iterdir())
-        }
-        table = json.loads((out / "profile" / "operations.json").read_text())
-    return [{"way": name, "bytes": size} for name, size in files.items()] + [
-        {"way": "operations.json", "entries": len(table)}
-    ]
+        words = (*case.words, "profile.steps=3", "profile.first=2")
+        trained(case.recipe, words, steps=3, warm=2, out=out)
+        trace, table = (out / "profile" / name for name in ("trace.json", "operations.json"))
+        events = len(json.loads(trace.read_text())["traceEvents"])
+        operations = len(json.loads(table.read_text()))
+        return [
+            {"way": trace.name, "bytes": trace.stat().st_size, "entries": events},
+            {"way": table.name, "bytes": table.stat().st_size, "entries": operations},
+        ]
 
 
 SECTIONS = {
@@ -290,10 +290,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    figures: dict[str, Any] = {}
-    if options.json and options.json.exists():
-        figures = json.loads(options.json.read_text())
-    figures |= {"environment": describe_environment(), "size": vars(SIZE)}
+    figures: dict[str, Any] = {"environment": describe_environment(), "size": vars(SIZE)}
     with tempfile.TemporaryDirectory() as scratch:
         case = language_case(Path(scratch), SIZE, device=torch.device("cpu"), bf16=False)
         for name in options.only:
@@ -301,7 +298,9 @@ def main() -> None:
             figures[name] = rows
             print_rows(name, (SECTIONS[name].__doc__ or "").splitlines()[0], rows)
             if options.json:
-                options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+                known = json.loads(options.json.read_text()) if options.json.exists() else {}
+                text = json.dumps(known | figures, indent=1, ensure_ascii=False)
+                options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":
