@@ -167,7 +167,9 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda")
-    parser.add_argument("--only", nargs="+", choices=[*SPEED, *STUDIES, "stories"], default=list(SPEED))
+    parser.add_argument(
+        "--only", nargs="+", choices=[*SPEED, *STUDIES, "stories"], default=list(SPEED)
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps, one round")
     parser.add_argument("--rounds", type=int, help="turns that each side takes; 3, or 1")
     parser.add_argument("--json", type=Path, help="where to write the figures")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -26,6 +27,7 @@ from decompose_reference.measuring import QUIET
 from narrowcast.runs import StepRecord, describe_environment
 from narrowcast.workloads.decompose.components.folded import masked_output
 from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.targets.windows import TokenWindows
 
 SIZE = Size(
     layers=4, width=64, mlp=172, vocabulary=500, components=256, hidden=128, batch=8, length=128,
@@ -39,10 +41,9 @@ Row = dict[str, Any]
 
 def loading(case: Case, rounds: int) -> list[Row]:
     """A batch of tokens beside the step that it is for."""
-    batches = case.batches(torch.device("cpu"))
-    for _ in range(3):
-        next(batches)
-    cut = least({"a batch": lambda: [next(batches) for _ in range(20)]}, rounds, per=20)
+    windows = TokenWindows(np.zeros(SIZE.tokens, dtype=np.int32), SIZE.length)
+    drawn = np.random.default_rng(0).integers(len(windows), size=(20, SIZE.batch)).tolist()
+    cut = least({"a batch": lambda: [windows.__getitems__(each) for each in drawn]}, rounds, per=20)
     step = min(trained(case.recipe, case.words, steps=6, warm=2) for _ in range(rounds))
     return [row("cut a batch", cut["a batch"]), row("a step", step)]
 
@@ -56,9 +57,8 @@ def hooks(case: Case, rounds: int) -> list[Row]:
     x, importance = torch.randn(64, 64), torch.rand(1, 64, 32)
 
     def masked(number: int, given: Tensor) -> Tensor:
-        V, U = parts[number]
         mask = SiteMask(importance, 0.5, 0.5)
-        return masked_output(given[None], V, U, weights[number].mT[None], None, mask)[0]
+        return masked_output(given[None], *parts[number], weights[number].mT[None], None, mask)[0]
 
     class Replaced(nn.Module):
         def __init__(self, number: int) -> None:
@@ -98,20 +98,20 @@ def delta(case: Case, rounds: int) -> list[Row]:
     """One product of inner size C + d_in, and what components leave of the weight, made first."""
     torch.manual_seed(0)
     x = torch.randn(1, ROWS, D_IN)
-    V = (torch.randn(1, D_IN, COMPONENTS) / D_IN**0.5).requires_grad_()
-    U = (torch.randn(1, COMPONENTS, D_OUT) / COMPONENTS**0.5).requires_grad_()
+    reads = (torch.randn(1, D_IN, COMPONENTS) / D_IN**0.5).requires_grad_()
+    writes = (torch.randn(1, COMPONENTS, D_OUT) / COMPONENTS**0.5).requires_grad_()
     weight = torch.randn(D_OUT, D_IN) / D_IN**0.5
     importance = torch.rand(1, ROWS, COMPONENTS).requires_grad_()
     source, left = torch.rand(1, ROWS, COMPONENTS), torch.rand(1, ROWS)
 
     def folded() -> Tensor:
         mask = SiteMask(importance, source, left)
-        return masked_output(x, V, U, weight.mT[None], None, mask)
+        return masked_output(x, reads, writes, weight.mT[None], None, mask)
 
     def materialised() -> Tensor:
-        over = weight - (V[0] @ U[0]).mT
+        over = weight - (reads[0] @ writes[0]).mT
         kept = importance + (1 - importance) * source
-        return ((x @ V) * kept) @ U + left[..., None] * (x @ over.mT)
+        return ((x @ reads) * kept) @ writes + left[..., None] * (x @ over.mT)
 
     apart = (folded() - materialised()).abs().max().item()
     ways = {"folded": folded, "materialised": materialised}

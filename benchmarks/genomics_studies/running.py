@@ -15,7 +15,6 @@ from typing import Any
 
 from genomics_studies.questions import BY_TASK, Question
 
-
 ONE_JUDGED = "data.validation_share=0.0005"
 """Of fewer than 3,000 sequences one is judged on: the workload always wants some."""
 
