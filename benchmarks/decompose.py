@@ -2,11 +2,14 @@
 
 Run: python benchmarks/decompose.py [--device D] [--only SECTION ...] [--quick] [--rounds N]
                                     [--json PATH] [--keep FOLDER] [--words KEY=VALUE ...]
+                                    [--model FOLDER --text FILE] [--rate STEPS]
 
 Sections: `toys` (steps a second of TMS 5-2 and a residual MLP: the reference, one seed, eight
 seeds at once), `language` (a language model of 4 layers: steps a second and peak memory), `terms`
 (the terms of both losses under equal components, importances and masks), and S4, S6, S7, S8: toys
-trained in full and held against what is known of them. Without --only: the first three.
+trained in full and held against what is known of them, and `stories` (a matrix of a published
+language model: --model FOLDER --text FILE). Without --only: the first three. Sections that are
+done are kept in the file of --json when others are run again.
 
 The reference is `decompose_reference/`: forward hooks registered and removed on every call, a
 delta materialised on every step, bf16 autocast, one pass a site, `.item()` of every loss. Of a toy
@@ -164,13 +167,26 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda")
-    parser.add_argument("--only", nargs="+", choices=[*SPEED, *STUDIES], default=list(SPEED))
+    parser.add_argument(
+        "--only", nargs="+", choices=[*SPEED, *STUDIES, "stories"], default=list(SPEED)
+    )
     parser.add_argument("--quick", action="store_true", help="fewer steps, one round")
     parser.add_argument("--rounds", type=int, help="turns that each side takes; 3, or 1")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--keep", type=Path, help="where the run folders of studies stay")
+    parser.add_argument("--model", type=Path, help="folder of the language model of `stories`")
+    parser.add_argument("--text", type=Path, help="and the text it is shown")
+    parser.add_argument("--rate", type=int, metavar="STEPS", help="only time steps of studies")
     parser.add_argument("--words", nargs="*", default=[], metavar="KEY=VALUE", help="settings")
     return parser
+
+
+def keep_figures(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write what there is so far beside what the file has: a study takes long, and may be ended."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(known | figures, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -192,18 +208,29 @@ def main() -> None:
                 figures["language"] = language(options, model)
         if "terms" in options.only:
             figures["terms"] = side_by_side(options, cases)
+    if "stories" in options.only:
+        from decompose_reference.stories import print_stories, run_stories
+
+        figures["stories"] = run_stories(options)
+        print_stories(figures["stories"])
+        keep_figures(options.json, figures)
     for name in STUDIES:
         if name in options.only:
             from decompose_reference.studies import STUDIES as KNOWN
-            from decompose_reference.studies import print_study, run_study
+            from decompose_reference.studies import print_study, rate_of, run_study
 
+            if options.rate:
+                given = {"device": options.device, "words": options.words, "steps": options.rate}
+                figures[f"{name} rate"] = told = rate_of(KNOWN[name], **given)
+                print(name, json.dumps(told))
+                keep_figures(options.json, figures)
+                continue
             keep = options.keep and options.keep / name
             told = run_study(KNOWN[name], device=options.device, words=options.words, keep=keep)
             figures[name] = told
             print_study(name, told)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+            keep_figures(options.json, figures)
+    keep_figures(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.runs import EvalRecord, StepRecord
+from narrowcast.workloads import load_recipe
 from narrowcast.workloads.decompose.report import schema
 from narrowcast.workloads.decompose.report.schema import Decomposition, Site
 
@@ -152,6 +153,30 @@ def run_study(
         "seeds": seeds,
         "losses": losses,
         "measured": measured,
+    }
+
+
+def rate_of(study: Study, *, device: str, words: Sequence[str], steps: int) -> dict[str, Any]:
+    """Return what steps of a study take on the processor, and so what all of them would."""
+    import narrowcast as nc
+
+    settings = [*study.words, f"device={device}", *words]
+    began = ended = 0.0
+    asked = load_recipe(study.recipe, settings).recipe.steps
+    assert asked is not None
+    for record in nc.train(study.recipe, settings):
+        if isinstance(record, StepRecord):
+            began = time.process_time() if record.step == 2 else began
+            if record.step == 2 + steps:
+                ended = time.process_time()
+                break
+    each = (ended - began) / steps
+    return {
+        "about": study.about,
+        "command": " ".join(["narrowcast train", study.recipe, *settings]),
+        "step_seconds": round(each, 4),
+        "steps": asked,
+        "hours": round(each * asked / 3600, 2),
     }
 
 

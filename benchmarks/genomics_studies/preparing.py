@@ -66,13 +66,20 @@ def prepare_gb1(raw: Path, into: Path) -> None:
 
 
 def prepare_splice(raw: Path, into: Path) -> None:
-    """Cut ten folds with equal shares of the classes; half of the next fold is judged on."""
+    """Cut ten folds with equal shares of the classes; settings are judged on the next fold.
+
+    While they are chosen the eight others are learnt. `rest`, those and the one that was judged on,
+    is learnt when they are tested: all but the tested fold, as others do it.
+    """
     with (raw / "splice_uci" / "splice.csv").open() as file:
         rows = [(r["sequence"].strip(), r["label"].strip()) for r in csv.DictReader(file)]
-    half = _stratified([label for _, label in rows], 2 * FOLDS)
+    # Dealt as halves, of which each fold has two: the folds are those of the first results.
+    fold = _stratified([label for _, label in rows], 2 * FOLDS) // 2
     for number in range(FOLDS):
-        tested, judged = half // 2 == number, half == (2 * number + 2) % (2 * FOLDS)
-        parts = {"test": tested, "validation": judged, "train": ~tested & ~judged}
+        tested, judged = fold == number, fold == (number + 1) % FOLDS
+        parts = {
+            "test": tested, "validation": judged, "train": ~tested & ~judged, "rest": ~tested,
+        }  # fmt: skip
         for part, chosen in parts.items():
             kept = [rows[at] for at in np.flatnonzero(chosen)]
             _write_table(into / f"fold{number}" / f"{part}.csv.gz", ("sequence", "label"), kept)

@@ -15,6 +15,9 @@ from typing import Any
 
 from genomics_studies.questions import BY_TASK, Question
 
+ONE_JUDGED = "data.validation_share=0.0005"
+"""Of fewer than 3,000 sequences one is judged on: the workload always wants some."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -31,6 +34,8 @@ class Job:
     cost: float
     metric: str
     baseline: bool = False
+    refit: bool = False
+    """Whether what was judged on is learnt: then nothing is, and it has no measures of it."""
 
     @property
     def name(self) -> str:
@@ -53,11 +58,15 @@ def job_of(
     """Return the training of a candidate; without `tested` it is not told where the test lies."""
     folder = data / question.files.format(fold=fold)
     names = {"path": "train", "validation": "validation", "test": "test"}
+    refit = tested and question.refit
+    if refit:
+        names = {"path": "rest", "test": "test"}
     files = [
         f"data.{key}={folder / name}.{question.suffix}"
         for key, name in names.items()
         if tested or key != "test"
     ]
+    files += [ONE_JUDGED] if refit else []
     settings = [*files, f"device={device}", f"seed={seed}"]
     settings += [each.replace("{data}", str(data)) for each in question.settings]
     settings += question.candidates[candidate]
@@ -77,6 +86,7 @@ def job_of(
         settings=[*settings, *more],
         cost=question.cost,
         metric=question.metric,
+        refit=refit,
     )
 
 
@@ -154,6 +164,8 @@ def _trained(job: Job) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     measured = {part: found["measured"] for part, found in judged.items()}
+    if job.refit:
+        del measured["validation"]
     best = finished.get("exported", {}).get("step", step)
     return {**measured, "parameters": parameters, "steps": step, "best_step": best}
 

@@ -101,6 +101,27 @@ def test_the_window_of_gb1_holds_all_that_varies(studies, shared, tmp_path):
         assert len(everything) == len(set(everything)) == 8733
 
 
+def test_what_is_tested_has_learnt_all_other_folds_of_splice_junctions(studies, shared, tmp_path):
+    _, preparing, questions, running = studies
+    preparing.prepare(shared("splice_uci").parent, tmp_path, ["splice"])
+    tested = 0
+    for fold in range(preparing.FOLDS):
+        sizes = {
+            part: len(read(tmp_path / f"splice/fold{fold}/{part}.csv.gz"))
+            for part in ("train", "validation", "rest", "test")
+        }
+        assert sizes["rest"] == sizes["train"] + sizes["validation"] == 3190 - sizes["test"]
+        tested += sizes["test"]
+    assert tested == 3190
+    (question,) = (each for each in questions.QUESTIONS if each.study == "splice")
+    job = running.job_of(
+        question, candidate=next(iter(question.candidates)), policy="fp32", seed=0, fold=0,
+        data=tmp_path, device="cpu", tested=True,
+    )  # fmt: skip
+    named = [each.split("/")[-1] for each in job.settings if "splice" in each]
+    assert named == ["rest.csv.gz", "test.csv.gz"]
+
+
 def test_runs_that_choose_are_not_told_where_the_test_lies(studies, tmp_path):
     _, _, questions, running = studies
     for question in questions.QUESTIONS:
