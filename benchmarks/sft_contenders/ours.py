@@ -9,7 +9,7 @@ import narrowcast as nc
 from narrowcast.precision.plan.fusing import lines_of
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.stepping import Stepper
+from narrowcast.training.step.stepping import Stepper
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.sft.attention import conversation_bounds, keep_conversations_apart
 from sft_contenders.clock import Clock

@@ -34,7 +34,8 @@ TOGETHER = {
     "data.columns.instruction", "data.columns.response", "data.columns.context",
     "data.columns.system", "data.instruction_template", "data.pretokenize_cache_dir",
     "eval.patience", "eval.min_delta", "model.base", "epochs", "lr_schedule.warmup_ratio",
-    "ica.scale", "ica.ica_two_sided", "memory.blocks",
+    "ica.scale", "ica.ica_two_sided", "memory.blocks", "strategy.name",
+    "strategy.phases.warmup_steps", "strategy.preset", "strategy.policies",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 
@@ -110,6 +111,8 @@ def recipe_with(workload, key, value):
         **copy.deepcopy(NEEDED[workload]),
     }
     *sections, name = key
+    if sections[:1] == ["strategy"]:  # plain training has none of its settings
+        recipe["strategy"] = {"name": "hybrid", "preset": "aggressive"}
     here = recipe
     for section in sections:
         here = here.setdefault(section, {})

@@ -8,7 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from narrowcast.config.given import BY_NAME
 from narrowcast.config.sections import CommonSettings, Sections
+from narrowcast.config.tree import choices_of
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 NONE = {"type": "string", "pattern": "^([nN][oO][nN][eE]|[nN][uU][lL][lL])$"}
@@ -34,6 +36,12 @@ def recipe_schema(sections: Mapping[str, Sections]) -> dict[str, Any]:
     own: dict[str, Any] = {name: {} for added in sections.values() for name in added.by_name}
     properties = {**common["properties"], **own}
     properties["workload"] = {**properties["workload"], "enum": sorted(sections)}
+    for (name,) in BY_NAME:
+        node, section = properties[name], CommonSettings.model_fields[name].annotation
+        assert isinstance(section, type)
+        names = choices_of(section.model_fields["name"].annotation)
+        alone = {"type": "string", "enum": list(names)}
+        properties[name] = {**node, "anyOf": [*node["anyOf"], alone]}
     # How long a run is must be said, in one way or the other.
     required = [name for name in common["required"] if name != "steps"]
     return {

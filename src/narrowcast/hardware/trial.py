@@ -45,11 +45,11 @@ def try_products(formats: Sequence[str], *, store: Path | None = None) -> Mappin
 
     Waits some seconds for child processes the first time.
     """
-    store = store or _default_store()
+    store = store or default_store()
     known = _load(store)
     fresh = {name: _try(name) for name in formats if name not in known}
     if fresh:
-        _save(store, {**known, **fresh})
+        keep_trials(store, {**known, **fresh})
     return {name: (known | fresh)[name] for name in formats}
 
 
@@ -66,7 +66,8 @@ def _try(name: str) -> Trial:
     return Trial(died=False, slowdown=float(done.stdout.split()[-1]))
 
 
-def _default_store() -> Path:
+def default_store() -> Path:
+    """Return the file that holds what was tried on this machine, with this torch."""
     machine = f"{platform.node()} {platform.machine()} {torch.__version__} {_cpu_identity()}"
     digest = hashlib.sha256(machine.encode()).hexdigest()[:16]
     return cache_folder() / f"cpu-products-{digest}.json"
@@ -100,7 +101,8 @@ def _is_sound(died: object, slowdown: object) -> bool:
     return died is True or (died is False and measured)
 
 
-def _save(store: Path, trials: Mapping[str, Trial]) -> None:
+def keep_trials(store: Path, trials: Mapping[str, Trial]) -> None:
+    """Let later processes know what came of trials."""
     text = json.dumps({name: asdict(trial) for name, trial in trials.items()})
     try:
         store.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ next step is being queued, and the device never waits for the host.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,6 @@ from narrowcast.health.diagnose.investigator import Investigator
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Record
 from narrowcast.training.adapting import Adapter
-from narrowcast.training.attempt import Attempt, LoggedFindings
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
 from narrowcast.training.checkpoints.parts import part_of
@@ -38,7 +36,8 @@ from narrowcast.training.precision_schedule import PrecisionSchedule
 from narrowcast.training.run_state import Progress, RunState
 from narrowcast.training.setup import faults_of, profile_of
 from narrowcast.training.signals import FixedHome, Home, Stop, stop_on_signals
-from narrowcast.training.stepping import Stepper
+from narrowcast.training.step.in_flight import Attempt, InFlight
+from narrowcast.training.step.stepping import Stepper
 from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Batch, Task
 from narrowcast.training.vital_signs import VitalSigns, bad_weights
@@ -133,8 +132,8 @@ class _Course:
             self._state, self._vital_signs, home=self._home, settings=recipe.checkpoint
         )
         self._progress = Progress()
-        self._unread: deque[Attempt] = deque()
-        self._found = LoggedFindings(prepared)
+        parts = task.info.loss_parts
+        self._in_flight = InFlight(prepared, self._investigator, parts=parts)
         self._since = time.perf_counter()
 
     def begin_at(self, state: dict[str, Any] | None, *, accept: Collection[str]) -> None:
@@ -189,7 +188,7 @@ class _Course:
                 yield from self._change_formats()
                 yield from self._follow_strategy()
                 try:
-                    self._unread.append(self._attempt(data))
+                    self._in_flight.add(self._attempt(data))
                 except DivergedError as error:
                     # What led to it is told; the last checkpoint, of a better time, stays.
                     yield from self._read(leaving=0)
@@ -308,26 +307,8 @@ class _Course:
 
     def _read(self, *, leaving: int) -> Iterator[Record]:
         """Yield the records of the attempts in flight but the last `leaving`. Waits for them."""
-        while len(self._unread) > leaving:
-            attempt = self._unread.popleft()
-            outcome = attempt.outcome
-            applied = outcome.applied  # waits, so the clock is read after it
-            now, losses = time.perf_counter(), attempt.losses.wait().tolist()
-            told = self._investigator.account(
-                attempt.step,
-                outcome,
-                loss=losses[0],
-                replay_inputs=attempt.replay_inputs,
-                moved=partial(self._has_moved_since, attempt),
-                known=self._found.upto(attempt.step),
-            )
-            record = attempt.record(
-                losses,
-                applied=applied,
-                why=told.why,
-                seconds=now - self._since,
-                parts=self._task.info.loss_parts,
-            )
+        while len(self._in_flight) > leaving:
+            record, told, now = self._in_flight.landed(since=self._since)
             # A look into a bad step is not the next one's time; all else is, as a GPU works on.
             self._since = time.perf_counter() if told.findings else now
             self._schedule.note(record)
@@ -336,10 +317,6 @@ class _Course:
             yield record
             yield from told.findings
             yield from self._adapter.observed(self._observer, record, told)
-
-    def _has_moved_since(self, attempt: Attempt) -> bool:
-        """Say whether the weights are not those of an attempt any more. Waits for the device."""
-        return any(each.outcome.applied for each in (attempt, *self._unread))
 
     def _save(self) -> Iterator[Record]:
         yield from self._saving.save(self._progress)

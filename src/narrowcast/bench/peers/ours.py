@@ -9,7 +9,7 @@ from narrowcast.bench.model import Workbench, in_policy
 from narrowcast.hardware import probe
 from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.stepping import Stepper
+from narrowcast.training.step.stepping import Stepper
 
 
 def build(bench: Workbench, *, policy: str) -> Trial:

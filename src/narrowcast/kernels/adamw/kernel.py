@@ -113,7 +113,7 @@ class AdamKernel:
         self._captured: list[list[_Launch]] = []
         self._coupled = True
 
-    def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead = AT_HOME) -> None:
+    def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead | None = None) -> None:
         """Let the next step use these; nothing is copied where they are what they were.
 
         Not in a CUDA graph: it would write the same learning rate whenever it is replayed. Which
@@ -127,7 +127,8 @@ class AdamKernel:
             )
         self._coupled = coupled
         self._hyper.write([number for group in groups for number in group.row()], replayed=False)
-        self._write_ahead(ahead)
+        if ahead is not None:
+            self._write_ahead(ahead)
         for i, group in enumerate(groups):
             if isinstance(group.lr, Tensor):
                 self._hyper.tensor[i * HYPER].copy_(group.lr, non_blocking=True)

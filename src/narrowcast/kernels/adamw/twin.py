@@ -127,9 +127,9 @@ class AdamTwin:
         self._groups: Sequence[Hyper] = []
         self._counts = torch.zeros(2, dtype=torch.int64)
 
-    def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead = AT_HOME) -> None:
+    def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead | None = None) -> None:
         """Let the next step use these."""
-        self._groups, self._ahead = groups, ahead
+        self._groups, self._ahead = groups, ahead or self._ahead
 
     def step(
         self,

@@ -248,7 +248,7 @@ class Prepared:
         Buffers, and weights that are not trained, are as they are now. Without a lookahead point
         the weights themselves are the answer.
         """
-        return self.engine.weights.answer_by_name()
+        return self.engine.weights.copied_by_name(self.engine.weights.answer)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the model's state with every digit that is kept: master values, by name.

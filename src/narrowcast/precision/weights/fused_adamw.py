@@ -20,7 +20,6 @@ from narrowcast.kernels.adamw.twin import (
     BLOCK,
     AdamTwin,
     Ahead,
-    Hyper,
     Weight,
     decode,
     encode,
@@ -32,6 +31,7 @@ from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.host_moments import OffloadedAdam, keep_on_host
+from narrowcast.precision.weights.hyper import hyper_of
 from narrowcast.precision.weights.lookahead import LookaheadPoint
 from narrowcast.precision.weights.master import SCALE, MasterWeights
 from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
@@ -121,7 +121,7 @@ class FusedAdamW:
                 f"the optimizer was given other settings after prepare(), and {why}; set them "
                 "before, or write fused_optimizer=False"
             )
-        groups = [_hyper(self._optimizer, g) for g in self._optimizer.param_groups]
+        groups = [hyper_of(self._optimizer, g) for g in self._optimizer.param_groups]
         self._adam.write_hyper(groups, ahead=self._ahead)
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -194,14 +194,8 @@ class FusedAdamW:
         from narrowcast.kernels.adamw.kernel import AdamKernel
 
         groups = len(self._optimizer.param_groups)
-        return AdamKernel(
-            weights,
-            device=self._device,
-            groups=groups,
-            share=share,
-            ahead=self._ahead,
-            before=before,
-        )
+        chosen = {"share": share, "ahead": self._ahead, "before": before}
+        return AdamKernel(weights, device=self._device, groups=groups, **chosen)
 
     def _tensors(self) -> list[int]:
         """Return which tensors the optimizer's state and the weights are now, as numbers.
@@ -320,16 +314,6 @@ class _Bound:
     key: nn.Parameter
     state: dict[str, Any]
     weight: Weight
-
-
-def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper:
-    return Hyper(
-        lr=group["lr"],
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)),
-    )
 
 
 def _undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.lane import Lane, Mark, mark_now, on_host, wait_for
-from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, share_of
+from narrowcast.kernels.adamw.twin import Ahead, Hyper, Weight, share_of
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.plan.plan import Plan
 
@@ -77,7 +77,7 @@ class OffloadedAdam:
             staged, pairs = _staged(weights[a:b], self._slots[number % 2])
             self._buckets.append(_Bucket(first=a, last=b, pairs=pairs, adam=make(staged, a)))
 
-    def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead = AT_HOME) -> None:
+    def write_hyper(self, groups: Sequence[Hyper], *, ahead: Ahead | None = None) -> None:
         """As `AdamKernel.write_hyper`."""
         for bucket in self._buckets:
             bucket.adam.write_hyper(groups, ahead=ahead)

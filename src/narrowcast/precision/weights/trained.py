@@ -206,10 +206,6 @@ class TrainedWeights:
             raise RecipeError("no average is kept; write ema_decay=0.999, or such, in prepare()")
         return self.copied_by_name(self.averaged)
 
-    def answer_by_name(self) -> dict[str, Tensor]:
-        """Return a copy of the model's state, in fp32 and with the answer for weights trained."""
-        return self.copied_by_name(self.answer)
-
     def copied_by_name(self, value_of: ValueOf) -> dict[str, Tensor]:
         """Return a copy of the model's state, with these values for its weights."""
         return copy.deepcopy(self._by_name(value_of))

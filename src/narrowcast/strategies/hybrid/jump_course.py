@@ -56,7 +56,7 @@ from narrowcast.strategies.hybrid.jumps.verify import Verdict
 from narrowcast.strategies.hybrid.predictors import horizons_of, jump_settings_of, predictors_of
 from narrowcast.training.data import BatchStream
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.training.losses import Losses
+from narrowcast.training.step.losses import Losses
 from narrowcast.training.task import Task
 
 OBSERVE_EVERY = 5

@@ -14,7 +14,7 @@ from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.step.cuda_graph import WARM_UP
 from narrowcast.training.schedules import lr_factor
 from narrowcast.training.setup import prepare_recipe
-from narrowcast.training.stepping import Stepper
+from narrowcast.training.step.stepping import Stepper
 from narrowcast.training.task import Hook, Task
 
 WIDTH = 32

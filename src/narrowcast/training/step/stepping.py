@@ -16,8 +16,8 @@ from narrowcast.health.faults.faults import StepFaults
 from narrowcast.precision.step.cuda_graph import Between, GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.training.compiling import compiled, refuse_untraceable
-from narrowcast.training.losses import Losses
+from narrowcast.training.step.compiling import compiled, refuse_untraceable
+from narrowcast.training.step.losses import Losses
 from narrowcast.training.task import Batch, LossParts, Task
 
 LARGEST_CAPTURED = 1_000_000_000

@@ -1,0 +1,115 @@
+"""Steps that have been queued, whose numbers may still be on their way: records and findings."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+
+from narrowcast.hardware.async_copy import AsyncCopy
+from narrowcast.hardware.peak import peak_bytes
+from narrowcast.health.diagnose.investigator import Investigator, StepDiagnosis
+from narrowcast.health.diagnose.passes import ReplayInputs
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.runs import FindingRecord, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A step that has been queued."""
+
+    step: int
+    outcome: Outcome
+    losses: AsyncCopy
+    """The loss, and then each of its parts."""
+    items: int
+    replay_inputs: ReplayInputs | None
+    """What it was given, kept while it may have to be looked into."""
+
+    def record(
+        self,
+        losses: Sequence[float],
+        *,
+        applied: bool,
+        why: str,
+        seconds: float,
+        parts: Sequence[str],
+    ) -> StepRecord:
+        """Return what became of it, once its numbers are here; `parts` names those of its loss."""
+        outcome, (loss, *each) = self.outcome, losses
+        return StepRecord(
+            step=self.step,
+            loss=loss,
+            loss_scale=outcome.loss_scale,
+            applied=applied,
+            why=why,
+            grad_norm=outcome.grad_norm,
+            lr=outcome.lr,
+            lost_updates=outcome.lost_updates,
+            items=self.items,
+            seconds=seconds,
+            peak_bytes=peak_bytes(self.device),
+            parts=dict(zip(parts, each, strict=True)),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step was made."""
+        return self.outcome.applied_on_device.device
+
+
+@final
+class InFlight:
+    """Steps in the order in which they were queued, until their numbers are here."""
+
+    def __init__(
+        self, prepared: Prepared, investigator: Investigator, *, parts: Sequence[str]
+    ) -> None:
+        """Take who looks into steps that went wrong, and the names of the parts of the loss."""
+        self._prepared, self._investigator, self._parts = prepared, investigator, parts
+        self._unread: deque[Attempt] = deque()
+        self._found: list[FindingRecord] = []
+
+    def __len__(self) -> int:
+        return len(self._unread)
+
+    def add(self, attempt: Attempt) -> None:
+        """Take one more step."""
+        self._unread.append(attempt)
+
+    def landed(self, *, since: float) -> tuple[StepRecord, StepDiagnosis, float]:
+        """Wait for the oldest; return its record, what is told of it, and when it was here.
+
+        `since` is when the clock of the step began.
+        """
+        attempt = self._unread.popleft()
+        outcome = attempt.outcome
+        applied = outcome.applied  # waits, so the clock is read after it
+        now, losses = time.perf_counter(), attempt.losses.wait().tolist()
+        told = self._investigator.account(
+            attempt.step,
+            outcome,
+            loss=losses[0],
+            replay_inputs=attempt.replay_inputs,
+            moved=partial(self._has_moved_since, attempt),
+            known=self._found_upto(attempt.step),
+        )
+        record = attempt.record(
+            losses, applied=applied, why=told.why, seconds=now - since, parts=self._parts
+        )
+        return record, told, now
+
+    def _has_moved_since(self, attempt: Attempt) -> bool:
+        """Say whether the weights are not those of an attempt any more. Waits for the device."""
+        return any(each.outcome.applied for each in (attempt, *self._unread))
+
+    def _found_upto(self, step: int) -> list[FindingRecord]:
+        """Return what the step log has found up to a step; it may know of later ones already."""
+        self._found += self._prepared.findings()
+        now = [each for each in self._found if each.step <= step]
+        self._found = self._found[len(now) :]
+        return now
