@@ -1,0 +1,152 @@
+"""What is run: the rows of the table, how their learning rates are tuned, the baseline's curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybrid_studies.methods import Way
+from hybrid_studies.readouts import HALF_LIVES
+from hybrid_studies.running import Run, Runs
+from hybrid_studies.tasks import Task
+
+TUNING_SEED = 1000
+"""The first of choosing learning rates; reported seeds are 0, 1, 2 and on."""
+BUDGETS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7)
+"""Shares of N that tuned cosine is trained for."""
+REACH = 5
+"""Doublings or halvings that a grid may be extended by."""
+Readout = Literal["now", "bank", "lawa"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table: a method and how its weights are read out."""
+
+    label: str
+    way: Way
+    readout: Readout = "now"
+    centre: float = 1.0
+    """Where its grid begins, in learning rates of tuned cosine."""
+    shares: tuple[float, ...] = ()
+    """Budgets beside N, for the steps it needs to reach cosine's loss."""
+
+
+COSINE = Way(name="cosine")
+STRETCHED = Way(name="A", stretch=1.4)
+PRIMAL = Way(name="B", kind="primal", constants={"share": 0.05, "pull": 0.9})
+BOTH = Way(name="A+B", kind="primal", stretch=1.4, constants={"share": 0.05, "pull": 0.9})
+LINEAR, WSD, CONSTANT = (
+    Way(name="linear", schedule="linear"),
+    Way(name="wsd", schedule="wsd"),
+    Way(name="constant", schedule="constant"),
+)
+BASE = Row(label="cosine", way=COSINE)
+OURS = (
+    Row(label="A: stretched cosine, bank", way=STRETCHED, readout="bank"),
+    Row(label="B: primal averaging, cosine", way=PRIMAL, centre=2.0),
+    Row(label="A + B, bank", way=BOTH, readout="bank", centre=2.0, shares=(0.6, 0.75, 0.85)),
+)
+STANDARD = (
+    Row(label="cosine + EMA bank", way=COSINE, readout="bank"),
+    Row(label="linear", way=LINEAR),
+    Row(label="linear + EMA bank", way=LINEAR, readout="bank"),
+    Row(label="WSD (.2)", way=WSD),
+    Row(label="WSD (.2) + EMA bank", way=WSD, readout="bank"),
+    Row(label="constant", way=CONSTANT),
+    Row(label="constant + EMA bank", way=CONSTANT, readout="bank"),
+    Row(label="constant + LAWA", way=CONSTANT, readout="lawa"),
+    Row(label="schedule-free",
+        way=Way(name="schedule-free", schedule="constant", kind="schedule-free"), centre=2.0),
+    Row(label="Lookahead (Zhang), cosine", way=Way(name="lookahead", kind="lookahead"),
+        centre=2.0),
+    Row(label="line-fit jumps, verified", way=Way(name="jumps", kind="jumps")),
+)  # fmt: skip
+ROWS = (BASE, *OURS, *STANDARD)
+
+
+def read(row: Row, marks: dict[str, list[float]], *, at: int) -> float:
+    """Return a row's loss on the selection (0) or report (1) part; a bank is chosen on the former.
+
+    The bank holds the weights as they are as well, so that it can only do worse by chance.
+    """
+    if row.readout != "bank":
+        return marks[row.readout][at]
+    entries = [marks[name] for name in ("now", *(f"ema{each:g}" for each in HALF_LIVES))]
+    return min(entries, key=lambda each: each[0])[at]
+
+
+def cost(row: Row, task: Task, result: dict[str, Any]) -> float:
+    """Return the step-equivalents of a run, with what choosing from the bank costs."""
+    looks = 1 + len(HALF_LIVES) if row.readout == "bank" else 0
+    return float(result["spent"]) + looks * task.selection_steps()
+
+
+def tuned(
+    runs: Runs, task: Task, row: Row, *, centre: float, share: float = 1.0, factor: float = 2.0
+) -> float:
+    """Return the learning rate that does best on the selection part with tuning seeds."""
+
+    def score(power: int) -> float:
+        found = [
+            runs.get(task, Run(task=task.name, way=row.way, lr=centre * factor**power,
+                               seed=TUNING_SEED + each, share=share, reported=False))
+            for each in range(task.tuning_seeds)
+        ]  # fmt: skip
+        mean = sum(read(row, each["marks"]["end"], at=0) for each in found) / len(found)
+        return mean if math.isfinite(mean) else math.inf
+
+    return centre * factor ** descend(score)
+
+
+def descend(score: Callable[[int], float]) -> int:
+    """Return the best of the powers around 0, looking further while the best is at an edge."""
+    scores = {power: score(power) for power in (-1, 0, 1)}
+    while True:
+        best = min(scores, key=lambda power: scores[power])
+        new = {best - 1, best + 1} - set(scores)
+        if not new or abs(best) >= REACH:
+            return best
+        scores |= {power: score(power) for power in new}
+
+
+def baseline(runs: Runs, task: Task) -> dict[float, float]:
+    """Return the tuned learning rate of cosine for every budget.
+
+    Tuned at N in steps of two and then of a root of two, at the ends of the grid in steps of a
+    root of two; between them, the geometric mean.
+    """
+    root = math.sqrt(2)
+    coarse = tuned(runs, task, BASE, centre=task.lr)
+    middle = tuned(runs, task, BASE, centre=coarse, factor=root)
+    low, high = (
+        tuned(runs, task, BASE, centre=middle, share=share, factor=root)
+        for share in (BUDGETS[0], BUDGETS[-1])
+    )
+    between = {0.5: low, 0.7: math.sqrt(low * middle), 1.4: math.sqrt(middle * high), 1.7: high}
+    return {share: between.get(share, middle) for share in BUDGETS}
+
+
+def curve(runs: Runs, task: Task) -> dict[float, list[dict[str, Any]]]:
+    """Return the runs of tuned cosine by budget, one for each reported seed."""
+    rates = baseline(runs, task)
+    return {
+        share: [runs.get(task, Run(task=task.name, way=COSINE, lr=rate, seed=seed, share=share))
+                for seed in range(task.seeds)]
+        for share, rate in rates.items()
+    }  # fmt: skip
+
+
+def reported(runs: Runs, task: Task, row: Row) -> dict[float, list[dict[str, Any]]]:
+    """Return the runs of a row by budget, one for each reported seed; its rate is tuned at N."""
+    middle = baseline(runs, task)[1.0]
+    # The verified jumps ride on tuned cosine.
+    still = row.way.kind == "jumps" or row is BASE
+    rate = middle if still else tuned(runs, task, row, centre=row.centre * middle)
+    return {
+        share: [runs.get(task, Run(task=task.name, way=row.way, lr=rate, seed=seed, share=share))
+                for seed in range(task.seeds)]
+        for share in (1.0, *row.shares)
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""One run: a method trains a task for a budget, and its read-outs are judged at marks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_studies.methods import KINDS, Flat, Jumps, Way
+from hybrid_studies.readouts import HALF_LIVES, Bank, Lawa
+from hybrid_studies.tasks import Task
+from narrowcast.runs import describe_environment
+
+STOPS = (0.5, 0.7, 0.8)
+"""Shares of the plan at which a run of unknown budget may be stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What makes a run this run and no other."""
+
+    task: str
+    way: Way
+    lr: float
+    seed: int
+    share: float = 1.0
+    """Of the task's N: the budget, which the schedule and the read-outs are planned for."""
+    reported: bool = True
+    """Whether the report part is looked at."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.task}/{self.way.name}/lr{self.lr:.4g}/x{self.share:g}/seed{self.seed}"
+
+
+def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> dict[str, Any]:
+    """Return what every read-out scores, at the stops of a plan of N and at the end."""
+    plan = round(run.share * task.steps)
+    flat = Flat(task, seed=run.seed)
+    method = KINDS[run.way.kind](flat, run.way, lr=run.lr, plan=plan)
+    batches = task.train(torch.Generator().manual_seed(10_000 + run.seed))
+    bank, lawa = Bank(half_lives, plan=plan), Lawa(plan=plan)
+    extra = Bank(half_lives, plan=plan) if "y" in method.answers() and not run.reported else None
+    stops = {round(stop * plan): stop for stop in STOPS if run.reported and run.share == 1}
+    marks: dict[str, Any] = {}
+    seconds = upkeep = 0.0
+    free = run.way.kind == "schedule-free"  # its answer needs a pass over the weights
+    for step in range(1, plan + 1):
+        began = time.process_time()
+        method.step(next(batches))
+        between = time.process_time()
+        if not free:
+            answers = method.answers()
+            bank.add(answers["now"])
+            lawa.add(answers["now"])
+            if extra is not None:
+                extra.add(answers["y"])
+        seconds += between - began
+        upkeep += time.process_time() - between
+        if step in stops or step == plan:
+            found = method.answers() | ({} if free else bank.answers() | lawa.answers())
+            if extra is not None:
+                found |= {f"y-{name}": each for name, each in extra.answers().items()}
+            name = "end" if step == plan else f"{stops[step]:g}"
+            marks[name] = {
+                each: [
+                    round(flat.loss(task.selection, vector), 6),
+                    round(flat.loss(task.report, vector), 6) if run.reported else None,
+                ]
+                for each, vector in found.items()
+            }
+    result = {
+        "task": run.task, "way": run.way.name, "lr": run.lr, "seed": run.seed, "share": run.share,
+        "steps": plan, "spent": round(method.spent, 2), "seconds": round(seconds, 3),
+        "upkeep_seconds": round(upkeep, 3), "marks": marks,
+    }  # fmt: skip
+    if isinstance(method, Jumps):
+        result |= {"offered": method.offered, "accepted": method.accepted}
+    return result
+
+
+class Runs:
+    """Finished runs, kept in a JSON file, so that a study can be made in slices."""
+
+    def __init__(self, path: Path, *, minutes: float) -> None:
+        self.path, self.until = path, time.monotonic() + 60 * minutes
+        self.done: dict[str, Any] = {}
+        if path.exists():
+            self.done = json.loads(path.read_text())["runs"]
+
+    def get(self, task: Task, run: Run, **more: Any) -> dict[str, Any]:
+        """Return the result of a run, trained now if it was not before."""
+        if run.key not in self.done:
+            if time.monotonic() > self.until:
+                raise TimeoutError
+            self.done[run.key] = found = train(task, run, **more)
+            self.write()
+            scores = " ".join(
+                f"{name} {selection:.4f}/{report or 0:.4f}"
+                for name, (selection, report) in found["marks"]["end"].items()
+            )
+            print(f"{run.key}: {scores} ({found['seconds']:.1f} s)", flush=True)
+        return self.done[run.key]
+
+    def write(self, **more: Any) -> None:
+        """Write what there is; a break in the middle loses nothing that was there."""
+        out = {"environment": describe_environment(), **more, "runs": self.done}
+        beside = self.path.with_suffix(".part")
+        beside.write_text(json.dumps(out, indent=1) + "\n")
+        beside.replace(self.path)
