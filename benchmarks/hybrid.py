@@ -11,14 +11,18 @@ refused on tasks that no constant may be chosen on.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 import torch
 
-from hybrid_studies.plan import BASE, OURS, STANDARD, curve, reported
+from hybrid_studies.ablations import ablate, table
+from hybrid_studies.plan import OURS, STANDARD, curve, reported
 from hybrid_studies.running import Runs
-from hybrid_studies.tasks import TASKS
+from hybrid_studies.summary import summary
+from hybrid_studies.tables import markdown
+from hybrid_studies.tasks import CHOSEN_ON, TASKS
 
 
 def main() -> None:
@@ -28,18 +32,40 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--rows", choices=("base", "ours", "all"), default="all")
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--from", type=Path, nargs="+", default=[], dest="others", metavar="JSON",
+                        help="take the finished runs of other slices in")  # fmt: skip
+    parser.add_argument("--ablate", nargs="*", metavar="VARIANT", help="all, if none is named")
+    parser.add_argument("--seeds", type=int, default=2, help="of the ablations")
+    parser.add_argument("--factors", type=float, nargs="+", default=[0.5, 1.0, 2.0],
+                        help="on the learning rate, in the ablations")  # fmt: skip
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = Runs(args.json, minutes=args.minutes)
+    runs = Runs(args.json, minutes=0 if args.table else args.minutes)
+    for other in args.others:
+        runs.done |= json.loads(other.read_text())["runs"]
     rows = {"base": (), "ours": OURS, "all": (*OURS, *STANDARD)}[args.rows]
+    names = args.tasks.split(",")
+    if args.ablate is not None:
+        if closed := set(names) - set(CHOSEN_ON):
+            parser.error(f"no constant is chosen on {', '.join(closed)}; --tasks names others")
+        for name in names:
+            found = ablate(runs, TASKS[name](args.data), names=args.ablate, seeds=args.seeds,
+                           factors=args.factors)  # fmt: skip
+            print(f"\n{name}\n\n{table(found)}")
+        return
     try:
-        for name in args.tasks.split(","):
+        for name in () if args.table else names:
             task = TASKS[name](args.data)
             curve(runs, task)
             for row in rows:
                 reported(runs, task, row)
     except TimeoutError:
         print("the time is over; call again to go on")
+    runs.until = 0.0
+    found = summary(runs, args.data, names)
+    runs.write(command=sys.argv, summary=found)
+    print("\n" + markdown(found))
 
 
 if __name__ == "__main__":

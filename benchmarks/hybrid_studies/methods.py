@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hybrid_studies.tasks import Pair, Task
+from hybrid_studies.data import Pair
+from hybrid_studies.tasks import Task
 
 WARM = 0.02
 """The share of the planned steps over which every schedule rises from zero."""
@@ -182,7 +183,7 @@ class ScheduleFree(Plain):
         import schedulefree
 
         task = self.flat.task
-        more = {"warmup_steps": round(WARM * self.plan), "weight_decay": task.weight_decay}
+        more = {"weight_decay": task.weight_decay}  # it rises as every schedule here does
         kind = schedulefree.SGDScheduleFree if task.optimizer == "sgd" else (
             schedulefree.AdamWScheduleFree
         )  # fmt: skip
@@ -208,7 +209,7 @@ class Jumps(Plain):
         self.inner = self.flat.optimizer(self.lr)
         self.states: list[Tensor] = []
         self.offered = self.accepted = 0
-        self.held = iter(range(0, 10**9))
+        self.held = iter(range(10**9))
 
     def move(self, rate: float) -> None:
         self.inner.step()

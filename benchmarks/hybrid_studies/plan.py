@@ -47,7 +47,7 @@ BASE = Row(label="cosine", way=COSINE)
 OURS = (
     Row(label="A: stretched cosine, bank", way=STRETCHED, readout="bank"),
     Row(label="B: primal averaging, cosine", way=PRIMAL, centre=2.0),
-    Row(label="A + B, bank", way=BOTH, readout="bank", centre=2.0, shares=(0.6, 0.75, 0.85)),
+    Row(label="A + B, bank", way=BOTH, readout="bank", centre=2.0, shares=(0.6, 0.75)),
 )
 STANDARD = (
     Row(label="cosine + EMA bank", way=COSINE, readout="bank"),
@@ -55,11 +55,11 @@ STANDARD = (
     Row(label="linear + EMA bank", way=LINEAR, readout="bank"),
     Row(label="WSD (.2)", way=WSD),
     Row(label="WSD (.2) + EMA bank", way=WSD, readout="bank"),
+    Row(label="schedule-free",
+        way=Way(name="schedule-free", schedule="constant", kind="schedule-free"), centre=2.0),
     Row(label="constant", way=CONSTANT),
     Row(label="constant + EMA bank", way=CONSTANT, readout="bank"),
     Row(label="constant + LAWA", way=CONSTANT, readout="lawa"),
-    Row(label="schedule-free",
-        way=Way(name="schedule-free", schedule="constant", kind="schedule-free"), centre=2.0),
     Row(label="Lookahead (Zhang), cosine", way=Way(name="lookahead", kind="lookahead"),
         centre=2.0),
     Row(label="line-fit jumps, verified", way=Way(name="jumps", kind="jumps")),

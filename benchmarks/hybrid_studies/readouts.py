@@ -32,7 +32,9 @@ class Bank:
 
     def answers(self) -> dict[str, Tensor]:
         """Return the averages, by half-life."""
-        return {f"ema{share:g}": each for share, each in zip(self.shares, self.averages, strict=True)}
+        return {
+            f"ema{share:g}": each for share, each in zip(self.shares, self.averages, strict=True)
+        }
 
 
 class Lawa:
