@@ -47,7 +47,7 @@ BASE = Row(label="cosine", way=COSINE)
 OURS = (
     Row(label="A: stretched cosine, bank", way=STRETCHED, readout="bank"),
     Row(label="B: primal averaging, cosine", way=PRIMAL, centre=2.0),
-    Row(label="A + B, bank", way=BOTH, readout="bank", centre=2.0, shares=(0.6, 0.75)),
+    Row(label="A + B, bank", way=BOTH, readout="bank", centre=2.0, shares=(0.75,)),
 )
 STANDARD = (
     Row(label="cosine + EMA bank", way=COSINE, readout="bank"),

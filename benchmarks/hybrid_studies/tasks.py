@@ -86,7 +86,7 @@ def char_mlp(data: Path) -> Task:
 
     held = held_out(len(ids) - cut - context - 1, parts=(4096, 12288)) + cut
     return Task(
-        name="char-mlp", steps=4000, batch=128, lr=2e-3,
+        name="char-mlp", steps=2000, batch=128, lr=8e-3,
         make=lambda: CharMLP(vocab, context=context, embedding=24, hidden=192),
         loss=F.cross_entropy, train=train,
         selection=windows(held[:4096]), report=windows(held[4096:]),
@@ -97,8 +97,8 @@ def char_gpt(data: Path) -> Task:
     ids, vocab = characters(data)
     cut, length = int(0.9 * len(ids)), 32
     return language(
-        ids[:cut], ids[cut:], name="char-gpt", steps=1000, batch=8, lr=2e-3, length=length,
-        make=lambda: GPT(vocab, length=length, width=144, layers=2, heads=4),
+        ids[:cut], ids[cut:], name="char-gpt", steps=600, batch=8, lr=2e-3, length=length,
+        make=lambda: GPT(vocab, length=length, width=96, layers=2, heads=4),
         parts=(128, 512),
     )  # fmt: skip
 
@@ -161,9 +161,9 @@ def wikitext(data: Path) -> Task:
         torch.from_numpy(np.fromfile(data / "text" / name, np.uint8)).long()
         for name in ("tinystories_head.txt", "wikitext2_valid.txt", "wikitext2_test.txt")
     )
-    make = lambda: GPT(256, length=48, width=80, layers=2, heads=4)  # noqa: E731
+    make = lambda: GPT(256, length=32, width=64, layers=2, heads=4)  # noqa: E731
     first = language(
-        old, held, name="stories", steps=600, batch=8, lr=3e-3, length=48, make=make,
+        old, held, name="stories", steps=600, batch=8, lr=3e-3, length=32, make=make,
         parts=(8, 8),
     )  # fmt: skip
     start: dict[str, Tensor] = {}
@@ -176,7 +176,7 @@ def wikitext(data: Path) -> Task:
         return model
 
     return language(
-        train, held, name="wikitext-continued", steps=600, batch=8, lr=1e-3, length=48,
+        train, held, name="wikitext-continued", steps=500, batch=8, lr=1e-3, length=32,
         make=continued, parts=(128, 512),
     )  # fmt: skip
 
