@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--rows", choices=("base", "ours", "all"), default="all")
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--from", type=Path, nargs="+", default=[], dest="others", metavar="JSON",
                         help="take the finished runs of other slices in")  # fmt: skip
@@ -41,7 +42,7 @@ def main() -> None:
                         help="on the learning rate, in the ablations")  # fmt: skip
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = Runs(args.json, minutes=0 if args.table else args.minutes)
+    runs = Runs(args.json, minutes=0 if args.table else args.minutes, jobs=args.jobs)
     for other in args.others:
         runs.done |= json.loads(other.read_text())["runs"]
     rows = {"base": (), "ours": OURS, "all": (*OURS, *STANDARD)}[args.rows]

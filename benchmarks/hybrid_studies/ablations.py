@@ -82,12 +82,16 @@ def ablate(
         if "decay on y" in way.name and not task.weight_decay:
             continue
         centre = rate if way.kind == "primal" else plain
-        found: dict[float, list[dict[str, list[float]]]] = {}
-        for factor in factors:
-            for seed in range(SEED, SEED + seeds):
-                run = Run(task=task.name, way=way, lr=centre * factor, seed=seed, reported=False)
-                result = runs.get(task, run, half_lives=HALF_LIVES)
-                found.setdefault(factor, []).append(result["marks"]["end"])
+        wanted = {
+            factor: [Run(task=task.name, way=way, lr=centre * factor, seed=seed, reported=False)
+                     for seed in range(SEED, SEED + seeds)]
+            for factor in factors
+        }  # fmt: skip
+        runs.all(task, [run for each in wanted.values() for run in each], half_lives=HALF_LIVES)
+        found = {
+            factor: [runs.done[run.key]["marks"]["end"] for run in each]
+            for factor, each in wanted.items()
+        }
         out[way.name.removeprefix("ablation ")] = {
             bank: worth(base, found, entries)
             for bank, entries in BANKS.items()

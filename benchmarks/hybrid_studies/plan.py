@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,27 +89,32 @@ def tuned(
 ) -> float:
     """Return the learning rate that does best on the selection part with tuning seeds."""
 
-    def score(power: int) -> float:
-        found = [
-            runs.get(task, Run(task=task.name, way=row.way, lr=centre * factor**power,
-                               seed=TUNING_SEED + each, share=share, reported=False))
-            for each in range(task.tuning_seeds)
-        ]  # fmt: skip
-        mean = sum(read(row, each["marks"]["end"], at=0) for each in found) / len(found)
-        return mean if math.isfinite(mean) else math.inf
+    def score(powers: Iterable[int]) -> dict[int, float]:
+        wanted = {
+            power: [Run(task=task.name, way=row.way, lr=centre * factor**power,
+                        seed=TUNING_SEED + each, share=share, reported=False)
+                    for each in range(task.tuning_seeds)]
+            for power in powers
+        }  # fmt: skip
+        runs.all(task, [run for each in wanted.values() for run in each])
+        means = {
+            power: sum(read(row, runs.done[run.key]["marks"]["end"], at=0) for run in each)
+            for power, each in wanted.items()
+        }
+        return {power: mean if math.isfinite(mean) else math.inf for power, mean in means.items()}
 
     return centre * factor ** descend(score)
 
 
-def descend(score: Callable[[int], float]) -> int:
+def descend(score: Callable[[Iterable[int]], dict[int, float]]) -> int:
     """Return the best of the powers around 0, looking further while the best is at an edge."""
-    scores = {power: score(power) for power in (-1, 0, 1)}
+    scores = score((-1, 0, 1))
     while True:
         best = min(scores, key=lambda power: scores[power])
         new = {best - 1, best + 1} - set(scores)
         if not new or abs(best) >= REACH:
             return best
-        scores |= {power: score(power) for power in new}
+        scores |= score(new)
 
 
 def baseline(runs: Runs, task: Task) -> dict[float, float]:
@@ -131,12 +136,7 @@ def baseline(runs: Runs, task: Task) -> dict[float, float]:
 
 def curve(runs: Runs, task: Task) -> dict[float, list[dict[str, Any]]]:
     """Return the runs of tuned cosine by budget, one for each reported seed."""
-    rates = baseline(runs, task)
-    return {
-        share: [runs.get(task, Run(task=task.name, way=COSINE, lr=rate, seed=seed, share=share))
-                for seed in range(task.seeds)]
-        for share, rate in rates.items()
-    }  # fmt: skip
+    return by_share(runs, task, COSINE, baseline(runs, task))
 
 
 def reported(runs: Runs, task: Task, row: Row) -> dict[float, list[dict[str, Any]]]:
@@ -145,8 +145,17 @@ def reported(runs: Runs, task: Task, row: Row) -> dict[float, list[dict[str, Any
     # The verified jumps ride on tuned cosine.
     still = row.way.kind == "jumps" or row is BASE
     rate = middle if still else tuned(runs, task, row, centre=row.centre * middle)
-    return {
-        share: [runs.get(task, Run(task=task.name, way=row.way, lr=rate, seed=seed, share=share))
+    return by_share(runs, task, row.way, dict.fromkeys((1.0, *row.shares), rate))
+
+
+def by_share(
+    runs: Runs, task: Task, way: Way, rates: dict[float, float]
+) -> dict[float, list[dict[str, Any]]]:
+    """Return the runs of the reported seeds, each budget at its rate."""
+    wanted = {
+        share: [Run(task=task.name, way=way, lr=rate, seed=seed, share=share)
                 for seed in range(task.seeds)]
-        for share in (1.0, *row.shares)
+        for share, rate in rates.items()
     }  # fmt: skip
+    runs.all(task, [run for each in wanted.values() for run in each])
+    return {share: [runs.done[run.key] for run in each] for share, each in wanted.items()}

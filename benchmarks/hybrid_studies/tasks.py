@@ -99,7 +99,7 @@ def char_gpt(data: Path) -> Task:
     return language(
         ids[:cut], ids[cut:], name="char-gpt", steps=600, batch=8, lr=2e-3, length=length,
         make=lambda: GPT(vocab, length=length, width=96, layers=2, heads=4),
-        parts=(128, 512),
+        parts=(96, 256),
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def wikitext(data: Path) -> Task:
 
     return language(
         train, held, name="wikitext-continued", steps=500, batch=8, lr=1e-3, length=32,
-        make=continued, parts=(128, 512),
+        make=continued, parts=(96, 256),
     )  # fmt: skip
 
 
