@@ -13,12 +13,10 @@ from scipy import stats
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The loss of tuned cosine by budget, never rising, and how much each seed is off it."""
+    """The mean loss of tuned cosine by budget, never rising."""
 
     shares: tuple[float, ...]
     losses: tuple[float, ...]
-    offsets: tuple[float, ...]
-    """Of each seed, the mean over budgets of its loss less that of all seeds."""
 
     def budget(self, loss: float) -> tuple[float, str]:
         """Return the share of N at which cosine has this loss, linear in its logarithm.
@@ -46,12 +44,8 @@ class Estimate:
 
     mean: float
     half: float
-    least: float
     sign: str = ""
-    """`>` or `<` where seeds lie outside of the baseline's grid."""
-
-    def __str__(self) -> str:
-        return f"{self.sign}{self.mean:.2f} ± {self.half:.2f}"
+    """`>` or `<` where it lies outside of the baseline's grid."""
 
 
 def curve_of(losses: Mapping[float, Sequence[float]]) -> Curve:
@@ -69,29 +63,39 @@ def curve_of(losses: Mapping[float, Sequence[float]]) -> Curve:
     return Curve(
         shares=tuple(shares),
         losses=tuple(float(each) for each in pooled),
-        offsets=tuple((table - means[:, None]).mean(0).tolist()),
     )
 
 
-def estimate(values: Sequence[float], *, sign: str = "") -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of seeds and its interval."""
-    mean = statistics.fmean(values)
     half = math.inf
     if len(values) > 1:
         spread = statistics.stdev(values) / math.sqrt(len(values))
         half = float(stats.t.ppf(0.975, len(values) - 1)) * spread
-    return Estimate(mean=mean, half=half, least=min(values), sign=sign)
+    return Estimate(mean=statistics.fmean(values), half=half)
 
 
-def saving(curve: Curve, losses: Sequence[float], spent: Sequence[float]) -> Estimate:
-    """Return cosine's budget over what was spent (in shares of N), seed by seed."""
-    found, signs = [], set()
-    for loss, offset, cost in zip(losses, curve.offsets, spent, strict=True):
-        budget, sign = curve.budget(loss - offset)
-        found.append(budget / cost)
-        signs.add(sign)
-    sign = "".join(sorted(signs - {""}))
-    return estimate(found, sign=sign)
+def saving(
+    cosine: Mapping[float, Sequence[float]], losses: Sequence[float], spent: Sequence[float]
+) -> Estimate:
+    """Return cosine's budget for the mean loss over what was spent, both in shares of N.
+
+    Runs of one seed share their first weights and their batches, whatever the method. So the
+    interval is the jackknife's: one seed at a time is left out, of the method and of the baseline.
+    """
+
+    def without(left: int | None) -> tuple[float, str]:
+        seeds = [seed for seed in range(len(losses)) if seed != left]
+        curve = curve_of({share: [each[seed] for seed in seeds] for share, each in cosine.items()})
+        budget, sign = curve.budget(statistics.fmean(losses[seed] for seed in seeds))
+        return budget / statistics.fmean(spent[seed] for seed in seeds), sign
+
+    whole, sign = without(None)
+    count = len(losses)
+    if count < 2:
+        return Estimate(mean=whole, half=math.inf, sign=sign)
+    values = [count * whole - (count - 1) * without(seed)[0] for seed in range(count)]
+    return Estimate(mean=whole, half=estimate(values).half, sign=sign)
 
 
 def reached(by_share: Mapping[float, Sequence[float]], target: float) -> float | None:

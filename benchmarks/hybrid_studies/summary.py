@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_studies.plan import BASE, ROWS, STANDARD, Row, cost, curve, read, reported
 from hybrid_studies.running import STOPS, Runs
-from hybrid_studies.savings import Curve, curve_of, estimate, reached, saving
+from hybrid_studies.savings import curve_of, estimate, reached, saving
 from hybrid_studies.tasks import TASKS, Task
 
 
@@ -21,10 +21,11 @@ def summary(runs: Runs, data: Path, names: Sequence[str]) -> dict[str, Any]:
             found = curve(runs, task)
         except TimeoutError:
             continue
-        base = curve_of({
+        losses = {
             share: [read(BASE, each["marks"]["end"], at=1) for each in each_seed]
             for share, each_seed in found.items()
-        })  # fmt: skip
+        }
+        base = curve_of(losses)
         out[name] = {
             "steps": task.steps, "seeds": task.seeds,
             "curve": dict(zip(map(str, base.shares), base.losses, strict=True)),
@@ -36,14 +37,14 @@ def summary(runs: Runs, data: Path, names: Sequence[str]) -> dict[str, Any]:
                 trained = reported(runs, task, row)
             except TimeoutError:
                 continue
-            out[name]["rows"][row.label] = of_row(task, row, trained, found, base)
+            out[name]["rows"][row.label] = of_row(task, row, trained, found, losses)
         compare(out[name]["rows"])
     return out
 
 
 def of_row(
     task: Task, row: Row, trained: dict[float, list[dict[str, Any]]],
-    cosine: dict[float, list[dict[str, Any]]], base: Curve,
+    cosine: dict[float, list[dict[str, Any]]], base: dict[float, list[float]],
 ) -> dict[str, Any]:  # fmt: skip
     """Return what one row of one task comes to."""
     here = trained[1.0]
@@ -57,7 +58,7 @@ def of_row(
     )
     result: dict[str, Any] = {
         "lr": here[0]["lr"], "loss": estimate(losses).mean, "apart": [apart.mean, apart.half],
-        "spent": sum(spent) / len(spent), "saving": [found.mean, found.half, found.least],
+        "spent": sum(spent) / len(spent), "saving": [found.mean, found.half],
         "sign": found.sign,
         "second_per_step": seconds / len(here) / task.steps,
         "cosine_second_per_step": sum(each["seconds"] for each in cosine[1.0])
@@ -74,7 +75,7 @@ def of_row(
             [read(row, each, at=1) for each in at],
             [stop + share - 1 for share in spent],
         )
-        result[f"stopped {stop:g}"] = [stopped.mean, stopped.half, stopped.least, stopped.sign]
+        result[f"stopped {stop:g}"] = [stopped.mean, stopped.half, stopped.sign]
     if row.shares:
         by_share = {
             share: [read(row, each["marks"]["end"], at=1) for each in several]

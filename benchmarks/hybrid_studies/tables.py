@@ -17,7 +17,7 @@ def markdown(found: Cells) -> str:
     if not found:
         return "no task has its baseline yet"
     parts = [
-        "Savings: mean ± half a 95 % t-interval over seeds (worst seed).\n",
+        "Savings: mean ± half a 95 % t-interval over seeds.\n",
         *table(found, of_saving),
         "\nLoss at equal steps, and less that of cosine with the same seed.\n",
         *table(found, of_loss),
@@ -42,9 +42,9 @@ def table(found: Cells, tell: Callable[[Cells], str]) -> list[str]:
 
 
 def of_saving(row: Cells) -> str:
-    mean, half, least = row["saving"]
-    jumps = f", {row['accepted']:.0%} accepted" if "accepted" in row else ""
-    return f"{row['sign']}{mean:.2f} ± {half:.2f} ({least:.2f}{jumps})"
+    mean, half = row["saving"]
+    jumps = f" ({row['accepted']:.0%} accepted)" if "accepted" in row else ""
+    return f"{row['sign']}{mean:.2f} ± {half:.2f}{jumps}"
 
 
 def of_loss(row: Cells) -> str:
@@ -53,8 +53,8 @@ def of_loss(row: Cells) -> str:
 
 
 def of_stop(row: Cells, stop: float) -> str:
-    mean, half, least, sign = row[f"stopped {stop:g}"]
-    return f"{sign}{mean:.2f} ± {half:.2f} ({least:.2f})"
+    mean, half, sign = row[f"stopped {stop:g}"]
+    return f"{sign}{mean:.2f} ± {half:.2f}"
 
 
 def of_rate(row: Cells) -> str:
