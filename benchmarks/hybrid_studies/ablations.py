@@ -57,6 +57,7 @@ VARIANTS = (
     variant("pull .95", pull=0.95),
     variant("pull 1", pull=1.0),
     variant("warm share", warm=True),
+    variant("momentum .5", momentum=0.5),
     variant("decay on y", decay="y"),
     *(replace(STRETCHED, name=f"ablation A {each:g}", stretch=each)
       for each in (1.0, 1.2, 1.4, 1.7)),

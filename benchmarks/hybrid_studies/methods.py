@@ -87,9 +87,9 @@ class Flat:
         self.put(kept)
         return found
 
-    def optimizer(self, lr: float, **more: Any) -> torch.optim.Optimizer:
+    def optimizer(self, lr: float) -> torch.optim.Optimizer:
         """Return the optimizer that a user of this task would take."""
-        decay = more.pop("weight_decay", self.task.weight_decay)
+        decay = self.task.weight_decay
         if self.task.optimizer == "sgd":
             return torch.optim.SGD([self.weights], lr=lr, momentum=0.9, weight_decay=decay)
         betas = (0.9, 0.99) if decay else (0.9, 0.999)
@@ -129,18 +129,22 @@ class Primal(Plain):
     """Primal averaging: the optimizer moves z, gradients are taken at y, the answer is x.
 
     x is an average of z with weight `share` for the newest, y lies `pull` of the way from z to x.
+    That is a momentum already: unless `momentum` says so, the optimizer's own is switched off.
     """
 
     def start(
-        self, share: float = 0.05, pull: float = 0.9, *, warm: bool = False,
-        decay: Literal["z", "y"] = "z",
+        self, share: float = 0.05, pull: float = 0.9, *, momentum: float = 0.0,
+        warm: bool = False, decay: Literal["z", "y"] = "z",
     ) -> None:  # fmt: skip
         self.share, self.pull, self.warm, self.decay = share, pull, warm, decay
-        more = {"weight_decay": 0.0} if decay == "y" else {}
-        self.inner = self.flat.optimizer(self.lr, **more)
-        if decay == "y":
-            for group in self.inner.param_groups:  # the betas that go with decay
-                group["betas"] = (0.9, 0.99)
+        self.inner = self.flat.optimizer(self.lr)
+        for group in self.inner.param_groups:
+            if "betas" in group:
+                group["betas"] = (momentum, group["betas"][1])
+            else:
+                group["momentum"] = momentum
+            if decay == "y":
+                group["weight_decay"] = 0.0
         self.z, self.x = self.flat.weights.data.clone(), self.flat.weights.data.clone()
         self.y = self.flat.weights.data
 

@@ -36,8 +36,12 @@ class Row:
 
 COSINE = Way(name="cosine")
 STRETCHED = Way(name="A", stretch=1.4)
-PRIMAL = Way(name="B", kind="primal", constants={"share": 0.05, "pull": 0.9})
-BOTH = Way(name="A+B", kind="primal", stretch=1.4, constants={"share": 0.05, "pull": 0.9})
+AVERAGED = {"share": 0.05, "pull": 0.9}
+PRIMAL = Way(name="B without momentum", kind="primal", constants=AVERAGED)
+BOTH = Way(name="A+B without momentum", kind="primal", stretch=1.4, constants=AVERAGED)
+# What was run first: Adam's own momentum stayed on inside of the averaging.
+PRIMAL_FIRST = Way(name="B", kind="primal", constants=AVERAGED | {"momentum": 0.9})
+BOTH_FIRST = Way(name="A+B", kind="primal", stretch=1.4, constants=AVERAGED | {"momentum": 0.9})
 LINEAR, WSD, CONSTANT = (
     Way(name="linear", schedule="linear"),
     Way(name="wsd", schedule="wsd"),
@@ -46,8 +50,8 @@ LINEAR, WSD, CONSTANT = (
 BASE = Row(label="cosine", way=COSINE)
 OURS = (
     Row(label="A: stretched cosine, bank", way=STRETCHED, readout="bank"),
-    Row(label="B: primal averaging, cosine", way=PRIMAL, centre=2.0),
-    Row(label="A + B, bank", way=BOTH, readout="bank", centre=2.0, shares=(0.75,)),
+    Row(label="B: primal averaging, cosine", way=PRIMAL),
+    Row(label="A + B, bank", way=BOTH, readout="bank", shares=(0.75,)),
 )
 STANDARD = (
     Row(label="cosine + EMA bank", way=COSINE, readout="bank"),
@@ -64,7 +68,11 @@ STANDARD = (
         centre=2.0),
     Row(label="line-fit jumps, verified", way=Way(name="jumps", kind="jumps")),
 )  # fmt: skip
-ROWS = (BASE, *OURS, *STANDARD)
+FIRST = (
+    Row(label="B with Adam's momentum on", way=PRIMAL_FIRST, centre=2.0),
+    Row(label="A + B with Adam's momentum on", way=BOTH_FIRST, readout="bank", centre=2.0),
+)
+ROWS = (BASE, *OURS, *STANDARD, *FIRST)
 
 
 def read(row: Row, marks: dict[str, list[float]], *, at: int) -> float:
