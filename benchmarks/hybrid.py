@@ -12,7 +12,6 @@ refused on tasks that no constant may be chosen on.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -65,7 +64,7 @@ def main() -> None:
         print("the time is over; call again to go on")
     runs.until = 0.0
     found = summary(runs, args.data, names)
-    runs.write(command=sys.argv, summary=found)
+    runs.write(tasks=names, summary=found)
     print("\n" + markdown(found))
 
 

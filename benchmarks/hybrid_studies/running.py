@@ -147,9 +147,13 @@ class Runs:
 
     def write(self, **more: Any) -> None:
         """Write what there is; a break in the middle loses nothing that was there."""
-        out = {"environment": describe_environment(), **more, "runs": self.done}
+        # Not where the checkout lies: the file is committed.
+        environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+        head = json.dumps({"environment": environment, **more}, indent=1)[:-2]
+        # One run a line: hundreds of them, and each is read as a whole.
+        lines = (f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in self.done.items())
         beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(out, indent=1) + "\n")
+        beside.write_text(head + ',\n "runs": {\n' + ",\n".join(lines) + "\n }\n}\n")
         beside.replace(self.path)
 
 
