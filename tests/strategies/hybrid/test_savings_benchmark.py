@@ -1,0 +1,101 @@
+"""What `benchmarks/hybrid.py` trains and counts is what its methods and its table say."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("sklearn")
+pytest.importorskip("scipy")
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+COSINE = {0.5: [2.0, 2.2], 1.0: [1.0, 1.2], 2.0: [0.5, 0.7]}
+
+
+@pytest.fixture
+def studies(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from hybrid_studies import methods, plan, readouts, savings, tasks
+
+    return methods, plan, readouts, savings, tasks
+
+
+@pytest.fixture
+def line(studies):
+    """A task of one weight and a batch that does not change: the loss is its square."""
+    *_, tasks = studies
+
+    def train(generator):
+        while True:
+            yield torch.ones(1, 1), torch.zeros(1, 1)
+
+    part = (torch.ones(4, 1), torch.zeros(4, 1))
+    return tasks.Task(
+        name="line",
+        steps=40,
+        batch=1,
+        lr=0.1,
+        make=lambda: nn.Linear(1, 1, bias=False),
+        loss=nn.functional.mse_loss,
+        train=train,
+        selection=part,
+        report=part,
+        optimizer="sgd",
+    )
+
+
+def test_a_method_as_good_as_cosine_at_a_budget_saves_that_budget(studies):
+    *_, savings, _ = studies
+    for share, losses in COSINE.items():
+        found = savings.saving(COSINE, losses, [1.0, 1.0])
+        assert found.mean == pytest.approx(share)
+        assert found.half == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_budget_between_two_is_found_on_the_line_through_their_logarithms(studies):
+    *_, savings, _ = studies
+    share, sign = savings.curve_of(COSINE).budget(1.6)
+    assert (share, sign) == (pytest.approx(math.sqrt(0.5)), "")
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(0.1, (2.0, ">")), (9.0, (0.5, "<"))])
+def test_a_loss_outside_of_the_grid_is_told_as_such_and_not_extrapolated(studies, loss, expected):
+    *_, savings, _ = studies
+    assert savings.curve_of(COSINE).budget(loss) == expected
+
+
+def test_a_longer_budget_that_did_worse_is_pooled_with_its_neighbour(studies):
+    *_, savings, _ = studies
+    curve = savings.curve_of({0.5: [3.0], 1.0: [1.0], 2.0: [2.0]})
+    assert curve.losses == (3.0, 1.5, 1.5)
+
+
+def test_primal_averaging_takes_gradients_between_the_answer_and_the_moved_weights(studies, line):
+    methods, *_ = studies
+    way = methods.Way(name="B", schedule="constant", kind="primal")
+    flat = methods.Flat(line, seed=0)
+    method = methods.Primal(flat, way, lr=0.1, plan=40)
+    x = z = y = float(flat.weights.detach())
+    batches = line.train(torch.Generator())
+    for step in range(40):
+        method.step(next(batches))
+        z -= 0.1 * way.factor(step, 40) * 2 * y
+        x = 0.95 * x + 0.05 * z
+        y = 0.9 * x + 0.1 * z
+    # Forty steps of float32 beside float64.
+    assert float(method.answers()["now"]) == pytest.approx(x, rel=40 * 2**-23)
+
+
+def test_the_bank_is_chosen_on_the_selection_part_and_told_on_the_other(studies):
+    _, plan, *_ = studies
+    marks = {"now": [1.0, 5.0], "ema0.005": [0.9, 6.0], "ema0.015": [2.0, 1.0],
+             "ema0.05": [3.0, 1.0]}  # fmt: skip
+    row = plan.Row(label="any", way=plan.COSINE, readout="bank")
+    assert plan.read(row, marks, at=1) == 6.0
+
+
+def test_a_stretched_schedule_stops_where_cosine_would_still_be_high(studies):
+    methods, *_ = studies
+    way = methods.Way(name="A", stretch=1.4)
+    assert way.factor(1000, 1000) == pytest.approx(0.5 * (1 + math.cos(math.pi / 1.4)))
