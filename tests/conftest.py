@@ -27,8 +27,8 @@ if not GPU:
         for module in pkgutil.iter_modules(narrowcast.kernels.__path__, "narrowcast.kernels."):
             importlib.import_module(module.name)
 
-# Whether a CPU multiplies 16 bits by itself differs between machines, and numbers with it: all tests
-# see one that takes too long for it, so that they emulate. Those of trials have stores of their own.
+# Whether a CPU multiplies 16 bits by itself differs between machines, and numbers with it: all
+# tests see one that takes too long for it, and emulate. Those of trials have stores of their own.
 CACHE = Path(tempfile.gettempdir()) / f"narrowcast-tests-{getpass.getuser()}"
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
 keep_trials(default_store(), dict.fromkeys(("bf16", "fp16"), Trial(died=False, slowdown=90.0)))

@@ -97,8 +97,8 @@ def test_a_child_that_hangs_counts_as_slow(tmp_path, monkeypatch):
 
 def test_the_memory_is_kept_in_the_users_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    store = trial._default_store()
+    store = trial.default_store()
     assert store.is_relative_to(tmp_path)
-    assert store == trial._default_store()
+    assert store == trial.default_store()
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert os.fspath(trial._default_store()).startswith(os.path.expanduser("~"))  # noqa: PTH111
+    assert os.fspath(trial.default_store()).startswith(os.path.expanduser("~"))  # noqa: PTH111

@@ -68,11 +68,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from narrowcast.kernels.adamw.programs import update
 
-pointers = {"chunks": "*i32", "addresses": "*i64", "gradients": "*i64", "coefficients": "*fp32",
-            "seeds": "*i32", "counters": "*i64"}
+pointers = {"chunks": "*i32", "addresses": "*i64", "gradients": "*i64", "leads": "*i64",
+            "coefficients": "*fp32", "seeds": "*i32", "counters": "*i64"}
 constants = dict(
     STORED=tl.bfloat16, GRADIENT=tl.bfloat16, MASTER=sys.argv[1], MOMENTS=sys.argv[2],
-    AVERAGED=False, COUPLED=False, METER=True, ALIGNED=True, FULL=True, CHUNK=256, NATIVE=True,
+    AVERAGED=False, LEAD=sys.argv[3], COUPLED=False, METER=True, ALIGNED=True, FULL=True,
+    CHUNK=256, NATIVE=True,
 )
 signature = pointers | dict.fromkeys(constants, "constexpr")
 places = {(update.arg_names.index(name),): value for name, value in constants.items()}
@@ -84,12 +85,15 @@ for capability in (80, 90):
 """
 
 
-@pytest.mark.parametrize(("master", "moments"), [("split", "int8"), ("fp32", "fp32")])
-def test_the_optimizer_is_compiled_for_ampere_and_for_hopper(master, moments, tmp_path):
+@pytest.mark.parametrize(
+    ("master", "moments", "lead"),
+    [("split", "int8", "none"), ("fp32", "fp32", "fp32"), ("split", "bf16", "bf16")],
+)
+def test_the_optimizer_is_compiled_for_ampere_and_for_hopper(master, moments, lead, tmp_path):
     """By the compiler that comes with Triton, which needs no GPU."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ended = subprocess.run(
-        [sys.executable, "-c", COMPILED, master, moments],
+        [sys.executable, "-c", COMPILED, master, moments, lead],
         capture_output=True, text=True, check=False,
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip

@@ -108,7 +108,7 @@ def test_help_says_what_it_does_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0
-    assert "ica       finds, shows and tests functional networks" in done.stdout
+    assert "ica        finds, shows and tests functional networks" in done.stdout
     assert "--percentile" in done.stdout
 
 

@@ -194,8 +194,10 @@ class FusedAdamW:
         from narrowcast.kernels.adamw.kernel import AdamKernel
 
         groups = len(self._optimizer.param_groups)
-        chosen = {"share": share, "ahead": self._ahead, "before": before}
-        return AdamKernel(weights, device=self._device, groups=groups, **chosen)
+        ahead, device = self._ahead, self._device
+        return AdamKernel(
+            weights, device=device, groups=groups, share=share, ahead=ahead, before=before
+        )
 
     def _tensors(self) -> list[int]:
         """Return which tensors the optimizer's state and the weights are now, as numbers.
