@@ -10,7 +10,7 @@ from narrowcast.report.live.events import (
     Events,
     Skips,
 )
-from narrowcast.runs import FindingRecord, PrecisionRecord
+from narrowcast.runs import FindingRecord, PrecisionRecord, StrategyRecord
 
 
 def finding(number, module="a", **changes):
@@ -97,3 +97,17 @@ def test_a_change_of_the_whole_model_is_said_to_be_of_all(module, named):
     changes.add(change(1, module))
     assert events.since(0)[0]["module"] == named
     assert changes.rows() == [[1, 1, f"{named} e4m3 → bf16"]]
+
+
+def test_what_a_strategy_does_is_an_event_of_its_own():
+    events = Events()
+    for step, what in ((10, "full begins"), (20, "line, 4 steps: rejected")):
+        events.add(
+            StrategyRecord(step=step, phase="full", event="phase", what=what, why="so it is",
+                           values={}, seconds=0.0)
+        )  # fmt: skip
+    rows = events.since(0)
+    assert [(row["kind"], row["text"], row["first"]) for row in rows] == [
+        ("strategy", "full begins", 10), ("strategy", "line, 4 steps: rejected", 20)
+    ]  # fmt: skip
+    assert events.findings == events.changes == 0

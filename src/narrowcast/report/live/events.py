@@ -8,7 +8,12 @@ from typing import Any, final
 from narrowcast.config.problems import shortened
 from narrowcast.report.charts.series import Mark
 from narrowcast.report.in_force import named
-from narrowcast.runs.records import FindingRecord, PrecisionRecord, StepRecord
+from narrowcast.runs.records import (
+    FindingRecord,
+    PrecisionRecord,
+    StepRecord,
+    StrategyRecord,
+)
 
 MOST_MARKS = 1000
 """Rows of skipped steps; a chart is about a thousand pixels wide."""
@@ -69,7 +74,7 @@ class Skips:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A finding, as often as it came up, or a change of format."""
+    """A finding, as often as it came up, a change of format, or what a strategy did."""
 
     key: int
     """Numbers the events, in the order they first came up."""
@@ -105,7 +110,7 @@ class Events:
         self.findings = self.changes = 0
         self._events: OrderedDict[tuple[object, ...], Event] = OrderedDict()
 
-    def add(self, record: FindingRecord | PrecisionRecord) -> None:
+    def add(self, record: FindingRecord | PrecisionRecord | StrategyRecord) -> None:
         """Take one more; the event that has rested longest makes room."""
         self.moves += 1
         match record:
@@ -121,6 +126,15 @@ class Events:
                     before=record.before,
                     after=record.after,
                     why=record.reason,
+                    step=record.step,
+                )
+            case StrategyRecord():
+                self._put(
+                    (record.step, record.event, record.what),
+                    kind="strategy",
+                    module=record.event,
+                    text=record.what,
+                    why=record.why,
                     step=record.step,
                 )
         while len(self._events) > MOST_EVENTS:

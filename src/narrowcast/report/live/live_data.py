@@ -19,6 +19,7 @@ from narrowcast.runs.records import (
     PrecisionRecord,
     Record,
     StepRecord,
+    StrategyRecord,
 )
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
@@ -93,6 +94,8 @@ class LiveData:
             case PrecisionRecord():
                 self.events.add(record)
                 self.changes.add(record)
+            case StrategyRecord(event="phase" | "jump" | "readout"):
+                self.events.add(record)
             case CheckpointRecord():
                 self.course = replace(self.course, saved_at=record.step)
 

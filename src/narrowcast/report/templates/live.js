@@ -85,7 +85,7 @@
     if (event.times > 1) steps.append(element("span", `${number.format(event.times)} times`, "kind"));
     const what = element("td", event.text, "wide");
     if (event.kind === "format") what.append(format(event.before), " → ", format(event.after));
-    what.prepend(element("span", event.kind === "format" ? "format" : "finding", "kind"));
+    what.prepend(element("span", event.kind, "kind"));
     const where = document.createElement("td");
     if (event.module) where.append(element("code", event.module));
     if (event.role) where.append(element("span", event.role, "kind"));
