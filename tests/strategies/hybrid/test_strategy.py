@@ -137,6 +137,22 @@ def test_jumps_stay_within_their_share_of_the_work():
     assert summary.values["steps in warmup"] + summary.values["steps in full"] == 60
 
 
+@pytest.mark.parametrize("left_at", [3, 24])
+def test_a_hybrid_run_can_be_given_more_steps(left_at, tmp_path):
+    words = [*SHORT, "strategy=hybrid", "checkpoint.every=1"]
+    with nc.train("tutorial", words, out=tmp_path / "run") as run:
+        for record in run:
+            if isinstance(record, StepRecord) and record.step == left_at + 1:
+                break
+    with nc.resume(tmp_path / "run", ["steps=48"]) as run:
+        records = list(run)
+        begins = run.prepared.engine.weights.lookahead.settings.begins_after
+    assert [r.step for r in records if isinstance(r, StepRecord)][-1] == 48
+    full = [r.step for r in events(records, "phase") if r.phase == "full"]
+    assert begins == 16
+    assert full == ([16] if left_at == 3 else [])
+
+
 def test_the_best_evaluation_keeps_the_answer(tmp_path):
     words = [*SHORT, "strategy=hybrid", "eval.keep_best=true"]
     with nc.train("tutorial", words, out=tmp_path / "run") as run:

@@ -166,7 +166,6 @@ class LookaheadPoint:
             "pull": settings.pull,
             "share": settings.share,
             "storage": settings.storage,
-            "begins_after": settings.begins_after,
             "momentum": settings.momentum,
             "leads": list(self._leads),
         }

@@ -125,8 +125,10 @@ class PhaseCourse:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood."""
-        self._state = PhaseState.from_json(state["state"])
-        self._since = int(state["since"])
+        self._state, self._since = PhaseState.from_json(state["state"]), int(state["since"])
+        if self.phase == "warmup":  # of a run that is given more steps it may be longer
+            steps = self._settings.warmup_steps
+            self._state = replace(self._state, decision=Warmup(steps), remaining=steps)
         self._in_phase = Counter(state["in_phase"])
         self._in_policy = Counter(state["in_policy"])
         if self._jumps is not None:

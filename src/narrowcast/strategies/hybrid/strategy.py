@@ -18,6 +18,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import put_weights, weights_of
 from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
+from narrowcast.strategies.hybrid.card_watch import CardWatch
 from narrowcast.strategies.hybrid.phase_course import PhaseCourse
 from narrowcast.strategies.hybrid.readout.choice import TRAINED, Readouts
 from narrowcast.training.strategy import Measure
@@ -40,19 +41,28 @@ class HybridStrategy:
             prepared, half_lives=half_lives_of(recipe), every=recipe.strategy.readout.every
         )
         self.phases = PhaseCourse(prepared, task, recipe)
+        self._card = CardWatch(prepared.engine.weights.device)
         self._accepted = self._rejected = 0
 
     def before_first_step(self) -> Iterable[Record]:
         """Tell how the run begins."""
         return self.phases.begin()
 
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the card is so full that the run is to be saved."""
+        return self._card.wants_checkpoint
+
     def is_due(self, step: int) -> bool:
-        """Say whether a phase ends with this step."""
-        return self.phases.is_due(step)
+        """Say whether a phase ends with this step, or the card is to be looked at."""
+        return self.phases.is_due(step) or self._card.is_due(step)
 
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
-        """Begin the next phase, with all that belongs to it."""
-        return self.phases.act(step, batches=batches)
+        """Look at the card, and begin the next phase with all that belongs to it."""
+        looked = self._card.act(step) if self._card.is_due(step) else []
+        if not self.phases.is_due(step):
+            return looked
+        return [*looked, *self.phases.act(step, batches=batches)]
 
     def after_step(self, outcome: Outcome) -> None:
         """Let averages and past weights follow."""
