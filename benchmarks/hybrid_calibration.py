@@ -79,7 +79,8 @@ def main() -> None:
     brier = sum((p - a) ** 2 for p, a in found) / len(found)
     error = sum(n * abs(said - seen) for said, seen, n in rows) / len(found)
     if asked.json is not None:
-        result = {"environment": describe_environment(), "jumps": found, "brier": brier,
+        environment = {k: v for k, v in describe_environment().items() if k != "folder"}
+        result = {"environment": environment, "jumps": found, "brier": brier,
                   "expected_calibration_error": error}  # fmt: skip
         asked.json.write_text(json.dumps(result, indent=1) + "\n")
     if asked.svg is not None:

@@ -61,7 +61,8 @@ def main() -> None:
         rows[name] = measure(words, shape)
     whole = sum(rows["plain, fp32"].values())
     if asked.json is not None:
-        result = {"environment": describe_environment(), "bytes_per_weight": rows}
+        environment = {k: v for k, v in describe_environment().items() if k != "folder"}
+        result = {"environment": environment, "bytes_per_weight": rows}
         asked.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"| bytes a weight | {' | '.join(ROLES)} | all | less than fp32 |")
     print("|---" * (len(ROLES) + 3) + "|")

@@ -13,6 +13,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, final
 
+from torch import Tensor
+
 from narrowcast.config.sections import Recipe
 from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.precision.step.outcome import Outcome
@@ -229,7 +231,7 @@ class JumpCourse:
         self.statistics_so_far = TrainingStatistics.from_json(state["statistics"])
         self._state = PhaseState.from_json(state["state"])
 
-    def _features(self) -> Any:
+    def _features(self) -> Tensor:
         return features(self._window, self._state, optimizer=self._optimizer, confidence=0.5)
 
     def _outlook(self, steps: int) -> _Outlook:
