@@ -24,6 +24,8 @@ class TorchUpdate:
     optimizer: torch.optim.Optimizer
     weights: Sequence[nn.Parameter]
     masters: MasterWeights
+    index: Mapping[nn.Parameter, int]
+    """The place of each weight among the masters that has one."""
     lookahead: LookaheadPoint | None
     emulated: bool
     """Whether the optimizer's own products are emulated: one that multiplies (Adafactor) must not
@@ -37,16 +39,15 @@ class TorchUpdate:
         Returns the share of lost updates of a sample if it is to be measured.
         """
         meter = leading = None
-        index = {p: i for i, p in enumerate(self.masters.parameters)}
         if self.lookahead is not None:
-            places = {self._held(p, index): i for i, p in enumerate(self.weights)}
+            places = {self._held(p): i for i, p in enumerate(self.weights)}
             leading = LeadingStep(
                 self.optimizer, self.lookahead, places, finite=finite, metered=metered
             )
         elif metered:
             moving = [p for p in self.weights if p.grad is not None]
             gradients = [p.grad for p in moving if p.grad is not None]
-            meter = LostUpdates([self._stored(p, index) for p in moving], gradients)
+            meter = LostUpdates([self._stored(p) for p in moving], gradients)
         if factors:
             # Gradients of 16 bits are widened first: in fp16 they would vanish without the scale.
             multiply({p: f for p, f in factors.items() if not self.masters.widens(p)})
@@ -61,15 +62,14 @@ class TorchUpdate:
             return EmulatedProducts(BF16, widen=False)
         return contextlib.nullcontext()
 
-    def _held(self, weight: nn.Parameter, index: Mapping[nn.Parameter, int]) -> nn.Parameter:
+    def _held(self, weight: nn.Parameter) -> nn.Parameter:
         """Return what the optimizer holds of a weight."""
         widened = self.masters.widens(weight)
-        return self.masters.fp32_params[index[weight]] if widened else weight
+        return self.masters.fp32_params[self.index[weight]] if widened else weight
 
-    def _stored(
-        self, weight: nn.Parameter, index: Mapping[nn.Parameter, int]
-    ) -> tuple[Tensor, ...]:
-        return self.masters.stored(index[weight]) if weight in index else (weight.detach(),)
+    def _stored(self, weight: nn.Parameter) -> tuple[Tensor, ...]:
+        place = self.index.get(weight)
+        return (weight.detach(),) if place is None else self.masters.stored(place)
 
 
 @contextlib.contextmanager

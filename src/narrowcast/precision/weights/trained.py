@@ -258,6 +258,7 @@ class TrainedWeights:
                 optimizer=self.optimizer,
                 weights=self.all,
                 masters=self.masters,
+                index=self._master_index,
                 lookahead=self.lookahead,
                 emulated=self._emulated,
             )

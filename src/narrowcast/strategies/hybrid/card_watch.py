@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from narrowcast.runs import FindingRecord
-from narrowcast.strategies.hybrid.control.vram import Card, Pressure, card
+from narrowcast.strategies.hybrid.control.vram import Card, Pressure, card, cleanup_due
 
 EVERY = 50
 """Steps between two looks; each asks the driver, and waits for the steps so far."""
@@ -40,7 +40,7 @@ class CardWatch:
         now = self._look(self._device)
         before, self._seen = self._seen, now.pressure
         self.wants_checkpoint = now.pressure == "emergency" and before != "emergency"
-        if now.pressure in ("cleanup", "emergency") and self._device.type == "cuda":
+        if cleanup_due(step, now.pressure) and self._device.type == "cuda":
             torch.cuda.empty_cache()
         if _ORDER.index(now.pressure) <= _ORDER.index(before):
             return []

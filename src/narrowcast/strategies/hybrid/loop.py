@@ -30,7 +30,12 @@ from narrowcast.strategies.hybrid.jumps.jumper import Jumper, Losses
 from narrowcast.strategies.hybrid.jumps.predictors import predictor_named
 from narrowcast.strategies.hybrid.jumps.prepared_weights import PreparedWeights
 from narrowcast.strategies.hybrid.jumps.verify import Verdict
-from narrowcast.strategies.hybrid.readout.choice import Better, Choice, Readouts
+from narrowcast.strategies.hybrid.readout.choice import (
+    Better,
+    Choice,
+    Readouts,
+    half_lives_in_steps,
+)
 
 Preset = Literal["conservative", "balanced", "aggressive"]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], AnyScheduler]
@@ -61,11 +66,10 @@ def hybrid(
     """
     if steps < 1:
         raise RecipeError(f"steps={steps}: write how many steps you mean to train, 1 or more")
-    for taken in ("ema_decay",):
-        if settings.get(taken) is not None:
-            raise RecipeError(
-                f"hybrid() keeps averages by itself; leave {taken} out, and write half_lives=[0.03]"
-            )
+    if settings.get("ema_decay") is not None:
+        raise RecipeError(
+            "hybrid() keeps averages by itself; leave ema_decay out, and write half_lives=[0.03]"
+        )
     try:
         asked = StrategySection(name="hybrid", preset=preset, stretch=stretch)
     except ValueError as error:
@@ -74,8 +78,8 @@ def hybrid(
         lookahead = Lookahead(begins_after=asked.warmup_steps(steps))
     made = None if scheduler is None else scheduler(optimizer, round(steps * stretch))
     prepared = prepare(model, optimizer, scheduler=made, lookahead=lookahead, **settings)
-    lives = {f"average {share:g}": max(share * steps, 1.0) for share in sorted(set(half_lives))}
-    run = HybridRun(prepared, Readouts(prepared, half_lives=lives))
+    readouts = Readouts(prepared, half_lives=half_lives_in_steps(half_lives, steps))
+    run = HybridRun(prepared, readouts)
     if asked.has_jumps:
         run.allow_jumps(steps, predictor=predictor)
     return run

@@ -20,15 +20,9 @@ from narrowcast.precision.step.saved_state import put_weights, weights_of
 from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
 from narrowcast.strategies.hybrid.card_watch import CardWatch
 from narrowcast.strategies.hybrid.phase_course import PhaseCourse
-from narrowcast.strategies.hybrid.readout.choice import TRAINED, Readouts
+from narrowcast.strategies.hybrid.readout.choice import TRAINED, Readouts, half_lives_in_steps
 from narrowcast.training.strategy import Measure
 from narrowcast.training.task import Task
-
-
-def half_lives_of(recipe: Recipe) -> dict[str, float]:
-    """Return the half-life of each average of a run, in steps, by what its read-out is called."""
-    shares = recipe.strategy.readout.half_lives
-    return {f"average {share:g}": max(share * recipe.steps, 1.0) for share in sorted(set(shares))}
 
 
 @final
@@ -37,9 +31,9 @@ class HybridStrategy:
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
         self._prepared, self._headline = prepared, task.info.headline
-        self.readouts = Readouts(
-            prepared, half_lives=half_lives_of(recipe), every=recipe.strategy.readout.every
-        )
+        settings = recipe.strategy.readout
+        half_lives = half_lives_in_steps(settings.half_lives, recipe.steps)
+        self.readouts = Readouts(prepared, half_lives=half_lives, every=settings.every)
         self.phases = PhaseCourse(prepared, task, recipe)
         self._card = CardWatch(prepared.engine.weights.device)
         self._accepted = self._rejected = 0

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from narrowcast.config.common.strategy import WARMUP
 from narrowcast.errors import RecipeError
 from narrowcast.precision.plan.policy import suggestion
 
@@ -90,21 +91,21 @@ def _refuse_count(name: str, value: object, *, least: int) -> None:
 
 _PRESETS: Mapping[str, PhaseSettings] = {
     "conservative": PhaseSettings(
-        warmup_steps=200,
+        warmup_steps=WARMUP["conservative"],
         full_steps=30,
         max_predict_steps=25,
         confidence_threshold=0.90,
         divergence_sigma=2.2,
     ),
     "balanced": PhaseSettings(
-        warmup_steps=100,
+        warmup_steps=WARMUP["balanced"],
         full_steps=20,
         max_predict_steps=40,
         confidence_threshold=0.85,
         divergence_sigma=2.5,
     ),
     "aggressive": PhaseSettings(
-        warmup_steps=50,
+        warmup_steps=WARMUP["aggressive"],
         full_steps=15,
         max_predict_steps=80,
         confidence_threshold=0.75,

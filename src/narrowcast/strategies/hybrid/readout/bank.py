@@ -51,9 +51,6 @@ class AverageBank:
             for _ in half_lives
         ]
 
-    def __len__(self) -> int:
-        return len(self.half_lives)
-
     @property
     def is_filled(self) -> bool:
         """Whether the averages are of anything yet."""

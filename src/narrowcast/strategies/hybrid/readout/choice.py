@@ -6,7 +6,7 @@ choice is among a few and its bias is small; it is the same data that early stop
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -36,6 +36,11 @@ class Choice:
     def is_average(self) -> bool:
         """Whether an average was better than what is trained: a prediction that came true."""
         return self.name != TRAINED
+
+
+def half_lives_in_steps(shares: Iterable[float], steps: int) -> dict[str, float]:
+    """Return half-lives that are given as shares of a run, by what their read-outs are called."""
+    return {f"average {share:g}": max(share * steps, 1.0) for share in sorted(set(shares))}
 
 
 def best_of(scores: Mapping[str, float], *, better: Better) -> str:
@@ -73,16 +78,13 @@ class Readouts:
         if self._numbers and outcome.step % self.bank.every == 0:
             self.bank.update(applied=outcome.applied_on_device)
 
-    def choose(
-        self, measure: Callable[[str], float], *, better: Better, only: str | None = None
-    ) -> Choice:
+    def choose(self, measure: Callable[[str], float], *, better: Better) -> Choice:
         """Measure each read-out in the model's place, and prefer the best from now on.
 
-        `measure` gets the name and returns a number. With `only`, that one is taken unmeasured by
-        any other.
+        `measure` gets the name and returns a number.
         """
         scores = {}
-        for name in self.names if only is None else [only]:
+        for name in self.names:
             with self.standing_in(name):
                 scores[name] = measure(name)
         self.chosen = best_of(scores, better=better)
@@ -104,7 +106,7 @@ class Readouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the choice."""
-        return {"chosen": self.chosen, "names": list(self._numbers), **self.bank.state_dict()}
+        return {"chosen": self.chosen, **self.bank.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood."""
