@@ -54,8 +54,7 @@ class Lookahead:
     """The first of the optimizer's `betas` from then on. To follow an average is a momentum too,
     and two of them swing: with 0.9 besides, a loss that fell rises again. None leaves it alone."""
     begins_after: int = 0
-    """Steps of plain training before it. At first weights go far in few steps, and an answer that
-    follows at a twentieth would hold them back."""
+    """Steps of plain training before it."""
 
     def __post_init__(self) -> None:
         """Refuse settings that mean nothing."""

@@ -2,8 +2,8 @@
 
 A run whose jumps are all rejected computes what a run without jumps does, bit for bit: weights,
 moments, buffers and random numbers are as they were. What it costs is bounded by its budget.
-Verified jumps rarely pay: on three small tasks against a tuned schedule they saved nothing (.92 to
-1.02 of the steps). So the budget is one part in a hundred, and ends after five rejections.
+Verified jumps rarely pay: against a tuned schedule they saved nothing (.94 to 1.01 of the steps,
+`benchmarks/hybrid.py`). So the budget is one part in a hundred, and ends after five rejections.
 """
 
 import contextlib
