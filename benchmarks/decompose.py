@@ -7,9 +7,10 @@ Run: python benchmarks/decompose.py [--device D] [--only SECTION ...] [--quick] 
 Sections: `toys` (steps a second of TMS 5-2 and a residual MLP: the reference, one seed, eight
 seeds at once), `language` (a language model of 4 layers: steps a second and peak memory), `terms`
 (the terms of both losses under equal components, importances and masks), and S4, S6, S7, S8: toys
-trained in full and held against what is known of them, and `stories` (a matrix of a published
-language model: --model FOLDER --text FILE). Without --only: the first three. Sections that are
-done are kept in the file of --json when others are run again.
+trained in full and held against what is known of them, `stories` (a matrix of a published language
+model: --model FOLDER --text FILE) and `gpt` (of one that is trained first: --text FILE). Without
+--only: the first three. Sections that are done are kept in the file of --json when others are run
+again.
 
 The reference is `decompose_reference/`: forward hooks registered and removed on every call, a
 delta materialised on every step, bf16 autocast, one pass a site, `.item()` of every loss. Of a toy
@@ -168,14 +169,15 @@ def arguments() -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda")
     parser.add_argument(
-        "--only", nargs="+", choices=[*SPEED, *STUDIES, "stories"], default=list(SPEED)
+        "--only", nargs="+", choices=[*SPEED, *STUDIES, "stories", "gpt"], default=list(SPEED)
     )
     parser.add_argument("--quick", action="store_true", help="fewer steps, one round")
     parser.add_argument("--rounds", type=int, help="turns that each side takes; 3, or 1")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--keep", type=Path, help="where the run folders of studies stay")
     parser.add_argument("--model", type=Path, help="folder of the language model of `stories`")
-    parser.add_argument("--text", type=Path, help="and the text it is shown")
+    parser.add_argument("--text", type=Path, help="and the text it is shown, or `gpt` learns")
+    parser.add_argument("--target", nargs="*", default=[], metavar="KEY=VALUE", help="of `gpt`")
     parser.add_argument("--rate", type=int, metavar="STEPS", help="only time steps of studies")
     parser.add_argument("--words", nargs="*", default=[], metavar="KEY=VALUE", help="settings")
     return parser
@@ -195,7 +197,8 @@ def main() -> None:
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.words = tuple(options.words)
     device = torch.device(options.device)
-    figures: dict[str, Any] = {"environment": describe_environment(), "device": options.device}
+    environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+    figures: dict[str, Any] = {"environment": environment, "device": options.device}
     if "toys" in options.only:
         figures["toys"] = toys(options)
     with tempfile.TemporaryDirectory() as scratch:
@@ -208,12 +211,13 @@ def main() -> None:
                 figures["language"] = language(options, model)
         if "terms" in options.only:
             figures["terms"] = side_by_side(options, cases)
-    if "stories" in options.only:
-        from decompose_reference.stories import print_stories, run_stories
+    for name in ("stories", "gpt"):
+        if name in options.only:
+            from decompose_reference.stories import print_stories, run_gpt, run_stories
 
-        figures["stories"] = run_stories(options)
-        print_stories(figures["stories"])
-        keep_figures(options.json, figures)
+            figures[name] = run_stories(options) if name == "stories" else run_gpt(options)
+            print_stories(figures[name])
+            keep_figures(options.json, figures)
     for name in STUDIES:
         if name in options.only:
             from decompose_reference.studies import STUDIES as KNOWN

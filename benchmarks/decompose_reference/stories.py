@@ -1,8 +1,9 @@
-"""One matrix of a published language model, decomposed on a CPU: what masked passes lose."""
+"""One matrix of a language model, decomposed: what masked passes lose."""
 
 import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,74 @@ WORDS = (
 """About five minutes of one core; the recipe has 17 times the steps, and a fifth of the rate."""
 
 
-def run_stories(options: argparse.Namespace) -> dict[str, Any]:
-    """Decompose a matrix, and return what the last evaluation says."""
-    import narrowcast as nc
+GPT_SITE = "blocks.2.mlp.up"
+"""1,024 × 256, of four layers."""
+GPT = (
+    "data.tokenizer=bytes", "data.length=256", "data.eval_windows=256", "model.layers=4",
+    "model.width=256", "model.heads=4", "batch_size=64", "steps=3000", "optimizer.lr=1e-3",
+    "lr_schedule.warmup=100", "eval.every=500", "health.every=0", "precision.policy=bf16",
+)  # fmt: skip
+"""The language model that `gpt` trains first: 3.3 million weights on bytes of the text."""
+GPT_WORDS = (
+    f"sites.names=[{GPT_SITE}]",
+    "sites.components=1024",
+    "importance.hidden=[256]",
+    "data.text=[]",  # the text that it was trained on
+    "data.length=256",
+    "batch_size=64",
+    "steps=20000",
+    "eval.every=2500",
+    "health.every=0",
+)
 
+
+def run_stories(options: argparse.Namespace) -> dict[str, Any]:
+    """Decompose a matrix of a published model, and return what the last evaluation says."""
     if not options.model or not options.text:
         raise SystemExit("stories needs --model FOLDER (a folder of llama2.c) and --text FILE")
-    where = [f"model.path={options.model}", f"data.text=[{options.text}]"]
-    settings = [*WORDS, f"device={options.device}", *options.words]
+    where = {"model.path": f"{options.model}", "data.text": f"[{options.text}]"}
+    return taken_apart(where, WORDS, options, name="stories")
+
+
+def run_gpt(options: argparse.Namespace) -> dict[str, Any]:
+    """Train a language model of workload `lm`, and decompose a matrix of it."""
+    import narrowcast as nc
+
+    if not options.text:
+        raise SystemExit("gpt needs --text FILE, which it is trained on")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "gpt"
+        words = [f"data.text={options.text}", f"device={options.device}", *GPT, *options.target]
+        records = nc.train("quickstart", words, out=folder)
+        losses = [each for each in records if isinstance(each, EvalRecord)]
+        told = taken_apart({"model.path": f"{folder}"}, GPT_WORDS, options, name="gpt")
+    named = [f"data.text={options.text.name}", *GPT, *options.target]
+    target = {"command": " ".join(["narrowcast train quickstart", *named])}
+    return told | {"target": target | losses[-1].metrics}
+
+
+def taken_apart(
+    where: dict[str, str], words: Sequence[str], options: argparse.Namespace, *, name: str
+) -> dict[str, Any]:
+    """Decompose what `where` names, and return losses and the table of masks."""
+    import narrowcast as nc
+
+    settings = [*words, f"device={options.device}", *options.words]
     began, processor = time.perf_counter(), time.process_time()
     evaluations, losses, steps = list[dict[str, Any]](), dict[str, float](), 0
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.keep / "stories" if options.keep else Path(scratch) / "run"
-        for record in nc.train("decompose/lm", [*where, *settings], out=folder):
+        folder = options.keep / name if options.keep else Path(scratch) / "run"
+        given = [f"{key}={value}" for key, value in where.items()]
+        for record in nc.train("decompose/lm", [*given, *settings], out=folder):
             if isinstance(record, StepRecord):
                 steps, losses = record.step, record.parts
             elif isinstance(record, EvalRecord):
                 evaluations.append({"step": record.step, **record.metrics})
         found = judged(folder)
-    named = [f"model.path={options.model.name}", f"data.text=[{options.text.name}]"]
+    # Names alone: where the files lay is nobody's business.
+    named = [
+        f"{key}={'[' * ('[' in value)}{value.rpartition('/')[2]}" for key, value in where.items()
+    ]
     return {
         "command": " ".join(["narrowcast train decompose/lm", *named, *settings]),
         "steps": steps,
