@@ -83,9 +83,12 @@ def test_mcc(path: Path | None) -> dict[str, float]:
     """Return the mean test MCC × 100 of each precision for the promoters of 70 letters."""
     if path is None:
         return {}
-    rows = json.loads(path.read_text())["summary"]
-    wanted = [row for row in rows if row["question"] == "prom_core_tata cnn" and "test" in row]
-    return {row["policy"].replace("-delayed", ""): 100 * row["test"] for row in wanted}
+    found: dict[str, list[float]] = {}
+    for row in json.loads(path.read_text())["results"]:
+        if row["question"] == "prom_core_tata cnn" and not row["baseline"]:
+            name = row["policy"].replace("-delayed", "")
+            found.setdefault(name, []).append(100 * row["test"]["mcc"])
+    return {name: statistics.mean(each) for name, each in found.items()}
 
 
 def main() -> None:
@@ -115,7 +118,8 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        found = {"environment": describe_environment(), "command": sys.argv, "rows": rows}
+        environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+        found = {"environment": environment, "command": sys.argv[1:], "rows": rows}
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -248,7 +248,8 @@ def main() -> None:
             json.dumps(work(options.work, name, SHAPES[name], steps=options.steps, device=device))
         )
         return
-    figures: dict[str, Any] = {"environment": describe_environment(), "policy": POLICY}
+    environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+    figures: dict[str, Any] = {"environment": environment, "policy": POLICY}
     for name in options.models:
         shape = QUICK if options.quick else SHAPES[name]
         print(f"\n{name}: {shape}")
@@ -258,10 +259,10 @@ def main() -> None:
             rows[how] = measured(how, name, options)
             base = next((row for row in rows.values() if "peak_bytes" in row), rows[how])
             print(told(how, rows[how], base), flush=True)
-        figures[name] = {"shape": shape._asdict(), "rows": rows}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+            figures[name] = {"shape": shape._asdict(), "rows": rows}
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
