@@ -4,11 +4,11 @@ Run: python benchmarks/decompose_sections_gpu.py [--only NAME ...] [--rounds N] 
                                                  [--quick]
 
 Names are those of the sections of docs/workloads/decompose.md that a GPU can answer: `transfers`,
-`layerwise`, `precision`, `memory`, `aside`, `loading` and `compilation`. Whole runs of
-narrowcast, one setting apart, take turns, --rounds times each, and the median counts; the toy is TMS
-5-2 with 4,096 samples, the language model is that of benchmarks/decompose.py (4 layers of 128, 24
-sites, 64 × 512 tokens). What needs no GPU is in decompose_sections.py. `--quick` is to see that all
-of it runs, on a CPU too; its times mean nothing.
+`layerwise`, `precision`, `memory`, `aside`, `loading` and `compilation`. Whole runs of narrowcast,
+one setting apart, take turns, --rounds times each, and the median counts; the toy is TMS 5-2 with
+4,096 samples, the language model is that of benchmarks/decompose.py (4 layers of 128, 24 sites,
+64 × 512 tokens). What needs no GPU is in decompose_sections.py. `--quick` is to see that all of it
+runs, on a CPU too; its times mean nothing.
 """
 
 import argparse
