@@ -72,7 +72,7 @@ class Flat:
             first = until
 
     def fresh(self) -> nn.Module:
-        """Return the task's model as this seed begins with it; the random numbers are those after."""
+        """Return the task's model as this seed begins with it; torch draws on from there."""
         torch.manual_seed(self.seed)
         return self.task.make().to(self.task.device)
 

@@ -32,6 +32,8 @@ def summary(runs: Runs, tasks: Sequence[Task]) -> dict[str, Any]:
             "rows": {},
         }  # fmt: skip
         for row in ROWS:
+            if row.readout in ("bank", "lawa") and not task.banked:
+                continue
             try:
                 trained = reported(runs, task, row)
             except TimeoutError:

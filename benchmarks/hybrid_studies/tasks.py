@@ -54,7 +54,7 @@ class Task:
     budgets: tuple[float, ...] = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7)
     """Shares of N that tuned cosine is trained for."""
     refined: bool = True
-    """Whether its rate is tuned in steps of a root of two as well, and for the outermost budgets."""
+    """Whether its rate is tuned by roots of two as well, and for the outermost budgets."""
     stops: tuple[float, ...] = STOPS
     """Shares of the plan at which a run is looked at before its end."""
     banked: bool = True
