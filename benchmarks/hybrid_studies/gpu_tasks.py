@@ -94,8 +94,8 @@ def gpt_124m(data: Path, *, quick: bool, **more: Any) -> Task:
         "layers": 12, "heads": 12, "width": 768,
     }  # fmt: skip
     return tokens_task(
-        train, held, length=length, name="gpt-124m", steps=30 if quick else 400,
-        batch=4 if quick else 8, lr=3e-2 if quick else 6e-4,
+        train, held, length=length, name="gpt-124m", steps=20 if quick else 400,
+        batch=2 if quick else 8, lr=3e-2 if quick else 6e-4,
         parts=(4, 8) if quick else (32, 160), chunk=16,
         make=lambda: GPT(VOCABULARY, length=length, tied=True, **shape), **more,
     )  # fmt: skip

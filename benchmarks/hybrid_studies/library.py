@@ -31,6 +31,7 @@ class Library(Plain):
 
     def start(self, preset: str, **more: Any) -> None:
         task, way, plan = self.flat.task, self.way, self.plan
+        self.chosen = ""
         model = self.flat.fresh().train()
         optimizer = optimizer_for(task, model.parameters(), lr=self.lr)
         for group in optimizer.param_groups:
@@ -62,7 +63,7 @@ class Library(Plain):
             with self.run.compute():
                 return task.evaluate(self.run.model, task.selection)
 
-        self.choice = self.run.read_out(measure)
+        self.chosen = self.run.read_out(measure).name
         found = self.run.answer_weights()
         # By parameters: a state has a shared weight twice, and buffers besides.
         names = [name for name, _ in self.run.model.named_parameters()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_studies.library import KINDS
+from hybrid_studies.library import KINDS, Library
 from hybrid_studies.methods import Flat, Jumps, Way
 from hybrid_studies.readouts import HALF_LIVES, Bank, Lawa
 from hybrid_studies.tasks import Task
+from narrowcast.errors import DivergedError
 from narrowcast.runs import describe_environment
 
 
@@ -56,7 +58,13 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
     clock = time.perf_counter if task.device == "cuda" else time.process_time
     for step in range(1, plan + 1):
         began = clock()
-        method.step(next(batches))
+        try:
+            method.step(next(batches))
+        except DivergedError:  # the library gives up where a plain optimizer goes on with NaN
+            lost = {"now": [math.inf, math.inf]}
+            marks |= {name: lost for each in stops.values() if (name := f"{each:g}") not in marks}
+            marks["end"] = lost
+            break
         if task.device == "cuda" and (step in stops or step == plan):
             torch.cuda.synchronize()
         between = clock()
@@ -85,6 +93,8 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
     }  # fmt: skip
     if isinstance(method, Jumps):
         result |= {"offered": method.offered, "accepted": method.accepted}
+    if isinstance(method, Library):
+        result["chosen"] = method.chosen
     return result
 
 
