@@ -127,5 +127,6 @@ def bars(found: Cells) -> list[str]:
             f"{name} {ratio:.2f} ({found[name]['rows'][row.label]['best standard']})"
             for name, ratio in best.items()
         )
-        lines.append(f"- {told}, against the best standard row: {told_best}")
+        if best:
+            lines.append(f"- {told}, against the best standard row: {told_best}")
     return lines
