@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hybrid_studies.ablations import ablate, table
-from hybrid_studies.plan import LIBRARY, OURS, STANDARD, curve, reported
+from hybrid_studies.plan import LIBRARY, OURS, STANDARD, UNWARMED, curve, reported
 from hybrid_studies.running import Runs
 from hybrid_studies.summary import summary
 from hybrid_studies.tables import markdown
@@ -29,7 +29,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--rows", choices=("base", "ours", "library", "all"), default="all")
+    parser.add_argument(
+        "--rows", choices=("base", "ours", "library", "unwarmed", "all"), default="all"
+    )
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--table", action="store_true", help="train nothing")
@@ -45,7 +47,8 @@ def main() -> None:
     for other in args.others:
         runs.done |= json.loads(other.read_text())["runs"]
     rows = {
-        "base": (), "ours": OURS, "library": LIBRARY, "all": (*OURS, *LIBRARY, *STANDARD),
+        "base": (), "ours": OURS, "library": LIBRARY, "unwarmed": (UNWARMED,),
+        "all": (*OURS, *LIBRARY, *STANDARD),
     }[args.rows]  # fmt: skip
     names = args.tasks.split(",")
     if args.ablate is not None:

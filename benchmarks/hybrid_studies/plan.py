@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import narrowcast as nc
 from hybrid_studies.methods import Way
 from hybrid_studies.readouts import HALF_LIVES
 from hybrid_studies.running import Run, Runs
@@ -60,6 +61,12 @@ LIBRARY = tuple(
                 constants={"preset": preset}))
     for preset in ("conservative", "balanced")
 )  # fmt: skip
+# Balanced without the plain steps that it begins with: what these cost.
+UNWARMED = Row(
+    label="narrowcast balanced, no warm-up", readout="chosen",
+    way=Way(name="narrowcast balanced without warm-up", kind="library", stretch=1.4,
+            constants={"preset": "balanced", "lookahead": nc.Lookahead()}),
+)  # fmt: skip
 STANDARD = (
     Row(label="cosine + EMA bank", way=COSINE, readout="bank"),
     Row(label="linear", way=LINEAR),
@@ -79,7 +86,7 @@ FIRST = (
     Row(label="B with Adam's momentum on", way=PRIMAL_FIRST, centre=2.0),
     Row(label="A + B with Adam's momentum on", way=BOTH_FIRST, readout="bank", centre=2.0),
 )
-ROWS = (BASE, *OURS, *LIBRARY, *STANDARD, *FIRST)
+ROWS = (BASE, *OURS, *LIBRARY, UNWARMED, *STANDARD, *FIRST)
 
 
 def read(row: Row, marks: dict[str, list[float]], *, at: int) -> float:
