@@ -1,6 +1,6 @@
 """Hybrid predictive training: what a method saves against cosine that is tuned for its budget.
 
-Run: python benchmarks/hybrid.py --data DIR --json OUT [--tasks NAMES] [--rows ours|all]
+Run: python benchmarks/hybrid.py --data DIR --json OUT [--tasks NAMES] [--rows ours|library|all]
                                  [--minutes M]
      python benchmarks/hybrid.py --json OUT --data DIR --ablate [--tasks NAMES]
      python benchmarks/hybrid.py --data DIR --json OUT --table
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hybrid_studies.ablations import ablate, table
-from hybrid_studies.plan import OURS, STANDARD, curve, reported
+from hybrid_studies.plan import LIBRARY, OURS, STANDARD, UNWARMED, curve, reported
 from hybrid_studies.running import Runs
 from hybrid_studies.summary import summary
 from hybrid_studies.tables import markdown
@@ -29,7 +29,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--rows", choices=("base", "ours", "all"), default="all")
+    parser.add_argument(
+        "--rows", choices=("base", "ours", "library", "unwarmed", "all"), default="all"
+    )
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--table", action="store_true", help="train nothing")
@@ -44,7 +46,10 @@ def main() -> None:
     runs = Runs(args.json, minutes=0 if args.table else args.minutes, jobs=args.jobs)
     for other in args.others:
         runs.done |= json.loads(other.read_text())["runs"]
-    rows = {"base": (), "ours": OURS, "all": (*OURS, *STANDARD)}[args.rows]
+    rows = {
+        "base": (), "ours": OURS, "library": LIBRARY, "unwarmed": (UNWARMED,),
+        "all": (*OURS, *LIBRARY, *STANDARD),
+    }[args.rows]  # fmt: skip
     names = args.tasks.split(",")
     if args.ablate is not None:
         if closed := set(names) - set(CHOSEN_ON):
@@ -63,7 +68,7 @@ def main() -> None:
     except TimeoutError:
         print("the time is over; call again to go on")
     runs.until = 0.0
-    found = summary(runs, args.data, names)
+    found = summary(runs, [TASKS[name](args.data) for name in names])
     runs.write(tasks=names, summary=found)
     print("\n" + markdown(found))
 

@@ -5,16 +5,15 @@ kind, which has three functions: `step(gradient, lr)`, `answers()` (the weights 
 out, by name; the first is the method's own), and `spent` (step-equivalents so far). Weights are
 one flat vector, so that a method is a few lines of vector arithmetic around torch's own optimizer.
 
-A method that goes through narrowcast's own interface is a class of the same three functions: add
-it to `KINDS` at the end of this file and its `Way`s to `hybrid_studies.plan`.
+Methods that go through narrowcast's own interface are in `hybrid_studies.library`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,8 @@ class Way:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     stretch: float = 1.0
     """Times N that the schedule is drawn over; the run stops at N all the same."""
+    floor: float = 0.0
+    """Of a cosine: the share of the peak that it ends at."""
     kind: str = "plain"
     constants: dict[str, Any] = field(default_factory=dict)
 
@@ -44,7 +45,8 @@ class Way:
         done = min(1.0, step / length)
         match self.schedule:
             case "cosine":
-                return rise * 0.5 * (1 + math.cos(math.pi * done))
+                falling = 0.5 * (1 + math.cos(math.pi * done))
+                return rise * (self.floor + (1 - self.floor) * falling)
             case "linear":
                 return rise * (1 - done)
             case "wsd":
@@ -57,8 +59,8 @@ class Flat:
     """A model whose parameters, and their gradients, are views of one vector each."""
 
     def __init__(self, task: Task, *, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.task, self.model = task, task.make()
+        self.task, self.seed = task, seed
+        self.model = self.fresh()
         parameters = list(self.model.parameters())
         self.weights = nn.Parameter(torch.cat([each.detach().flatten() for each in parameters]))
         self.weights.grad = torch.zeros_like(self.weights)
@@ -69,11 +71,22 @@ class Flat:
             each.grad = self.weights.grad[first:until].view_as(each)
             first = until
 
+    def fresh(self) -> nn.Module:
+        """Return the task's model as this seed begins with it; torch draws on from there."""
+        torch.manual_seed(self.seed)
+        return self.task.make().to(self.task.device)
+
     def gradient(self, batch: Pair) -> None:
         """Fill the gradient of the weights that the model holds now."""
-        assert self.weights.grad is not None
-        self.weights.grad.zero_()
-        self.task.loss(self.model(batch[0]), batch[1]).backward()
+        gradient = self.weights.grad
+        assert gradient is not None
+        gradient.zero_()
+        with self.task.computing():
+            loss = self.task.loss(self.model(batch[0]), batch[1])
+        loss.backward()
+        if self.task.clip is not None:  # as torch's clip_grad_norm_ does it
+            norm = torch.linalg.vector_norm(gradient)
+            gradient.mul_((self.task.clip / (norm + 1e-6)).clamp(max=1.0))
 
     def put(self, vector: Tensor) -> None:
         """Make the model hold these weights."""
@@ -83,21 +96,33 @@ class Flat:
         """Return the loss with other weights; the model's own are back afterwards."""
         kept = self.weights.data.clone()
         self.put(vector)
-        found = self.task.evaluate(self.model, part)
+        with self.task.computing():
+            found = self.task.evaluate(self.model, part)
         self.put(kept)
         return found
 
     def optimizer(self, lr: float) -> torch.optim.Optimizer:
         """Return the optimizer that a user of this task would take."""
-        decay = self.task.weight_decay
-        if self.task.optimizer == "sgd":
-            return torch.optim.SGD([self.weights], lr=lr, momentum=0.9, weight_decay=decay)
-        betas = (0.9, 0.99) if decay else (0.9, 0.999)
-        return torch.optim.AdamW([self.weights], lr=lr, betas=betas, weight_decay=decay)
+        return optimizer_for(self.task, [self.weights], lr=lr)
+
+
+def optimizer_for(
+    task: Task, weights: Iterable[nn.Parameter], *, lr: float
+) -> torch.optim.Optimizer:
+    """Return the optimizer that a user of a task would take."""
+    decay = task.weight_decay
+    if task.optimizer == "sgd":
+        return torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=decay)
+    betas = (0.9, 0.99) if decay else (0.9, 0.999)
+    fused = True if task.device == "cuda" else None
+    return torch.optim.AdamW(weights, lr=lr, betas=betas, weight_decay=decay, fused=fused)
 
 
 class Plain:
     """The optimizer alone."""
+
+    can_be_followed: ClassVar[bool] = True
+    """Whether its answer is at hand after every step, for averages of it."""
 
     def __init__(self, flat: Flat, way: Way, *, lr: float, plan: int) -> None:
         self.flat, self.way, self.plan, self.lr = flat, way, plan, lr
@@ -183,6 +208,8 @@ class SlowWeights(Plain):
 class ScheduleFree(Plain):
     """Schedule-free AdamW or SGD (Defazio et al. 2024), from its authors' package."""
 
+    can_be_followed: ClassVar[bool] = False  # its answer needs a pass over the weights
+
     def start(self) -> None:
         import schedulefree
 
@@ -242,15 +269,3 @@ class Jumps(Plain):
             self.accepted += 1
             self.flat.put(at)
             self.states = []
-
-
-KINDS: dict[str, Callable[..., Plain]] = {
-    "plain": Plain,
-    "primal": Primal,
-    "lookahead": SlowWeights,
-    "schedule-free": ScheduleFree,
-    "jumps": Jumps,
-    # Here: the classes that train through `narrowcast.prepare` and answer with
-    # `run.answering()`, and in `plan.WAYS` the rows "narrowcast balanced" and
-    # "narrowcast conservative".
-}

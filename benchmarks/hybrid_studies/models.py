@@ -21,12 +21,14 @@ class CharMLP(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block with causal attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__()
-        self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.dropout = heads, dropout
+        self.before, self.between = (nn.LayerNorm(width, bias=bias) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.proj = nn.Linear(width, width, bias=bias)
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -34,19 +36,30 @@ class Block(nn.Module):
             each.view(batch, length, self.heads, -1).transpose(1, 2)
             for each in self.qkv(self.before(x)).split(width, dim=2)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.between(x))))
+        dropped = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropped)
+        mixed = self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + F.dropout(mixed, dropped, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.between(x)))), dropped, self.training)
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions; the head has weights of its own."""
+    """A decoder with learned positions; the head has weights of its own, unless it is tied."""
 
-    def __init__(self, vocab: int, *, length: int, width: int, layers: int, heads: int) -> None:
+    def __init__(
+        self, vocab: int, *, length: int, width: int, layers: int, heads: int,
+        dropout: float = 0.0, bias: bool = True, tied: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.dropout = dropout
         self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        self.blocks = nn.ModuleList(
+            Block(width, heads, dropout=dropout, bias=bias) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
                 # GPT-2: residual branches start smaller, by how many are summed.
@@ -54,7 +67,8 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import narrowcast as nc
 from hybrid_studies.methods import Way
 from hybrid_studies.readouts import HALF_LIVES
 from hybrid_studies.running import Run, Runs
@@ -14,11 +15,12 @@ from hybrid_studies.tasks import Task
 
 TUNING_SEED = 1000
 """The first of choosing learning rates; reported seeds are 0, 1, 2 and on."""
-BUDGETS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7)
-"""Shares of N that tuned cosine is trained for."""
 REACH = 5
 """Doublings or halvings that a grid may be extended by."""
-Readout = Literal["now", "bank", "lawa"]
+Readout = Literal["now", "bank", "lawa", "chosen"]
+"""`chosen`: among as many as the library has, by itself."""
+CHOICES = 3
+"""What is trained, and two averages: the read-outs of `nc.hybrid`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,18 @@ OURS = (
     Row(label="B: primal averaging, cosine", way=PRIMAL),
     Row(label="A + B, bank", way=BOTH, readout="bank", shares=(0.75,)),
 )
+LIBRARY = tuple(
+    Row(label=f"narrowcast {preset}", readout="chosen",
+        way=Way(name=f"narrowcast {preset}", kind="library", stretch=1.4,
+                constants={"preset": preset}))
+    for preset in ("conservative", "balanced")
+)  # fmt: skip
+# Balanced without the plain steps that it begins with: what these cost.
+UNWARMED = Row(
+    label="narrowcast balanced, no warm-up", readout="chosen",
+    way=Way(name="narrowcast balanced without warm-up", kind="library", stretch=1.4,
+            constants={"preset": "balanced", "lookahead": nc.Lookahead()}),
+)  # fmt: skip
 STANDARD = (
     Row(label="cosine + EMA bank", way=COSINE, readout="bank"),
     Row(label="linear", way=LINEAR),
@@ -72,7 +86,7 @@ FIRST = (
     Row(label="B with Adam's momentum on", way=PRIMAL_FIRST, centre=2.0),
     Row(label="A + B with Adam's momentum on", way=BOTH_FIRST, readout="bank", centre=2.0),
 )
-ROWS = (BASE, *OURS, *STANDARD, *FIRST)
+ROWS = (BASE, *OURS, *LIBRARY, UNWARMED, *STANDARD, *FIRST)
 
 
 def read(row: Row, marks: dict[str, list[float]], *, at: int) -> float:
@@ -81,14 +95,14 @@ def read(row: Row, marks: dict[str, list[float]], *, at: int) -> float:
     The bank holds the weights as they are as well, so that it can only do worse by chance.
     """
     if row.readout != "bank":
-        return marks[row.readout][at]
+        return marks["now" if row.readout == "chosen" else row.readout][at]
     entries = [marks[name] for name in ("now", *(f"ema{each:g}" for each in HALF_LIVES))]
     return min(entries, key=lambda each: each[0])[at]
 
 
 def cost(row: Row, task: Task, result: dict[str, Any]) -> float:
     """Return the step-equivalents of a run, with what choosing from the bank costs."""
-    looks = 1 + len(HALF_LIVES) if row.readout == "bank" else 0
+    looks = {"bank": 1 + len(HALF_LIVES), "chosen": CHOICES}.get(row.readout, 0)
     return float(result["spent"]) + looks * task.selection_steps()
 
 
@@ -129,17 +143,19 @@ def baseline(runs: Runs, task: Task) -> dict[float, float]:
     """Return the tuned learning rate of cosine for every budget.
 
     Tuned at N in steps of two and then of a root of two, at the ends of the grid in steps of a
-    root of two; between them, the geometric mean.
+    root of two; between them, the geometric mean. Where that is too dear, at N in steps of two.
     """
     root = math.sqrt(2)
     coarse = tuned(runs, task, BASE, centre=task.lr)
+    if not task.refined:
+        return dict.fromkeys(task.budgets, coarse)
     middle = tuned(runs, task, BASE, centre=coarse, factor=root)
     low, high = (
         tuned(runs, task, BASE, centre=middle, share=share, factor=root)
-        for share in (BUDGETS[0], BUDGETS[-1])
+        for share in (task.budgets[0], task.budgets[-1])
     )
     between = {0.5: low, 0.7: math.sqrt(low * middle), 1.4: math.sqrt(middle * high), 1.7: high}
-    return {share: between.get(share, middle) for share in BUDGETS}
+    return {share: between.get(share, middle) for share in task.budgets}
 
 
 def curve(runs: Runs, task: Task) -> dict[float, list[dict[str, Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -13,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_studies.methods import KINDS, Flat, Jumps, Way
+from hybrid_studies.library import KINDS, Library
+from hybrid_studies.methods import Flat, Jumps, Way
 from hybrid_studies.readouts import HALF_LIVES, Bank, Lawa
 from hybrid_studies.tasks import Task
+from narrowcast.errors import DivergedError
 from narrowcast.runs import describe_environment
-
-STOPS = (0.5, 0.7, 0.8)
-"""Shares of the plan at which a run of unknown budget may be stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,32 +47,44 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
     method = KINDS[run.way.kind](flat, run.way, lr=run.lr, plan=plan)
     batches = task.train(torch.Generator().manual_seed(10_000 + run.seed))
     bank, lawa = Bank(half_lives, plan=plan), Lawa(plan=plan)
-    extra = Bank(half_lives, plan=plan) if "y" in method.answers() and not run.reported else None
-    stops = {round(stop * plan): stop for stop in STOPS if run.reported and run.share == 1}
+    followed = method.can_be_followed and task.banked
+    extra = None
+    if followed and "y" in method.answers() and not run.reported:
+        extra = Bank(half_lives, plan=plan)
+    stops = {round(stop * plan): stop for stop in task.stops if run.reported and run.share == 1}
     marks: dict[str, Any] = {}
     seconds = upkeep = 0.0
-    free = run.way.kind == "schedule-free"  # its answer needs a pass over the weights
+    # What the host does on a GPU says little: the clock, and the device is waited for at marks.
+    clock = time.perf_counter if task.device == "cuda" else time.process_time
     for step in range(1, plan + 1):
-        began = time.process_time()
-        method.step(next(batches))
-        between = time.process_time()
-        if not free:
+        began = clock()
+        try:
+            method.step(next(batches))
+        except DivergedError:  # the library gives up where a plain optimizer goes on with NaN
+            lost = {"now": [math.inf, math.inf]}
+            marks |= {name: lost for each in stops.values() if (name := f"{each:g}") not in marks}
+            marks["end"] = lost
+            break
+        if task.device == "cuda" and (step in stops or step == plan):
+            torch.cuda.synchronize()
+        between = clock()
+        if followed:
             answers = method.answers()
             bank.add(answers["now"])
             lawa.add(answers["now"])
             if extra is not None:
                 extra.add(answers["y"])
         seconds += between - began
-        upkeep += time.process_time() - between
+        upkeep += clock() - between
         if step in stops or step == plan:
             found = method.answers()
-            if not free:
+            if followed:
                 found |= bank.answers() | (lawa.answers() if run.way.schedule == "constant" else {})
             if extra is not None:
                 found |= {f"y-{name}": each for name, each in extra.answers().items()}
             name = "end" if step == plan else f"{stops[step]:g}"
             marks[name] = judged(
-                flat, found, reported=run.reported, bank=() if free else tuple(bank.answers())
+                flat, found, reported=run.reported, bank=tuple(bank.answers()) if followed else ()
             )
     result = {
         "task": run.task, "way": run.way.name, "lr": run.lr, "seed": run.seed, "share": run.share,
@@ -81,6 +93,8 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
     }  # fmt: skip
     if isinstance(method, Jumps):
         result |= {"offered": method.offered, "accepted": method.accepted}
+    if isinstance(method, Library):
+        result["chosen"] = method.chosen
     return result
 
 

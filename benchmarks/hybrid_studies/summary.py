@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hybrid_studies.plan import BASE, ROWS, STANDARD, Row, cost, curve, read, reported
-from hybrid_studies.running import STOPS, Runs
+from hybrid_studies.running import Runs
 from hybrid_studies.savings import curve_of, estimate, reached, saving
-from hybrid_studies.tasks import TASKS, Task
+from hybrid_studies.tasks import STOPS, Task
 
 
-def summary(runs: Runs, data: Path, names: Sequence[str]) -> dict[str, Any]:
+def summary(runs: Runs, tasks: Sequence[Task]) -> dict[str, Any]:
     """Return every row of every task that is finished; what is not is left out."""
     out: dict[str, Any] = {}
-    for name in names:
-        task = TASKS[name](data)
+    for task in tasks:
+        name = task.name
         try:
             found = curve(runs, task)
         except TimeoutError:
@@ -33,6 +32,8 @@ def summary(runs: Runs, data: Path, names: Sequence[str]) -> dict[str, Any]:
             "rows": {},
         }  # fmt: skip
         for row in ROWS:
+            if row.readout in ("bank", "lawa") and not task.banked:
+                continue
             try:
                 trained = reported(runs, task, row)
             except TimeoutError:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybrid_studies.plan import BASE, OURS, ROWS, STANDARD
-from hybrid_studies.running import STOPS
-from hybrid_studies.tasks import CHOSEN_ON
+from hybrid_studies.plan import BASE, LIBRARY, OURS, ROWS, STANDARD
+from hybrid_studies.tasks import CHOSEN_ON, STOPS
 
 Cells = dict[str, Any]
 
@@ -101,18 +100,22 @@ def bars(found: Cells) -> list[str]:
     for row, least, worst, told in (
         (OURS[-1], 1.15, 0.97, "balanced"),
         (OURS[0], 1.05, 0.99, "conservative"),
+        (LIBRARY[1], 1.15, 0.97, "balanced"),
+        (LIBRARY[0], 1.05, 0.99, "conservative"),
     ):
         means = {
             name: task["rows"][row.label]["saving"][0]
             for name, task in found.items()
             if row.label in task["rows"]
         }
+        if not means:
+            continue
         over = [name for name, mean in means.items() if mean >= least]
         fresh = [name for name in over if name not in CHOSEN_ON]
         lines.append(
             f"- {told} ({row.label}): {least:g} × or more on {len(over)} of {len(means)} tasks"
             f" ({', '.join(over)}), {len(fresh)} of them with constants fixed beforehand; the"
-            f" least is {min(means.values(), default=0):.2f} (bar: {worst:g})"
+            f" least is {min(means.values()):.2f} (bar: {worst:g})"
         )
         best = {
             name: task["rows"][row.label]["against best standard"]
@@ -124,5 +127,6 @@ def bars(found: Cells) -> list[str]:
             f"{name} {ratio:.2f} ({found[name]['rows'][row.label]['best standard']})"
             for name, ratio in best.items()
         )
-        lines.append(f"- {told}, against the best standard row: {told_best}")
+        if best:
+            lines.append(f"- {told}, against the best standard row: {told_best}")
     return lines

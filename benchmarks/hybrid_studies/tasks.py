@@ -12,9 +12,10 @@ import gzip
 import io
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 
 from hybrid_studies.data import Pair, characters, epochs, held_out
 from hybrid_studies.models import GPT, CharMLP, dna_cnn, image_cnn, image_mlp, table_mlp
+
+STOPS = (0.5, 0.7, 0.8)
+"""Shares of the plan at which a run of unknown budget may be stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +51,39 @@ class Task:
     """How many are reported; more where a run is cheap."""
     tuning_seeds: int = 1
     """How many learning rates are tuned with."""
+    budgets: tuple[float, ...] = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7)
+    """Shares of N that tuned cosine is trained for."""
+    refined: bool = True
+    """Whether its rate is tuned by roots of two as well, and for the outermost budgets."""
+    stops: tuple[float, ...] = STOPS
+    """Shares of the plan at which a run is looked at before its end."""
+    banked: bool = True
+    """Whether averages are kept beside every method."""
+    clip: float | None = None
+    """The norm that gradients are clipped to."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    compute: Literal["fp32", "bf16"] = "fp32"
+    chunk: int = 1024
+    """Held-out examples that are passed at once."""
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Hold this over the passes of a plain model."""
+        bf16 = self.compute == "bf16"
+        return torch.autocast(self.device, torch.bfloat16) if bf16 else nullcontext()
 
     def evaluate(self, model: nn.Module, part: Pair) -> float:
         """Return the mean loss of `model` on a held-out part."""
         inputs, targets = part
         model.eval()
-        total = 0.0
+        losses, sizes = [], []
         with torch.no_grad():
-            for first in range(0, len(inputs), 1024):
-                chunk = inputs[first : first + 1024], targets[first : first + 1024]
-                total += float(self.loss(model(chunk[0]), chunk[1])) * len(chunk[0])
+            for first in range(0, len(inputs), self.chunk):
+                chunk = inputs[first : first + self.chunk], targets[first : first + self.chunk]
+                losses.append(self.loss(model(chunk[0]), chunk[1]))
+                sizes.append(len(chunk[0]))
         model.train()
-        return total / len(inputs)
+        means = torch.stack(losses).tolist()  # the only wait for a device
+        return sum(mean * size for mean, size in zip(means, sizes, strict=True)) / len(inputs)
 
     def selection_steps(self) -> float:
         """Return what one look at the selection part costs: a forward is a third of a step."""
@@ -66,7 +91,7 @@ class Task:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def squared_error(found: Tensor, targets: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """`nc.hybrid` in a loop of one's own, on real digits."""
 
+import contextlib
 import copy
 
 import pytest
@@ -133,3 +134,24 @@ def test_momentum_of_sgd_is_refused_with_the_rate_that_replaces_it():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(UnsupportedError, match="10 times the learning rate"):
         nc.hybrid(model, optimizer, steps=10)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split"])
+def test_on_a_gpu_steps_with_a_point_ahead_and_averages_wait_for_nothing(
+    cuda, host_never_waits, policy
+):
+    model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 10)).to(cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    ahead = nc.Lookahead(begins_after=6)
+    run = nc.hybrid(model, optimizer, steps=40, policy=policy, lookahead=ahead,
+                    scheduler=CosineAnnealingLR)  # fmt: skip
+    assert run.readouts.bank.every == 1
+    x, y = X[:64].to(cuda), Y[:64].to(cuda)
+    for step in range(12):
+        with run.compute():
+            loss = F.cross_entropy(model(x).float(), y)
+        run.prepared.sync()
+        with host_never_waits() if step > 4 else contextlib.nullcontext():
+            run.step(loss)
+    assert run.prepared.has_lookahead
+    assert set(run.readouts.names) == {"trained", "average 0.015", "average 0.05"}

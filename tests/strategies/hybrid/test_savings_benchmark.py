@@ -99,3 +99,52 @@ def test_a_stretched_schedule_stops_where_cosine_would_still_be_high(studies):
     methods, *_ = studies
     way = methods.Way(name="A", stretch=1.4)
     assert way.factor(1000, 1000) == pytest.approx(0.5 * (1 + math.cos(math.pi / 1.4)))
+
+
+def test_the_conservative_preset_ends_where_a_stretched_cosine_with_its_averages_does(
+    studies, line
+):
+    _, plan, *_ = studies
+    from hybrid_studies.running import Run, train
+
+    plain, library = (
+        train(line, Run(task="line", way=way, lr=0.02, seed=0))["marks"]["end"]
+        for way in (plan.STRETCHED, plan.LIBRARY[0].way)
+    )
+    best = min(plain[name][0] for name in ("now", "ema0.015", "ema0.05"))
+    assert library["now"][0] == pytest.approx(best, rel=1e-4, abs=2e-6)
+
+
+def test_the_balanced_preset_without_its_warm_up_is_primal_averaging(studies, line):
+    methods, *_ = studies
+    import narrowcast as nc
+    from hybrid_studies.library import Library
+
+    settings = {"preset": "balanced", "lookahead": nc.Lookahead(), "half_lives": ()}
+    found = []
+    for kind, constants in ((Library, settings), (methods.Primal, {})):
+        way = methods.Way(name="any", stretch=1.4, constants=constants)
+        method = kind(methods.Flat(line, seed=0), way, lr=0.1, plan=40)
+        batches = line.train(torch.Generator())
+        for _ in range(40):
+            method.step(next(batches))
+        found.append(float(method.answers()["now"]))
+    assert found[0] == pytest.approx(found[1], rel=40 * 2**-23)
+
+
+def test_all_that_questions_wait_for_is_noted_at_once_and_nothing_is_trained(studies, line):
+    _, plan, *_ = studies
+    from hybrid_studies.running import Run, Runs
+    from hybrid_studies.workers import Asked, UnfinishedError
+
+    runs = object.__new__(Runs)
+    runs.done = {Run(task="line", way=plan.COSINE, lr=0.1, seed=0).key: {}}
+    asked = Asked(runs)
+    for seed in (0, 1, 2):
+        run = Run(task="line", way=plan.COSINE, lr=0.1, seed=seed)
+        if seed == 0:
+            assert asked.all(line, [run]) == [{}]
+            continue
+        with pytest.raises(UnfinishedError):
+            asked.all(line, [run])
+    assert [run.seed for run in asked.missing.values()] == [1, 2]

@@ -4,12 +4,12 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import RecipeError
-from narrowcast.strategies.hybrid.readout.bank import AverageBank, steps_between
+from narrowcast.strategies.hybrid.readout.bank import SMALL, AverageBank, steps_between
 
 
-def prepared(policy="fp32"):
+def prepared(policy="fp32", *, width=3):
     torch.manual_seed(0)
-    model = nn.Linear(6, 3)
+    model = nn.Linear(6, width)
     return nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
 
 
@@ -26,9 +26,10 @@ def train(run, bank, steps):
     return seen
 
 
+@pytest.mark.parametrize("width", [3, SMALL // 6 + 1])
 @pytest.mark.parametrize("policy", ["fp32", "bf16, params=bf16, master=split"])
-def test_an_average_is_the_weighted_mean_of_what_it_has_seen(policy):
-    run = prepared(policy)
+def test_an_average_is_the_weighted_mean_of_what_it_has_seen(policy, width):
+    run = prepared(policy, width=width)
     bank = AverageBank(run, [2.0, 50.0], every=1)
     seen = train(run, bank, 12)
     for number, half_life in enumerate((2.0, 50.0)):
@@ -50,8 +51,9 @@ def test_a_long_half_life_is_the_plain_mean_at_first():
         assert torch.allclose(bank.of(0, p), mean, rtol=1e-5, atol=1e-7)
 
 
-def test_a_skipped_step_leaves_an_average_bit_for_bit():
-    run = prepared()
+@pytest.mark.parametrize("width", [3, SMALL // 6 + 1])
+def test_a_skipped_step_leaves_an_average_bit_for_bit(width):
+    run = prepared(width=width)
     bank = AverageBank(run, [5.0], every=1)
     train(run, bank, 3)
     before = [bank.of(0, p).clone() for p in run.engine.weights.all]

@@ -20,6 +20,8 @@ from narrowcast.precision.nested import copy_tensors
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.weights.master import in_buckets
 
+SMALL = 2**16
+"""Numbers of a weight below which several are moved at once: launching each takes longer."""
 UPDATES_PER_HALF_LIFE = 10
 """An average of ten samples a half-life differs from one of all by less than their noise."""
 
@@ -83,9 +85,7 @@ class AverageBank:
             for half_life, averages in zip(self.half_lives, self._averages, strict=True):
                 share = max(1 - 0.5 ** (self.every / half_life), 1 / self._updates)
                 these = [local_part(averages[i]) for i in bucket]
-                way = torch._foreach_sub(local, these)
-                torch._foreach_mul_(way, share * moves)
-                torch._foreach_add_(these, way)
+                _move(these, local, share * moves)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, and how often they were updated."""
@@ -95,3 +95,18 @@ class AverageBank:
         """Take up where a saved run stood."""
         copy_tensors(self._averages, state["averages"])
         self._updates = int(state["updates"])
+
+
+def _move(averages: Sequence[Tensor], weights: Sequence[Tensor], share: float | Tensor) -> None:
+    """Move averages a share of the way to weights; a share on the device is not waited for."""
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for average, weight in zip(averages, weights, strict=True):
+        if average.numel() < SMALL:
+            small[0].append(average)
+            small[1].append(weight)
+        else:
+            average.lerp_(weight, share)  # one pass over memory, where lists take three
+    if small[0]:
+        way = torch._foreach_sub(small[1], small[0])
+        torch._foreach_mul_(way, share)
+        torch._foreach_add_(small[0], way)

@@ -1,0 +1,80 @@
+"""Methods that train through narrowcast's own interface: `nc.hybrid` by preset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import narrowcast as nc
+from hybrid_studies.data import Pair
+from hybrid_studies.methods import (
+    Jumps,
+    Plain,
+    Primal,
+    ScheduleFree,
+    SlowWeights,
+    optimizer_for,
+)
+
+
+class Library(Plain):
+    """`nc.hybrid` with a preset, as its docs have it: the read-out is the library's own choice.
+
+    It trains a model of its own, because it keeps weights as it sees fit and would not have them
+    be views of a vector; the flat model only judges. `more` goes to `nc.hybrid`.
+    """
+
+    can_be_followed: ClassVar[bool] = False  # its averages are its own
+
+    def start(self, preset: str, **more: Any) -> None:
+        task, way, plan = self.flat.task, self.way, self.plan
+        self.chosen = ""
+        model = self.flat.fresh().train()
+        optimizer = optimizer_for(task, model.parameters(), lr=self.lr)
+        for group in optimizer.param_groups:
+            if "momentum" in group and preset != "conservative":
+                group["momentum"] = 0.0  # as the library asks for; the learning rate is tuned
+
+        def schedule(inner: torch.optim.Optimizer, length: int) -> Any:
+            assert length == round(way.stretch * plan)
+            return torch.optim.lr_scheduler.LambdaLR(inner, lambda step: way.factor(step, plan))
+
+        self.run = nc.hybrid(
+            model, optimizer, steps=plan, preset=preset, scheduler=schedule, stretch=way.stretch,
+            policy=task.compute, clip_norm=task.clip, **more,
+        )  # fmt: skip
+
+    def step(self, batch: Pair) -> None:
+        """Take one step, as a user of the library writes it."""
+        with self.run.compute():
+            loss = self.flat.task.loss(self.run.model(batch[0]), batch[1])
+        self.run.step(loss)
+        self.taken += 1
+        self.spent += 1
+
+    def answers(self) -> dict[str, Tensor]:
+        """Return the read-out that the library chooses on the selection part."""
+        task = self.flat.task
+
+        def measure() -> float:
+            with self.run.compute():
+                return task.evaluate(self.run.model, task.selection)
+
+        self.chosen = self.run.read_out(measure).name
+        found = self.run.answer_weights()
+        # By parameters: a state has a shared weight twice, and buffers besides.
+        names = [name for name, _ in self.run.model.named_parameters()]
+        return {"now": torch.cat([found[name].flatten() for name in names])}
+
+
+KINDS: dict[str, Callable[..., Plain]] = {
+    "plain": Plain,
+    "primal": Primal,
+    "lookahead": SlowWeights,
+    "schedule-free": ScheduleFree,
+    "jumps": Jumps,
+    "library": Library,
+}
