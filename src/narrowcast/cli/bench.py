@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from narrowcast.cli.bench_models import models
 from narrowcast.cli.options import overrides_argument, quiet_option
 from narrowcast.errors import Interrupted
 
@@ -165,6 +166,9 @@ def quality(seeds: int, **given: Any) -> None:
     times say nothing.
     """
     _measure("quality", given, seeds=seeds)
+
+
+bench.add_command(models)
 
 
 def _measure(name: str, given: dict[str, Any], **settings: Any) -> None:
