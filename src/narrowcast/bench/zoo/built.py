@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.errors import RecipeError
 
 CONTRACT = "return (model, loss_of, inputs), or (model, batch) where model(**batch) has a loss"
 
@@ -29,6 +29,11 @@ class Built:
     loss_of: Callable[..., Tensor]
     """From the model, or what it was compiled to, and the inputs: a scalar."""
     inputs: tuple[Any, ...]
+
+
+def drawing(device: torch.device, *, seed: int = 1) -> torch.Generator:
+    """Return what a batch on the device is drawn from; of shapes only nothing is drawn."""
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
 
 
 def own_loss(*names: str) -> Callable[..., Tensor]:
@@ -72,9 +77,7 @@ def build_mine(text: str, device: torch.device) -> Built:
         known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
         told = f"it has {', '.join(known)}" if known else "it has no functions"
         raise RecipeError(f"--mine {text}: {module_name} has no function {name}; {told}")
-    with blamed_on(f"{name}() of {module_name}"):
-        returned = build()
-    return as_built(returned, device, who=f"{name}()")
+    return as_built(build(), device, who=f"{name}()")
 
 
 def as_built(returned: Any, device: torch.device, *, who: str = "build()") -> Built:

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from narrowcast.bench.zoo.ways import Trial
+from narrowcast.bench.zoo.models import ZOO
+from narrowcast.bench.zoo.ways import MODES, WAYS, Trial
 from narrowcast.errors import RecipeError
 from narrowcast.runs.strict_json import dumps, loads
 from narrowcast.runs.writing import replace_file
@@ -39,8 +40,16 @@ class Kept:
         self.write()
 
     def data(self, **more: Any) -> dict[str, Any]:
-        """Return all of it as plain data."""
-        return {**self._about, **more, "rows": list(self.rows.values())}
+        """Return all of it as plain data, rows in the order of the zoo."""
+        models = list(dict.fromkeys(trial.model for trial in self.rows))
+        order = [*ZOO, *(name for name in models if name not in ZOO)]
+        ways = list(WAYS)
+
+        def place(trial: Trial) -> tuple[int, int, int]:
+            return order.index(trial.model), ways.index(trial.way), MODES.index(trial.mode)
+
+        rows = [self.rows[trial] for trial in sorted(self.rows, key=place)]
+        return {**self._about, **more, "rows": rows}
 
     def write(self, **more: Any) -> None:
         """Write the file, if there is one."""
@@ -55,6 +64,7 @@ class Kept:
                 Trial(model=row["model"], way=row["way"], mode=row["mode"]): row
                 for row in found["rows"]
                 if isinstance(row["failure"], str) and (row["failure"] or row["ms"] > 0)
+                if row["way"] in WAYS and row["mode"] in MODES
             }
         except (OSError, ValueError, TypeError, LookupError):
             raise RecipeError(

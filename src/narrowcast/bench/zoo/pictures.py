@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.bench.zoo.built import Built, own_loss
+from narrowcast.bench.zoo.built import Built, drawing, own_loss
 from narrowcast.bench.zoo.networks import EncoderClassifier, UNet
 
 CLASSES = 1000
@@ -49,7 +49,7 @@ def unet(device: torch.device, *, quick: bool) -> Built:
     widths, count, size = ((32, 64), 2, 8) if quick else ((128, 256, 384, 512), 64, 64)
     with device:
         model = UNet(widths)
-    generator = torch.Generator(device).manual_seed(1)
+    generator = drawing(device)
     drawn = [
         torch.randn(count, 3, size, size, generator=generator, device=device) for _ in range(2)
     ]
@@ -65,14 +65,14 @@ def encoder(device: torch.device, *, quick: bool) -> Built:
     width, layers, heads, count, length = (32, 2, 4, 2, 16) if quick else (1024, 12, 16, 32, 512)
     with device:
         model = EncoderClassifier(width, layers=layers, heads=heads, classes=CLASSES)
-    generator = torch.Generator(device).manual_seed(1)
+    generator = drawing(device)
     x = torch.randn(count, length, width, generator=generator, device=device)
     labels = torch.randint(CLASSES, (count, length), generator=generator, device=device)
     return Built(model=model.train(), loss_of=_of_classes, inputs=(x, labels))
 
 
 def _pictures(device: torch.device, *, count: int, size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(device).manual_seed(1)
+    generator = drawing(device)
     pictures = torch.randn(count, 3, size, size, generator=generator, device=device)
     return pictures, torch.randint(CLASSES, (count,), generator=generator, device=device)
 

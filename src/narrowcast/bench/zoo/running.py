@@ -4,13 +4,13 @@ Only one process is on the device at any time. While it builds, compiles and war
 may start and import, which touches no device; it is done with that before anything is timed.
 """
 
-import os
 import queue
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -84,7 +84,8 @@ def measure_models(asked: Asked, *, tell: Tell) -> Zoo:
     kept = Kept(asked.kept, about=about)
     place = nullcontext(str(asked.logs)) if asked.logs else tempfile.TemporaryDirectory()
     with place as folder, terminated_like_interrupted():
-        line = _Line(asked, kept, device=device, folder=Path(folder), tell=tell)
+        cores = environment["cores"]
+        line = _Line(asked, kept, device=device, cores=cores, folder=Path(folder), tell=tell)
         interrupted = False
         try:
             line.run(wanted)
@@ -152,10 +153,17 @@ class _Line:
     """Trials that wait for their turn, and the processes of two of them at most."""
 
     def __init__(
-        self, asked: Asked, kept: Kept, *, device: torch.device, folder: Path, tell: Tell
+        self,
+        asked: Asked,
+        kept: Kept,
+        *,
+        device: torch.device,
+        cores: int,
+        folder: Path,
+        tell: Tell,
     ) -> None:
         self._asked, self._kept, self._device = asked, kept, device
-        self._folder, self._tell = folder, tell
+        self._cores, self._folder, self._tell = cores, folder, tell
         self._turns: dict[Trial, _Turn] = {}
         self._began, self._starts = time.monotonic(), 0
         self.tried: set[Trial] = set()
@@ -170,7 +178,7 @@ class _Line:
             if missing := _missing(trial):
                 self._fail(trial, missing)
         waiting = [trial for trial in waiting if trial not in self.tried]
-        for trial, following in zip(waiting, [*waiting[1:], None], strict=True):
+        for trial, following in zip_longest(waiting, waiting[1:]):
             if self._is_late():
                 self._tell(f"{self._asked.seconds:g} s are over: no further row is started")
                 return
@@ -204,7 +212,7 @@ class _Line:
             return None
         turn.ask("set up")
         ahead = None
-        if following is not None and (os.cpu_count() or 1) >= CORES_TO_START_AHEAD:
+        if following is not None and self._cores >= CORES_TO_START_AHEAD:
             ahead = self._turn(following)
         if turn.answer() is None:
             return None

@@ -19,9 +19,7 @@ def print_models(console: Console, zoo: Zoo) -> None:
     console.print()
     title = f"bench models · {data['device']} · torch {data['torch']} · against torch AMP"
     console.print(Text(title, style="bold"))
-    table = new_table(
-        ["contender", "policy", "mode", "ms", "× AMP", "GiB", "first step", "loss after 30"]
-    )
+    table = new_table(["model", "way", "mode", "ms", "× AMP", "GiB", "first step", "loss after 30"])
     shown = ""
     for row in (row for row in rows if not row["failure"]):
         speed = speed_against_amp(row, rows)
