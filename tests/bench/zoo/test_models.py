@@ -44,6 +44,21 @@ def test_every_way_begins_at_the_same_loss_and_lowers_it(name):
         assert all(math.isclose(a, b, rel_tol=2.0**-6) for a, b in zip(mine, plain, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ZOO)
+def test_on_a_gpu_every_way_lowers_the_loss_as_torch_does(name):
+    device = torch.device("cuda")
+    losses = []
+    for trial in trials([name], kinds=["amp", "ours"], modes=["eager", "graphed"]):
+        step, _ = step_of(built(name, device, quick=True), trial, device)
+        losses.append([float(step()) for _ in range(5)])
+    for mine in losses:
+        assert mine[-1] < mine[0]
+        assert all(
+            math.isclose(a, b, rel_tol=2.0**-5) for a, b in zip(mine, losses[0], strict=True)
+        )
+
+
 def test_models_are_named_or_all():
     assert chosen([], mine=None) == tuple(ZOO)
     assert chosen(["vit-l", "unet", "vit-l"], mine=None) == ("vit-l", "unet")

@@ -130,6 +130,8 @@ def step_of(built: Built, trial: Trial, device: torch.device) -> tuple[Step, dic
             if device.type != "cuda":
                 raise UnsupportedError("torchao's fp8 products need a GPU")
             about = {"fp8_layers": convert(built.model, "tensorwise")}
+            if not about["fp8_layers"]:
+                raise UnsupportedError("torchao finds no linear layer here that it converts")
         case "amp":
             about = {}
     return _amp_step(built, device, compiled=trial.mode == "compiled"), about
