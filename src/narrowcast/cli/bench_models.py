@@ -62,7 +62,7 @@ def _checked_file(
     metavar="SECONDS",
     help="A row that says nothing for so long is ended.",
 )
-@click.option("--warm", is_flag=True, help="Use the compiler caches there are.")
+@click.option("--warm", is_flag=True, help="Compile with the caches on the disk, not without.")
 @click.option("--logs", metavar="DIR", type=click.Path(path_type=Path), help="Keep logs here.")
 @click.option(
     "--json",

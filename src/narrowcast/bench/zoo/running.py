@@ -44,7 +44,7 @@ class Asked:
     """After which no further row is started."""
     timeout_seconds: float = 600
     cold: bool = True
-    """Every process begins with empty compiler caches."""
+    """The processes of compiled rows begin with empty compiler caches."""
     kept: Path | None = None
     """Where rows are kept, and taken up again."""
     logs: Path | None = None
@@ -110,7 +110,9 @@ class _Turn:
         self.why = ""
         """Why there is no more to hear of it."""
         contender = Contender(name=str(trial), kind=WAYS[trial.way].kind)
-        self._worker = Worker(contender, job, folder=folder, inbox=self._inbox, cold=asked.cold)
+        # What is judged is the first step of compiled rows; others need not compile kernels anew.
+        cold = asked.cold and trial.mode == "compiled"
+        self._worker = Worker(contender, job, folder=folder, inbox=self._inbox, cold=cold)
 
     def imported(self) -> bool:
         """Wait until it has imported what it needs; say whether it has."""
