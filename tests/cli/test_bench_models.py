@@ -1,4 +1,5 @@
 import json
+import signal
 
 import pytest
 
@@ -57,6 +58,20 @@ def test_a_mistake_in_ones_own_builder_is_told_once(narrowcast, own):
     assert ended.code == 2
     assert ended.err.count("vector() has a loss of 2 × 1 numbers; take its mean") == 2  # and why
     assert ended.err.count("starting") == 1
+
+
+def test_a_bench_that_is_ended_keeps_its_rows_and_says_what_is_left(start, own):
+    written = own / "rows.json"
+    words = ["--mine", "own_model:build", "--ways", "amp", "ours", "--modes", "eager"]
+    bench = start("bench", "models", *words, "--json", written)
+    assert any(" ms, first step " in line for line in bench.stderr)
+    bench.send_signal(signal.SIGTERM)
+    table, error = bench.communicate(timeout=60)
+    assert bench.returncode == 130, error
+    assert "left out, 3 rows" in table
+    found = json.loads(written.read_text())
+    assert found["interrupted"]
+    assert [row["way"] for row in found["rows"]] == ["AMP"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ def bench() -> None:
     """Measure policies and peers side by side.
 
     Every contender runs in a process of its own. All compile at the same time; then they are
-    measured one at a time, in turns. A contender that cannot run says why.
+    measured one at a time, in turns (models: one after another). A contender that cannot run says
+    why.
     """
 
 
