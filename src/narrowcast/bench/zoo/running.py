@@ -19,6 +19,7 @@ import torch
 from narrowcast.bench.contenders import Contender
 from narrowcast.bench.process import Inbox, Worker
 from narrowcast.bench.running import terminated_like_interrupted
+from narrowcast.bench.zoo.bars import verdicts
 from narrowcast.bench.zoo.kept import Kept
 from narrowcast.bench.zoo.models import ZOO, chosen, entry_of
 from narrowcast.bench.zoo.ways import WAYS, Trial, trials
@@ -94,7 +95,15 @@ def measure_models(asked: Asked, *, tell: Tell) -> Zoo:
         finally:
             line.end()
     left_out = tuple(trial for trial in wanted if trial not in line.tried)
-    more = {"interrupted": interrupted, "left_out": [str(trial) for trial in left_out]}
+    # Of tiny models, and of a CPU, nothing is claimed.
+    judged = device.type == "cuda" and not asked.quick
+    found = verdicts(kept.data()["rows"], cold=asked.cold) if judged else []
+    more = {
+        "interrupted": interrupted,
+        "left_out": [str(trial) for trial in left_out],
+        "judged": judged,
+        "verdicts": [each.to_json() for each in found],
+    }
     kept.write(**more)
     return Zoo(data=kept.data(**more), left_out=left_out, interrupted=interrupted)
 

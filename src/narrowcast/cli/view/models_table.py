@@ -1,11 +1,12 @@
 """What `bench models` prints at the end: a table of the rows, and what is claimed of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from narrowcast.bench.zoo.bars import counterpart, speed_against_amp, verdicts
+from narrowcast.bench.zoo.bars import counterpart, speed_against_amp
 from narrowcast.bench.zoo.running import Zoo
 from narrowcast.cli.view.bench_table import new_table
 
@@ -46,21 +47,21 @@ def print_models(console: Console, zoo: Zoo) -> None:
         console.print(Text(f"left out, {len(zoo.left_out)} rows: {told}", style="yellow"))
 
 
-def _print_verdicts(console: Console, data: dict[str, Any]) -> None:
-    """Print what is claimed and whether it is so; of tiny models and of a CPU nothing is."""
-    if data["quick"] or not data["environment"]["gpus"]:
+def _print_verdicts(console: Console, data: Mapping[str, Any]) -> None:
+    """Print what is claimed, and whether it is so."""
+    if not data["judged"]:
         console.print(Text("tiny models or a CPU: claims of speed are not judged", style="dim"))
         return
-    found = verdicts(data["rows"], cold=data["cold_caches"])
     if not data["cold_caches"]:
         console.print(Text("caches were warm: first steps are not judged", style="dim"))
+    found = data["verdicts"]
     if not found:
         return
     table = new_table(["case", "found", "bar", "verdict"])
     for each in found:
-        told = each.to_json()
-        verdict = Text("holds", style="green") if each.holds else Text("falls short", style="red")
-        table.add_row(each.what, f"{each.found:.3f}", told["bar"], verdict)
+        holds = each["holds"]
+        verdict = Text("holds", style="green") if holds else Text("falls short", style="red")
+        table.add_row(each["what"], f"{each['found']:.3f}", each["bar"], verdict)
     console.print(table)
-    held = sum(each.holds for each in found)
+    held = sum(each["holds"] for each in found)
     console.print(Text(f"{held} of {len(found)} hold", style="bold"))
