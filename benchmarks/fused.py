@@ -9,7 +9,8 @@ Milliseconds of the device for a step, the least of three rounds; the most memor
 the loss after all steps, by which ways that compute the same can be told. Liger's kernels where
 liger_kernel is installed, as it puts them into the model itself. `--kernels` measures the single
 kernels instead, forward and backward, against torch's composed and compiled functions: the share of
-a tensor's traffic at the rate of a copy.
+a tensor's traffic at the rate of a copy. A layer norm has no kernel of ours, and is measured to see
+whether one would pay: in bf16, and widened as a policy has it that normalises in fp32.
 """
 
 import argparse
@@ -133,6 +134,11 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return (weight * normed).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As between 16-bit layers with weights in fp32: widened, normalised, narrowed."""
+    return F.layer_norm(x.to(weight.dtype), x.shape[-1:], weight, bias).to(x.dtype)
+
+
 def turned(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, ...]:
     def one(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -141,7 +147,10 @@ def turned(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Te
     return one(query), one(key)
 
 
-def kernel_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Any, int]]:
+Case = tuple[Callable[..., Any] | None, Callable[..., Any], Any, int]
+
+
+def kernel_cases(tokens: int) -> dict[str, Case]:
     """Return for each kernel ours, torch's, the tensors they take, and the bytes they must move."""
     from narrowcast.kernels.gated import gated, gated_halves
     from narrowcast.kernels.rms_norm import rms_norm
@@ -153,11 +162,16 @@ def kernel_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, eps=1e-6, offset=0.0, rounds=False, dtype=x.dtype)
 
-    cases = {}
+    cases: dict[str, Case] = {}
     for width in (128, 1024, 4096):
         rows = tokens * 1024 // width
         given = (drawn(rows, width), drawn(width, dtype=torch.float32))
-        cases[f"rms_norm, width {width}"] = (ours, rms, given, 2 * 5 * rows * width)
+        moved = 2 * 5 * rows * width
+        cases[f"rms_norm, width {width}"] = (ours, rms, given, moved)
+        for weights in (torch.float32, torch.bfloat16):
+            of_norm = (given[0], *(drawn(width, dtype=weights) for _ in range(2)))
+            name = f"layer_norm, width {width}, {str(weights).removeprefix('torch.')} weights"
+            cases[name] = (None, layer_norm, of_norm, moved)
     gate, value = drawn(tokens, 2816), drawn(tokens, 2816)
     of_gate = 2 * 8 * gate.numel()
     cases["swiglu"] = (
@@ -219,8 +233,8 @@ def measure_kernels(tokens: int = 65536) -> list[dict[str, Any]]:
 
             return once
 
-        row = {"kernel": name, "at the rate of a copy": moved / rate}
-        row["narrowcast"] = milliseconds(both(ours))
+        row: dict[str, Any] = {"kernel": name, "at the rate of a copy": moved / rate}
+        row["narrowcast"] = milliseconds(both(ours)) if ours else "none"
         row["torch"] = milliseconds(both(theirs))
         row["torch, compiled"] = milliseconds(both(torch.compile(theirs)))
         rows.append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})

@@ -16,6 +16,7 @@ SUBJECTS: Mapping[str, str] = {
     "products": "narrowcast.bench.products",
     "health": "narrowcast.bench.health",
     "quality": "narrowcast.bench.quality",
+    "models": "narrowcast.bench.zoo.subject",
 }
 """Each bench, and the module whose `subject(job)` makes what is measured in it."""
 

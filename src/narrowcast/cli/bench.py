@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
+from narrowcast.cli.bench_models import models
 from narrowcast.cli.options import overrides_argument, quiet_option
 from narrowcast.errors import Interrupted
 
@@ -19,7 +20,8 @@ def bench() -> None:
     """Measure policies and peers side by side.
 
     Every contender runs in a process of its own. All compile at the same time; then they are
-    measured one at a time, in turns. A contender that cannot run says why.
+    measured one at a time, in turns (models: one after another). A contender that cannot run says
+    why.
     """
 
 
@@ -165,6 +167,9 @@ def quality(seeds: int, **given: Any) -> None:
     times say nothing.
     """
     _measure("quality", given, seeds=seeds)
+
+
+bench.add_command(models)
 
 
 def _measure(name: str, given: dict[str, Any], **settings: Any) -> None:

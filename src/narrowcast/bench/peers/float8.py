@@ -16,6 +16,9 @@ from narrowcast.training.task import Batch
 MULTIPLE = 16
 """Of which both dimensions of a weight must be, as torchao's own filter has it."""
 
+HEADS = ("head", "lm_head", "classifier")
+"""What the last layer is called here, and by transformers."""
+
 
 def build(
     bench: Workbench,
@@ -58,7 +61,7 @@ def convert(model: nn.Module, recipe: str) -> int:
     chosen: list[str] = []
 
     def is_converted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or name.rpartition(".")[2] == "head":
+        if not isinstance(module, nn.Linear) or name.rpartition(".")[2] in HEADS:
             return False
         fits = module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
         chosen.extend([name] if fits else [])

@@ -82,7 +82,7 @@ def new_table(columns: Sequence[str]) -> Table:
     """Return an empty table: names to the left, numbers to the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in columns:
-        left = name in ("contender", "case", "policy")
+        left = name in ("contender", "case", "policy", "model", "way", "mode")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     return table
 

@@ -1,0 +1,129 @@
+"""Networks in plain torch that no library here has: a U-Net, an LSTM language model, an encoder."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUPS = 32
+"""Of a group norm, as in the U-Nets of diffusion models."""
+
+
+class LstmLanguageModel(nn.Module):
+    """Embedding, LSTM, linear layer: logits of the next token."""
+
+    def __init__(self, vocab: int, width: int, *, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.lstm = nn.LSTM(width, width, num_layers=layers, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, (batch, length, vocab)."""
+        logits: Tensor = self.head(self.lstm(self.embed(tokens))[0])
+        return logits
+
+
+class EncoderClassifier(nn.Module):
+    """torch's own encoder, and a class for each position."""
+
+    def __init__(self, width: int, *, layers: int, heads: int, classes: int) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True
+        )
+        self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, (batch, length, classes), of (batch, length, width)."""
+        logits: Tensor = self.head(self.encoder(x))
+        return logits
+
+
+class Residual(nn.Module):
+    """Two convolutions with norms before them, told the time of diffusion between them."""
+
+    def __init__(self, width_in: int, width_out: int, *, time_width: int) -> None:
+        super().__init__()
+        self.norm_in = nn.GroupNorm(min(GROUPS, width_in), width_in)
+        self.conv_in = nn.Conv2d(width_in, width_out, 3, padding=1)
+        self.time = nn.Linear(time_width, width_out)
+        self.norm_out = nn.GroupNorm(min(GROUPS, width_out), width_out)
+        self.conv_out = nn.Conv2d(width_out, width_out, 3, padding=1)
+        same = width_in == width_out
+        self.skip: nn.Module = nn.Identity() if same else nn.Conv2d(width_in, width_out, 1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """Return as many pictures, (batch, width_out, height, width)."""
+        inner = self.conv_in(F.silu(self.norm_in(x))) + self.time(time)[:, :, None, None]
+        out: Tensor = self.skip(x) + self.conv_out(F.silu(self.norm_out(inner)))
+        return out
+
+
+class PixelAttention(nn.Module):
+    """Attention among all places of a picture."""
+
+    def __init__(self, width: int, *, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.GroupNorm(min(GROUPS, width), width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the pictures with what each place has looked up."""
+        batch, width, *size = x.shape
+        places = self.norm(x).flatten(2).transpose(1, 2)  # (batch, place, width)
+        shape = (batch, places.shape[1], 3, self.heads, width // self.heads)
+        query, key, value = self.qkv(places).view(shape).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        out: Tensor = x + self.out(found).transpose(1, 2).reshape(batch, width, *size)
+        return out
+
+
+class UNet(nn.Module):
+    """Predict the noise in pictures, as diffusion models do: halved and doubled again, with skips.
+
+    `widths` are those of each size of picture; the smallest has attention.
+    """
+
+    def __init__(self, widths: Sequence[int], *, channels: int = 3, heads: int = 4) -> None:
+        super().__init__()
+        first, time_width = widths[0], 4 * widths[0]
+        given = {"time_width": time_width}
+        self.time = nn.Sequential(
+            nn.Linear(first, time_width), nn.SiLU(), nn.Linear(time_width, time_width), nn.SiLU()
+        )
+        self.enter = nn.Conv2d(channels, first, 3, padding=1)
+        pairs = list(zip([first, *widths], widths, strict=False))
+        self.down = nn.ModuleList(Residual(a, b, **given) for a, b in pairs)
+        self.halve = nn.ModuleList(nn.Conv2d(b, b, 3, stride=2, padding=1) for _, b in pairs[:-1])
+        last = widths[-1]
+        self.middle = nn.ModuleList(
+            [Residual(last, last, **given), PixelAttention(last, heads=heads)]
+        )
+        self.up = nn.ModuleList(Residual(2 * b, a, **given) for a, b in reversed(pairs))
+        self.leave = nn.Sequential(
+            nn.GroupNorm(min(GROUPS, first), first),
+            nn.SiLU(),
+            nn.Conv2d(first, channels, 3, padding=1),
+        )
+
+    def forward(self, pictures: Tensor, time: Tensor) -> Tensor:
+        """Return the noise of (batch, channels, height, width) at times of (batch, first)."""
+        time = self.time(time)
+        x, skips = self.enter(pictures), []
+        for index, block in enumerate(self.down):
+            x = block(x, time)
+            skips.append(x)
+            if index < len(self.halve):
+                x = self.halve[index](x)
+        residual, attention = self.middle
+        x = attention(residual(x, time))
+        for index, block in enumerate(self.up):
+            x = block(torch.cat([x, skips.pop()], 1), time)
+            if index < len(self.halve):
+                x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        out: Tensor = self.leave(x)
+        return out

@@ -1,0 +1,236 @@
+"""The ways to train a model: torch's mixed precision, with Liger, torchao's fp8, and ours.
+
+Each is written as its documentation has it. All have torch's fused AdamW and clip to a norm of 1.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.bench.peers.float8 import convert
+from narrowcast.bench.zoo.built import Built
+from narrowcast.bench.zoo.models import entry_of
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.step.prepare import prepare
+from narrowcast.precision.step.prepared import Prepared
+
+Kind = Literal["amp", "liger", "torchao", "ours"]
+Step = Callable[[], Tensor]
+"""One training step; returns its loss, on the device."""
+
+MODES = ("eager", "compiled", "graphed")
+CLIP_NORM, LR = 1.0, 1e-4
+SPLIT = "params=bf16, master=split"
+STEPS_TO_CAPTURE = 6
+"""After which a step is to be replayed: those before anything is timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A row of the table, but for the model and the mode."""
+
+    name: str
+    kind: Kind
+    modes: tuple[str, ...] = ("eager", "compiled")
+    policy: str = ""
+    """Of ours."""
+    requires: str = ""
+    """The module that must be there."""
+    distribution: str = ""
+    """What to install for it."""
+
+    @property
+    def missing(self) -> str:
+        """What has to be installed for it, or nothing."""
+        if not self.requires or importlib.util.find_spec(self.requires):
+            return ""
+        return f"{self.distribution} is not installed; pip install {self.distribution}"
+
+
+AMP, LIGER, TORCHAO = "AMP", "AMP + Liger", "torchao tensorwise"
+BF16, BF16_SPLIT, FP8_SPLIT = "bf16", "bf16 + split", "fp8-delayed + split"
+
+WAYS: Mapping[str, Way] = {
+    way.name: way
+    for way in (
+        Way(name=AMP, kind="amp"),
+        Way(name=LIGER, kind="liger", requires="liger_kernel", distribution="liger-kernel"),
+        Way(
+            name=TORCHAO,
+            kind="torchao",
+            modes=("compiled",),
+            requires="torchao",
+            distribution="torchao",
+        ),
+        *(
+            Way(name=name, kind="ours", modes=MODES, policy=policy)
+            for name, policy in (
+                (BF16, "bf16"),
+                (BF16_SPLIT, f"bf16, {SPLIT}"),
+                (FP8_SPLIT, f"fp8-delayed, {SPLIT}"),
+            )
+        ),
+    )
+}
+KINDS: Mapping[str, str] = {
+    "amp": "torch's bf16 mixed precision, in fp32 without a GPU",
+    "liger": "the same with Liger's kernels in the model",
+    "torchao": "torchao's fp8 with a scale for each tensor",
+    "ours": "nc.prepare, in three policies",
+}
+"""What `--ways` names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One model in one way and one mode."""
+
+    model: str
+    way: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.way}, {self.mode}"
+
+
+def trials(models: Iterable[str], *, kinds: Iterable[str], modes: Iterable[str]) -> list[Trial]:
+    """Return what is measured, model by model, and of each what others are compared with first."""
+    kinds, modes = _known(kinds, KINDS, "--ways"), _known(modes, MODES, "--modes")
+    found = [
+        Trial(model=model, way=way.name, mode=mode)
+        for model in models
+        for way in WAYS.values()
+        for mode in MODES
+        if way.kind in kinds and mode in modes and mode in way.modes
+        if way.kind != "liger" or entry_of(model).liger
+        if mode != "graphed" or graphs_there_are()
+    ]
+    if not found:
+        raise RecipeError(
+            f"--ways {' '.join(kinds)} --modes {' '.join(modes)}: there is no such row; torchao is "
+            "compiled only, and graphed are ours only"
+        )
+    return found
+
+
+def step_of(built: Built, trial: Trial, device: torch.device) -> tuple[Step, dict[str, Any]]:
+    """Return the training step of a trial, and what there is to tell of how it was made."""
+    way = WAYS[trial.way]
+    match way.kind:
+        case "ours":
+            return _our_step(built, way.policy, trial.mode)
+        case "liger":
+            _put_liger_in(built.model)
+            about: dict[str, Any] = {}
+        case "torchao":
+            if device.type != "cuda":
+                raise UnsupportedError("torchao's fp8 products need a GPU")
+            about = {"fp8_layers": convert(built.model, "tensorwise")}
+            if not about["fp8_layers"]:
+                raise UnsupportedError("torchao finds no linear layer here that it converts")
+        case "amp":
+            about = {}
+    return _amp_step(built, device, compiled=trial.mode == "compiled"), about
+
+
+def graphs_there_are() -> bool:
+    """Say whether a prepared model can capture its whole step as a CUDA graph."""
+    return getattr(Prepared, "graphed", None) is not None
+
+
+def _graphed_step(run: Prepared, built: Built) -> Step:
+    """Return the whole step as one CUDA graph; where there is no GPU it is launched."""
+    graphed: Any = getattr(run, "graphed", None)
+    fast: Any = graphed(lambda *inputs: built.loss_of(built.model, *inputs))
+    on_gpu = next(built.model.parameters()).is_cuda
+    taken = count(1)
+
+    def step() -> Tensor:
+        fast(*built.inputs)
+        if next(taken) > STEPS_TO_CAPTURE and on_gpu and fast.why:
+            raise UnsupportedError(f"the step is not captured: {fast.why}")
+        loss: Tensor = fast.loss
+        return loss
+
+    return step
+
+
+def _our_step(built: Built, policy: str, mode: str) -> tuple[Step, dict[str, Any]]:
+    model, loss_of, inputs = built.model, built.loss_of, built.inputs
+    run = prepare(model, _optimizer(model), policy=policy, clip_norm=CLIP_NORM)
+    about = {
+        "policy": str(run.plan.policy),
+        "update_path": run.update_path,
+        "fused": [str(piece) for piece in run.plan.fused if piece.fused],
+    }
+    if mode == "graphed":
+        return _graphed_step(run, built), about
+    forward = _compiled(model) if mode == "compiled" else model
+
+    def step() -> Tensor:
+        with run.compute():
+            loss = loss_of(forward, *inputs)
+        run.step(loss)
+        return loss.detach()
+
+    return step, about
+
+
+def _amp_step(built: Built, device: torch.device, *, compiled: bool) -> Step:
+    model, loss_of, inputs = built.model, built.loss_of, built.inputs
+    optimizer = _optimizer(model)
+    forward = _compiled(model) if compiled else model
+
+    def region() -> AbstractContextManager[Any]:
+        # Native 16-bit products may be 90 times slower than fp32 on a CPU, or end the process.
+        if device.type != "cuda":
+            return nullcontext()
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        with region():
+            loss = loss_of(forward, *inputs)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, fused=True)
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    compiled: Any = torch.compile(model)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _put_liger_in(model: nn.Module) -> None:
+    """Give a model of transformers Liger's kernels, as Liger puts them into an instance."""
+    patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    config: Any = vars(model).get("config")
+    known: Mapping[str, Any] = patches.MODEL_TYPE_TO_APPLY_LIGER_FN
+    kind = str(config.model_type) if config is not None else type(model).__name__
+    if kind not in known:
+        raise UnsupportedError(f"Liger has no kernels for {kind}; leave liger out of --ways")
+    known[kind](model=model)
+
+
+def _known(asked: Iterable[str], known: Iterable[str], option: str) -> tuple[str, ...]:
+    """Refuse words that are none; return all there are where none is given."""
+    given, names = tuple(asked), tuple(known)
+    for word in given:
+        if word not in names:
+            raise RecipeError(f"{option} {word}: there is no such; name some of {', '.join(names)}")
+    return given or names

@@ -1,0 +1,106 @@
+"""What is claimed is judged by the rows there are: each bar from both sides."""
+
+import pytest
+
+from narrowcast.bench.zoo.bars import speed_against_amp, verdicts
+from narrowcast.bench.zoo.ways import AMP, BF16, BF16_SPLIT, FP8_SPLIT, LIGER, TORCHAO
+
+
+def row(model, way, mode, ms, **more):
+    facts = {"peak_bytes": 100, "first_step_seconds": 1.0, "failure": ""}
+    return {"model": model, "way": way, "mode": mode, "ms": ms, **facts, **more}
+
+
+def held(rows, **settings):
+    return {verdict.what: verdict.holds for verdict in verdicts(rows, **settings)}
+
+
+@pytest.mark.parametrize(
+    ("model", "ms", "holds"),
+    [("unet", 101.0, True), ("unet", 101.1, False), ("resnet-50", 100.0, True),
+     ("resnet-50", 100.1, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("way", [BF16, BF16_SPLIT])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_no_16_bit_policy_is_slower_than_torch_in_the_same_mode(model, ms, holds, way, mode):
+    other = "eager" if mode == "compiled" else "compiled"
+    rows = [row(model, AMP, mode, 100.0), row(model, AMP, other, 1.0), row(model, way, mode, ms)]
+    assert held(rows)[f"{model}: {way}, {mode} against AMP, {mode}"] is holds
+
+
+@pytest.mark.parametrize(("ms", "holds"), [(102.0, True), (102.1, False)])
+def test_fp8_is_never_slower_than_our_own_bf16(ms, holds):
+    rows = [row("lstm", BF16_SPLIT, "graphed", 100.0), row("lstm", FP8_SPLIT, "graphed", ms)]
+    what = f"lstm: {FP8_SPLIT}, graphed against {BF16_SPLIT}, graphed"
+    assert held(rows) == {what: holds}
+
+
+def test_first_steps_are_judged_where_caches_were_empty():
+    rows = [
+        row("unet", AMP, "compiled", 1.0, first_step_seconds=10.0),
+        row("unet", BF16, "compiled", 1.0, first_step_seconds=11.6),
+        row("unet", BF16_SPLIT, "compiled", 1.0, first_step_seconds=11.4),
+    ]
+    first = {what: ok for what, ok in held(rows).items() if "first step" in what}
+    assert list(first.values()) == [False, True]
+    assert not any("first step" in what for what in held(rows, cold=False))
+
+
+def test_the_small_llama_is_judged_by_the_best_mode_of_each_side():
+    model = "llama-348m"
+    rows = [
+        row(model, AMP, "eager", 160.0),
+        row(model, AMP, "compiled", 120.0),
+        row(model, LIGER, "eager", 116.0, peak_bytes=90),
+        row(model, LIGER, "compiled", 130.0, peak_bytes=10),
+        row(model, BF16_SPLIT, "eager", 110.0),
+        row(model, BF16_SPLIT, "graphed", 100.0, peak_bytes=91),
+        row(model, FP8_SPLIT, "graphed", 92.0),
+    ]
+    found = held(rows)
+    assert found[f"{model}: {BF16_SPLIT}, graphed against {LIGER}, eager"]  # 1.16
+    assert found[f"{model}: {BF16_SPLIT}, graphed against {AMP}, compiled"]  # 1.20
+    assert not found[f"{model}: memory of {BF16_SPLIT}, graphed against {LIGER}, eager"]
+    assert found[f"{model}: {FP8_SPLIT}, graphed against {LIGER}, eager"]  # 1.26 of the better
+
+
+@pytest.mark.parametrize(("ms", "amp", "torchao"), [(100.0, True, True), (101.0, False, False)])
+def test_the_large_llama_is_judged_in_fp8(ms, amp, torchao):
+    model = "llama-1.3b"
+    rows = [
+        row(model, AMP, "compiled", 135.0),
+        row(model, TORCHAO, "compiled", 115.0),
+        row(model, FP8_SPLIT, "compiled", ms),
+    ]
+    found = held(rows)
+    assert found[f"{model}: {FP8_SPLIT}, compiled against {AMP}, compiled"] is amp
+    assert found[f"{model}: {FP8_SPLIT}, compiled against {TORCHAO}, compiled"] is torchao
+
+
+@pytest.mark.parametrize(("eager", "graphed"), [(100.0, 88.0), (100.1, 88.1)])
+def test_vit_is_judged_eager_and_graphed_against_eager_torch(eager, graphed):
+    rows = [
+        row("vit-l", AMP, "eager", 110.0),
+        row("vit-l", BF16, "eager", 105.0),
+        row("vit-l", BF16_SPLIT, "eager", eager),
+        row("vit-l", FP8_SPLIT, "graphed", graphed),
+    ]
+    found = verdicts(rows)
+    bars = {each.bar: each.holds for each in found}
+    assert bars[1.10] is (eager == 100.0)
+    assert bars[1.25] is (graphed == 88.0)
+
+
+def test_of_rows_that_are_missing_or_failed_nothing_is_said():
+    failed = row("unet", AMP, "eager", 0.0, failure="out of memory")
+    alone = row("unet", BF16, "eager", 5.0)
+    assert verdicts([failed, alone]) == []
+    assert speed_against_amp(alone, [failed, alone]) is None
+
+
+def test_a_graph_is_compared_with_the_eager_loop():
+    rows = [row("unet", AMP, "eager", 6.0), row("unet", AMP, "compiled", 4.0)]
+    graph = row("unet", BF16, "graphed", 3.0)
+    assert speed_against_amp(graph, [*rows, graph]) == 2.0
+    compiled = row("unet", BF16, "compiled", 2.0)
+    assert speed_against_amp(compiled, [*rows, compiled]) == 2.0

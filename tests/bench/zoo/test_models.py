@@ -1,0 +1,68 @@
+"""Every model of the zoo: tiny ones trained here in every way, large ones by their shapes."""
+
+import math
+
+import pytest
+import torch
+
+from narrowcast.bench.zoo.models import ZOO, built, chosen
+from narrowcast.bench.zoo.ways import step_of, trials
+from narrowcast.errors import RecipeError
+
+CPU = torch.device("cpu")
+MILLIONS = {
+    "llama-348m": 349, "llama-1.3b": 1345, "qwen2-0.5b": 494, "gpt2-124m": 124, "bert-base": 110,
+    "vit-l": 304, "resnet-50": 26, "unet": 27, "lstm": 82, "hyena": 86, "encoder": 152,
+}  # fmt: skip
+"""As their papers and cards have it, and as layers of known shapes add up."""
+
+
+@pytest.fixture(autouse=True)
+def _library(request):
+    name = request.node.callspec.params.get("name") if "callspec" in vars(request.node) else None
+    if name in ZOO and ZOO[name].transformers:
+        pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_a_model_has_the_size_that_its_name_says(name):
+    made = ZOO[name].build(torch.device("meta"), quick=False)
+    assert round(sum(p.numel() for p in made.model.parameters()) / 1e6) == MILLIONS[name]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_way_begins_at_the_same_loss_and_lowers_it(name):
+    losses = []
+    for trial in trials([name], kinds=["amp", "ours"], modes=["eager"]):
+        step, _ = step_of(built(name, CPU, quick=True), trial, CPU)
+        losses.append([float(step()) for _ in range(3)])
+    plain = losses[0]
+    assert len(losses) == 4
+    for mine in losses:
+        assert mine[-1] < mine[0]
+        # Formats of two bits less than bf16's eight, and a loss that is a mean of many.
+        assert all(math.isclose(a, b, rel_tol=2.0**-6) for a, b in zip(mine, plain, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ZOO)
+def test_on_a_gpu_every_way_lowers_the_loss_as_torch_does(name):
+    device = torch.device("cuda")
+    losses = []
+    for trial in trials([name], kinds=["amp", "ours"], modes=["eager", "graphed"]):
+        step, _ = step_of(built(name, device, quick=True), trial, device)
+        losses.append([float(step()) for _ in range(5)])
+    for mine in losses:
+        assert mine[-1] < mine[0]
+        assert all(
+            math.isclose(a, b, rel_tol=2.0**-5) for a, b in zip(mine, losses[0], strict=True)
+        )
+
+
+def test_models_are_named_or_all():
+    assert chosen([], mine=None) == tuple(ZOO)
+    assert chosen(["vit-l", "unet", "vit-l"], mine=None) == ("vit-l", "unet")
+    assert chosen([], mine="a.b:c") == ("a.b:c",)
+    assert chosen(["unet"], mine="a.b:c") == ("a.b:c", "unet")
+    with pytest.raises(RecipeError, match="did you mean resnet-50"):
+        chosen(["resnet50"], mine=None)

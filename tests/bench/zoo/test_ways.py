@@ -1,0 +1,86 @@
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from narrowcast.bench.zoo.built import as_built
+from narrowcast.bench.zoo.models import ZOO
+from narrowcast.bench.zoo.ways import (
+    AMP,
+    BF16,
+    FP8_SPLIT,
+    LIGER,
+    TORCHAO,
+    WAYS,
+    Trial,
+    graphs_there_are,
+    step_of,
+    trials,
+)
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.plan.presets import policy_from
+
+CPU = torch.device("cpu")
+
+
+def test_liger_is_asked_of_models_it_knows_only_and_torchao_compiled_only():
+    found = trials(ZOO, kinds=[], modes=[])
+    assert {t.model for t in found if t.way == LIGER} == {"llama-348m", "llama-1.3b", "qwen2-0.5b"}
+    assert {t.mode for t in found if t.way == TORCHAO} == {"compiled"}
+    assert {t.model for t in found if t.way == TORCHAO} == set(ZOO)
+
+
+def test_whom_others_are_compared_with_comes_first():
+    first, *_ = trials(["vit-l"], kinds=["ours", "amp"], modes=["compiled", "eager"])
+    assert first == Trial(model="vit-l", way=AMP, mode="eager")
+
+
+def test_graphs_are_ours_and_only_where_there_are_some():
+    found = {t.way for t in trials(["unet"], kinds=[], modes=[]) if t.mode == "graphed"}
+    ours = {way.name for way in WAYS.values() if way.kind == "ours"}
+    assert found == (ours if graphs_there_are() else set())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "modes", "answer"),
+    [
+        (["apm"], [], "--ways apm: there is no such; name some of amp, liger, torchao, ours"),
+        ([], ["jit"], "--modes jit: there is no such; name some of eager, compiled, graphed"),
+        (["torchao"], ["eager"], "torchao is compiled only"),
+    ],
+)
+def test_what_is_no_way_is_refused(kinds, modes, answer):
+    with pytest.raises(RecipeError, match=answer):
+        trials(["unet"], kinds=kinds, modes=modes)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS.values() if way.policy], ids=lambda w: w.name)
+def test_the_policies_of_ours_are_policies(way):
+    assert policy_from(way.policy).params == ("fp32" if way.name == BF16 else "bf16")
+    assert ("e4m3" in str(policy_from(way.policy))) == (way.name == FP8_SPLIT)
+
+
+def small():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return model, lambda model, x: model(x).square().mean(), torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def test_without_a_gpu_the_step_of_torch_is_the_plain_one():
+    trial = Trial(model="m:b", way=AMP, mode="eager")
+    step, _ = step_of(as_built(small(), CPU), trial, CPU)
+    model, loss_of, x = small()
+    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
+    for _ in range(3):
+        loss = loss_of(model, x)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(step(), loss.detach())
+
+
+def test_torchao_is_refused_without_a_gpu():
+    trial = Trial(model="m:b", way=TORCHAO, mode="compiled")
+    with pytest.raises(UnsupportedError, match="need a GPU"):
+        step_of(as_built(small(), CPU), trial, CPU)

@@ -1,0 +1,97 @@
+import json
+import signal
+
+import pytest
+
+from narrowcast.cli.bench_models import _repeated
+
+MINE = """\
+import torch
+from torch import nn
+
+
+def build():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    return model, lambda model, x: model(x).square().mean(), torch.ones(2, 4)
+
+
+def vector():
+    return build()[0], lambda model, x: model(x), torch.ones(2, 4)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_rows_are_kept_and_taken_up_again(narrowcast, own):
+    written = own / "rows.json"
+    words = ["bench", "models", "--quick", "--modes", "eager", "--json", written]
+    ended = narrowcast(*words, "--only", "lstm", "llama-348m", "--ways", "amp", "--seconds", 1e-6)
+    assert ended.code == 0
+    assert "left out, 2 rows: lstm, AMP, eager; llama-348m, AMP, eager" in ended.out
+    assert json.loads(written.read_text())["left_out"]
+
+    ended = narrowcast(*words, "--mine", "own_model:build", "--ways", "amp", "liger")
+    assert ended.code == 0
+    assert "own_model:build, AMP, eager: starting" in ended.err
+    found = json.loads(written.read_text())
+    figures = {row["way"]: row for row in found["rows"]}
+    plain, liger = figures["AMP"], figures["AMP + Liger"]
+    assert plain["parameters"] == 4 * 8 + 8 + 8 + 1
+    assert plain["ms"] == min(plain["rounds_ms"]) > 0
+    assert plain["first_step_seconds"] > 0
+    assert liger["failure"]  # not installed, or it knows no such model
+
+    ended = narrowcast(*words, "--mine", "own_model:build", "--ways", "amp")
+    assert "1 of 1 rows are kept from before" in ended.err
+    assert "starting" not in ended.err
+    assert f"{plain['ms']:.2f}" in ended.out
+    assert "not judged" in ended.out
+
+
+def test_a_mistake_in_ones_own_builder_is_told_once(narrowcast, own):
+    ended = narrowcast("bench", "models", "--mine", "own_model:vector", "--modes", "eager")
+    assert ended.code == 2
+    assert ended.err.count("vector() has a loss of 2 × 1 numbers; take its mean") == 2  # and why
+    assert ended.err.count("starting") == 1
+
+
+def test_a_bench_that_is_ended_keeps_its_rows_and_says_what_is_left(start, own):
+    written = own / "rows.json"
+    words = ["--mine", "own_model:build", "--ways", "amp", "ours", "--modes", "eager"]
+    bench = start("bench", "models", *words, "--json", written)
+    assert any(" ms, first step " in line for line in bench.stderr)
+    bench.send_signal(signal.SIGTERM)
+    table, error = bench.communicate(timeout=60)
+    assert bench.returncode == 130, error
+    assert "left out, 3 rows" in table
+    found = json.loads(written.read_text())
+    assert found["interrupted"]
+    assert [row["way"] for row in found["rows"]] == ["AMP"]
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--only", "resnet50"], "did you mean resnet-50?"),
+        (["--quick", "--ways", "amp", "apm"], "--ways apm: there is no such"),
+        (["--mine", "model.py"], "write package.module:build"),
+        (["--json", "rows"], "does not end in .json"),
+        (["--json", "no-such-folder/a.json"], "there is no folder 'no-such-folder'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(narrowcast, words, answer):
+    ended = narrowcast("bench", "models", *words)
+    assert ended.code == 2
+    assert answer in ended.err
+
+
+def test_a_list_ends_with_the_next_option():
+    words = ["--only", "a", "b", "--quick", "--ways", "c", "--json", "d.json"]
+    assert _repeated(words) == [
+        "--only", "a", "--only", "b", "--quick", "--ways", "c", "--json", "d.json",
+    ]  # fmt: skip
