@@ -174,38 +174,29 @@ def measure(length: int, setting: Setting, skip: set[str]) -> list[dict[str, Any
 
 
 def sweep(length: int, setting: Setting) -> list[dict[str, Any]]:
-    """Try how many numbers of a spectrum are alive at once, and how long one transform may be."""
+    """Try how many numbers of a spectrum are alive at once."""
     timer = Timer(setting.device)
     x, grad = sequences(length, setting)
     told = []
     for method in setting.methods:
         step = step_of(operator(length, setting, method), x, grad, True)
-        tried: list[dict[str, int]] = [{"numbers": 2**power} for power in range(21, 25)]
-        if method == "fused":
-            whole = 2**30
-            tried += [{"longest": 2**power} for power in range(12, 17)]
-            tried += [{"numbers": 2**power, "longest": whole} for power in range(21, 25)]
-        for settings in tried:
-            with contextlib.suppress(torch.OutOfMemoryError), in_force(**settings):
+        for numbers in (2**power for power in range(21, 25)):
+            with contextlib.suppress(torch.OutOfMemoryError), in_force(numbers):
                 step()
-                told.append({"method": method, "length": length, **settings})
+                told.append({"method": method, "length": length, "numbers": numbers})
                 told[-1]["peak_bytes"] = timer.peak_bytes(step)
                 told[-1]["seconds"] = statistics.median(timer(step) for _ in range(5))
     return told
 
 
 @contextlib.contextmanager
-def in_force(numbers: int | None = None, longest: int | None = None) -> Iterator[None]:
+def in_force(numbers: int) -> Iterator[None]:
     """Change what the library is tuned to."""
-    from narrowcast.workloads.genomics.models.kernels import fused
-
-    usual = transforms.NUMBERS_AT_ONCE, fused.LONGEST
-    transforms.NUMBERS_AT_ONCE = numbers or usual[0]
-    fused.LONGEST = longest or usual[1]
+    usual, transforms.NUMBERS_AT_ONCE = transforms.NUMBERS_AT_ONCE, numbers
     try:
         yield
     finally:
-        transforms.NUMBERS_AT_ONCE, fused.LONGEST = usual
+        transforms.NUMBERS_AT_ONCE = usual
 
 
 def errors(length: int, setting: Setting) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from narrowcast.workloads.genomics.models import transforms
 from narrowcast.workloads.genomics.models.convolution import gated_convolution
 
 pytest.importorskip("triton")
-from narrowcast.workloads.genomics.models.kernels import fused
+from narrowcast.workloads.genomics.models.kernels import fused  # noqa: F401  # as it is interpreted
 from narrowcast.workloads.genomics.models.kernels.short import short_backward, short_forward
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -33,19 +33,18 @@ def given(gates, *, causal, dtype, rows=2, channels=2, length=520):
 
 
 @pytest.mark.parametrize(
-    ("gates", "longest", "causal", "dtype"),
+    ("gates", "causal", "dtype"),
     [
-        ((), 600, True, torch.float32),
-        (("before",), 300, False, torch.float32),
-        (("bias", "after"), 150, True, torch.bfloat16),
-        (("bias", "before", "after"), 600, False, torch.bfloat16),
-        (("bias", "before", "after"), 300, True, torch.float32),
+        ((), True, torch.float32),
+        (("before",), False, torch.float32),
+        (("bias", "after"), True, torch.bfloat16),
+        (("bias", "before", "after"), False, torch.bfloat16),
+        (("bias", "before", "after"), True, torch.float32),
     ],
 )
 def test_fused_convolutions_and_their_gradients_are_those_of_torch(
-    gates, longest, causal, dtype, monkeypatch
+    gates, causal, dtype, monkeypatch
 ):
-    monkeypatch.setattr(fused, "LONGEST", longest)  # 576 numbers are cut 1, 2 and 4 ways
     value, filters, named, whole = given(gates, causal=causal, dtype=dtype)
     monkeypatch.setattr(transforms, "NUMBERS_AT_ONCE", 576)  # a row at a time
     weights = torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)

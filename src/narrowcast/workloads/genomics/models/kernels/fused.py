@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.workloads.genomics.models.kernels.turning import (
-    Turns,
+    blocks_of,
     mix_spectra,
     turn_in,
     turn_out,
@@ -16,12 +16,6 @@ from narrowcast.workloads.genomics.models.transforms import (
     pieces,
     turns_of,
 )
-
-LONGEST = 2**14
-"""Numbers of a transform that torch's FFT makes in one pass over memory: 128 KiB, which shared
-memory holds."""
-MOST_WAYS = 8
-"""Into how many a longer one is cut; numbers that more of them read would not stay in the cache."""
 
 
 def forward(
@@ -35,15 +29,13 @@ def forward(
 ) -> Tensor:
     """Return after ⊙ (filters * z + bias ⊙ z) with z = before ⊙ value."""
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
-    plain = turns_of(value)
-    turns = _cut(len(plain), value.device)
+    turns = turns_of(value)
     for channels, parts in pieces(value, chunk):
-        of_filter = filter_spectrum(filters[channels], plain, causal=causal)
-        of_filter = _interleaved(of_filter, turns.ways)
+        of_filter = filter_spectrum(filters[channels], turns, causal=causal)
         for rows in parts:
             here = (rows, channels)
             v, b, a = value[here], _part(before, here), _part(after, here)
-            turned = plain.new_empty((*v.shape[:2], turns.ways, turns.short))
+            turned = turns.new_empty((*v.shape[:2], len(turns)))
             turn_in(v, b, turns, out=turned)
             spectrum = torch.fft.fft(turned)
             del turned
@@ -69,18 +61,16 @@ def backward(
     """Return the gradients of all that was given to `forward`."""
     grads = empty_grads(value, filters, bias, before, after)
     to_value, to_filters, to_bias, to_before, to_after = grads
-    plain = turns_of(value)
-    turns = _cut(len(plain), value.device)
-    products = None if bias is None else plain.real.new_empty((*value.shape[:2], turns.blocks))
+    turns, blocks = turns_of(value), blocks_of(value.shape[2])
+    products = None if bias is None else turns.real.new_empty((*value.shape[:2], blocks))
     for channels, parts in pieces(value, chunk):
-        of_filter = filter_spectrum(filters[channels], plain, causal=causal)
-        of_filter = _interleaved(of_filter, turns.ways)
+        of_filter = filter_spectrum(filters[channels], turns, causal=causal)
         summed = torch.zeros_like(of_filter)
         own = None if bias is None else bias[channels]
         for rows in parts:
             here = (rows, channels)
             g, v, b, a = grad[here], value[here], _part(before, here), _part(after, here)
-            turned = plain.new_empty((2, *v.shape[:2], turns.ways, turns.short))
+            turned = turns.new_empty((2, *v.shape[:2], len(turns)))
             turn_in(v, b, turns, out=turned[0])
             turn_in(g, a, turns, out=turned[1])
             spectra = torch.fft.fft(turned)
@@ -102,8 +92,7 @@ def backward(
                 outs=(to_value[here], None if before is None else to_before[here]),
                 products=None if products is None else products[here],
             )
-        summed = summed.transpose(1, 2).flatten(1)
-        to_filters[channels] = filter_part(summed, plain, filters.shape[-1], causal=causal)
+        to_filters[channels] = filter_part(summed, turns, filters.shape[-1], causal=causal)
     if products is not None:
         to_bias.copy_(products.sum((0, 2)))
     return grads
@@ -111,16 +100,3 @@ def backward(
 
 def _part(x: Tensor | None, here: tuple[slice, slice]) -> Tensor | None:
     return None if x is None else x[here]
-
-
-def _cut(size: int, device: torch.device) -> Turns:
-    """Cut transforms of `size` numbers so that each takes one pass, where few ways are enough."""
-    ways = 1
-    while size // ways > LONGEST and size % (2 * ways) == 0:
-        ways *= 2
-    return Turns.of(size, ways=ways if ways <= MOST_WAYS else 1, device=device)
-
-
-def _interleaved(spectrum: Tensor, ways: int) -> Tensor:
-    """Return a spectrum, (channels, size), as those of short transforms: (channels, ways, …)."""
-    return spectrum.reshape(len(spectrum), -1, ways).transpose(1, 2).contiguous()
