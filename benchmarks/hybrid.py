@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hybrid_studies.ablations import ablate, table
-from hybrid_studies.plan import LIBRARY, OURS, STANDARD, UNWARMED, curve, reported
+from hybrid_studies.plan import LIBRARY, OURS, STANDARD, WARMED_UP, curve, reported
 from hybrid_studies.running import Runs
 from hybrid_studies.summary import summary
 from hybrid_studies.tables import markdown
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument(
-        "--rows", choices=("base", "ours", "library", "unwarmed", "all"), default="all"
+        "--rows", choices=("base", "ours", "library", "warmed-up", "all"), default="all"
     )
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
@@ -47,7 +47,7 @@ def main() -> None:
     for other in args.others:
         runs.done |= json.loads(other.read_text())["runs"]
     rows = {
-        "base": (), "ours": OURS, "library": LIBRARY, "unwarmed": (UNWARMED,),
+        "base": (), "ours": OURS, "library": LIBRARY, "warmed-up": (WARMED_UP,),
         "all": (*OURS, *LIBRARY, *STANDARD),
     }[args.rows]  # fmt: skip
     names = args.tasks.split(",")

@@ -47,15 +47,15 @@ def prepare_recipe(recipe: Recipe, task: Task, *, plan: Plan) -> Prepared:
         scale_groups=settings.scale_groups,
         ema_decay=recipe.ema.decay,
         patience=settings.patience,
-        lookahead=lookahead_of(strategy, recipe.steps),
+        lookahead=lookahead_of(strategy),
     )
     log = prepared.engine.log
     log.wording = replace(log.wording, in_recipe=True)
     return prepared
 
 
-def lookahead_of(strategy: StrategySection, steps: int) -> Lookahead | None:
-    """Return the point that gradients are taken at after the warm-up; None: the weights always."""
+def lookahead_of(strategy: StrategySection) -> Lookahead | None:
+    """Return the point that gradients are taken at; None: the weights themselves."""
     if not strategy.has_lookahead:
         return None
     settings = strategy.lookahead
@@ -63,7 +63,7 @@ def lookahead_of(strategy: StrategySection, steps: int) -> Lookahead | None:
         pull=settings.pull,
         share=settings.share,
         storage=settings.storage,
-        begins_after=strategy.warmup_steps(steps),
+        begins_after=strategy.lookahead_after,
     )
 
 

@@ -157,6 +157,14 @@ class StrategySection(Section):
         asked = self.lookahead.enabled
         return self.is_hybrid and (self.preset != "conservative" if asked is None else asked)
 
+    @property
+    def lookahead_after(self) -> int:
+        """Steps before the point ahead begins: none, unless a recipe has a warm-up of its own.
+
+        It needs no history, and plain steps before it cost more than they gave.
+        """
+        return self.phases.warmup_steps or 0
+
     def warmup_steps(self, steps: int) -> int:
         """Return the steps of a run before anything is predicted."""
         if self.phases.warmup_steps is not None:

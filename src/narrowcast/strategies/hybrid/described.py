@@ -47,12 +47,9 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
             "returned: every evaluation measures each"
         )
     if strategy.has_lookahead:
-        after = "the warm-up"
-        if recipe.is_settled:
-            after = f"{strategy.warmup_steps(recipe.steps)} steps"
-        settings = strategy.lookahead
+        settings, after = strategy.lookahead, strategy.lookahead_after
         told.append(
-            f"after {after} each gradient is taken {settings.pull:g} of the way from the newest "
+            f"{f'after {after} steps ' if after else ''}each gradient is taken {settings.pull:g} of the way from the newest "
             f"weights to their average, which follows at {settings.share:g} a step"
         )
     if strategy.has_jumps:

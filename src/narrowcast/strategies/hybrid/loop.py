@@ -75,7 +75,7 @@ def hybrid(
     except ValueError as error:
         raise RecipeError(f"preset={preset!r}, stretch={stretch!r}: {error}") from error
     if lookahead is None and asked.has_lookahead:
-        lookahead = Lookahead(begins_after=asked.warmup_steps(steps))
+        lookahead = Lookahead()
     made = None if scheduler is None else scheduler(optimizer, round(steps * stretch))
     prepared = prepare(model, optimizer, scheduler=made, lookahead=lookahead, **settings)
     readouts = Readouts(prepared, half_lives=half_lives_in_steps(half_lives, steps))
