@@ -71,6 +71,11 @@ class NormKernel:
         )
         return norms
 
+    def make_room(self) -> None:
+        """Have memory to spare for the addresses of gradients that a capture is about to keep."""
+        for tables in self._known.values():
+            tables.addresses.make_room()
+
     def _cut(self, makes: "Sequence[_Make]") -> "_Tables":
         launches = []
         ranges = torch.zeros((len(makes), 2), dtype=torch.int32)

@@ -68,14 +68,18 @@ class HostTable:
         elif self.tensor.is_cuda:
             # torch gives pinned memory to nobody else before the copy from it is done.
             host = host.pin_memory()
-            self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
+            self.make_room()
         self.tensor.copy_(host, non_blocking=True)
+
+    def make_room(self) -> None:
+        """Have memory to spare for a capture: none can be asked for while it lasts."""
+        self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
 
     def kept_for_replays(self, numbers: Sequence[float]) -> Tensor:
         """Return memory that holds these whenever a graph reads it; none is asked for here.
 
-        With all of it taken since the table was last written to, that of the graph before the last
-        is written over: it has been captured anew.
+        With all of it taken since there was last made room, that of the graph before the last is
+        written over: it has been captured anew.
         """
         for written, host in self._kept:
             if written == list(numbers):

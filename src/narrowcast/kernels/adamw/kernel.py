@@ -133,6 +133,10 @@ class AdamKernel:
             if isinstance(group.lr, Tensor):
                 self._hyper.tensor[i * HYPER].copy_(group.lr, non_blocking=True)
 
+    def make_room(self) -> None:
+        """Have memory to spare for the addresses of gradients that a capture is about to keep."""
+        self._gradients.make_room()
+
     def _write_ahead(self, ahead: Ahead) -> None:
         if ahead != self._ahead:
             self._ahead = ahead

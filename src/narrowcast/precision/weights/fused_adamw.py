@@ -65,7 +65,7 @@ class FusedAdamW:
         self._bound_places: set[int] = set()
         self._layouts: list[_Layout] = []
         self._seen: list[int] = []
-        self._adam: AdamTwin | Any = None
+        self._adam: Any = None
         self._average: WeightAverage | None = None
         self._lookahead: LookaheadPoint | None = None
         self.norms = GradientNorms(self._weights, kernel=self._kernel)
@@ -112,6 +112,21 @@ class FusedAdamW:
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""
         torch.autograd.graph.increment_version(shards_of(self._weights[i] for i in present))
+
+    @property
+    def binding(self) -> object:
+        """What knows the addresses of all that is updated: another one, where any has moved."""
+        return self._adam
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether every tensor is still where the last update found it."""
+        return bool(self._bound) and self._seen == self._tensors()
+
+    def make_room(self) -> None:
+        """Have memory for the addresses that a CUDA graph is about to keep, one graph or two."""
+        self._adam.make_room()
+        self.norms.make_room()
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
