@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.kernels.adamw.twin import (
     AT_HOME,
     BLOCK,
     AdamTwin,
     Ahead,
     Weight,
-    decode,
-    encode,
     moments_of,
 )
 from narrowcast.kernels.tables import laid_like, lies_like, upload
@@ -34,9 +32,10 @@ from narrowcast.precision.weights.host_moments import OffloadedAdam, keep_on_hos
 from narrowcast.precision.weights.hyper import hyper_of
 from narrowcast.precision.weights.lookahead import LookaheadPoint
 from narrowcast.precision.weights.master import SCALE, MasterWeights
+from narrowcast.precision.weights.moment_codes import FIRST, convert, like, undo_cast
 from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
 
-FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
+SECOND, STEP = "exp_avg_sq", "step"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -100,7 +99,7 @@ class FusedAdamW:
         self.write_hyper()
         lost: Tensor | None = self._adam.step(
             self._gradients(present),
-            factor=self._of_bound(present, factor),
+            factor=_of_bound(self._bound, present, factor),
             finite=finite,
             metered=metered,
         )
@@ -161,7 +160,7 @@ class FusedAdamW:
             state, w = self._optimizer.state[bound.key], bound.weight
             for name, flat in zip((FIRST, SECOND), moments_of(w), strict=True):
                 if state[name].dtype != torch.float32:
-                    state[name] = _like(state[name], flat)
+                    state[name] = like(state[name], flat)
                 state.pop(name + SCALE, None)
                 if self._offloaded and not stay_on_host:
                     state[name] = state[name].to(self._device)
@@ -272,7 +271,7 @@ class FusedAdamW:
         for name in (FIRST, SECOND):
             dtype = torch.uint8 if wanted == torch.int8 and name == SECOND else wanted
             if name + SCALE in state:
-                _undo_cast(state, name, dtype)
+                undo_cast(state, name, dtype)
             if name not in state:
                 state[name] = torch.zeros_like(p.detach(), dtype=dtype)
                 if wanted == torch.int8:
@@ -281,29 +280,21 @@ class FusedAdamW:
             elif state[name].dtype != dtype or not lies_like(
                 local_part(state[name]), local_part(p)
             ):
-                self._convert(state, name, p, dtype)
+                convert(state, name, p, dtype)
         if self._offloaded:
             keep_on_host(state, [FIRST, SECOND, FIRST + SCALE, SECOND + SCALE])
         return state
 
-    def _convert(
-        self, state: dict[str, Any], name: str, p: nn.Parameter, dtype: torch.dtype
-    ) -> None:
-        given = local_part(state[name])
-        local = laid_like(given, local_part(p)).as_strided((given.numel(),), (1,))
-        state[name] = torch.zeros_like(p.detach(), dtype=dtype)
-        if dtype in (torch.int8, torch.uint8):
-            middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=local.device)
-            local, state[name + SCALE] = encode(local.float(), middle, signed=name == FIRST)
-        local_part(state[name]).as_strided((local.numel(),), (1,)).copy_(local)
 
-    def _of_bound(self, present: Sequence[int], factor: Tensor | None) -> Tensor | None:
-        """Give each bound weight its factor, where there is one for each that is present."""
-        if factor is None or factor.dim() == 0 or len(present) == len(self._bound):
-            return factor
-        place = {i: n for n, i in enumerate(present)}
-        chosen = torch.tensor([place.get(bound.place, 0) for bound in self._bound])
-        return factor[upload(chosen, factor.device)]
+def _of_bound(
+    bound: "Sequence[_Bound]", present: Sequence[int], factor: Tensor | None
+) -> Tensor | None:
+    """Give each bound weight its factor, where there is one for each that is present."""
+    if factor is None or factor.dim() == 0 or len(present) == len(bound):
+        return factor
+    place = {i: n for n, i in enumerate(present)}
+    chosen = torch.tensor([place.get(each.place, 0) for each in bound])
+    return factor[upload(chosen, factor.device)]
 
 
 def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -331,28 +322,3 @@ class _Bound:
     key: nn.Parameter
     state: dict[str, Any]
     weight: Weight
-
-
-def _undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype.
-
-    Where moments are kept in another format than codes, they become fp32, without scales.
-    """
-    if state[name + SCALE].dtype != torch.float32:
-        raise CheckpointError(
-            "torch's optimizer.load_state_dict rounded the scales of 8-bit moments; load the state "
-            "of the prepared model instead, with its own load_state_dict"
-        )
-    codes = torch.int8 if name == FIRST else torch.uint8
-    state[name] = state[name].to(codes)
-    if dtype != codes:
-        local = local_part(state[name])
-        flat = decode(local.as_strided((local.numel(),), (1,)), state.pop(name + SCALE))
-        state[name] = _like(state[name], flat)
-
-
-def _like(state: Tensor, flat: Tensor) -> Tensor:
-    """Return fp32 values in the shape and order of a moment."""
-    wide = torch.zeros_like(state, dtype=torch.float32)
-    local_part(wide).as_strided((flat.numel(),), (1,)).copy_(flat)
-    return wide
