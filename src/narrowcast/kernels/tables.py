@@ -6,6 +6,8 @@ address table says where tensors are (8 bytes each, rewritten only where they mo
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -34,6 +36,19 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
         return table.to(device)
     # torch gives pinned memory to nobody else before the copy from it is done.
     return table.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tensors are and what: looked up once for all launches of a step that walk over them."""
+
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+    dtypes: list[torch.dtype]
+
+    def are_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether these are the very same."""
+        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
 
 class HostTable:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.kernels.tables import upload
+from narrowcast.kernels.tables import Places, upload
 from narrowcast.precision.dtensor import as_sharded, local_part, shards_of
 from narrowcast.precision.gradients.check import norms_of
 
@@ -28,6 +28,16 @@ class GradientNorms:
             )
         self._mesh = meshes.pop() if meshes else None
         self._kernel = _kernel_on(local_part(weights[0]).device) if kernel else None
+
+    def taken_places(self) -> Places | None:
+        """Hand over where the gradients of the last call are; nothing is known of them afterwards.
+
+        None where no kernel has looked. Whoever asks must do so before anybody can move them.
+        """
+        if self._kernel is None:
+            return None
+        places, self._kernel.places = self._kernel.places, None
+        return places
 
     def make_room(self) -> None:
         """Have memory for the addresses that a CUDA graph is about to keep."""

@@ -9,6 +9,7 @@ An average of the weights is moved in the same pass, and so are leads of a looka
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from narrowcast.kernels.adamw.twin import (
     moments_of,
 )
 from narrowcast.kernels.tables import laid_like, lies_like, upload
-from narrowcast.precision.dtensor import local_part, shards_of
+from narrowcast.precision.dtensor import PLAIN, local_part, shards_of
 from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
@@ -36,6 +37,7 @@ from narrowcast.precision.weights.moment_codes import FIRST, convert, like, undo
 from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
 
 SECOND, STEP = "exp_avg_sq", "step"
+_GRAD = attrgetter("grad")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -62,7 +64,9 @@ class FusedAdamW:
         self._places = [places.get(p) for p in self._weights]
         self._bound: list[_Bound] = []
         self._bound_places: set[int] = set()
-        self._layouts: list[_Layout] = []
+        self._bound_weights: list[nn.Parameter] = []
+        self._layouts: list[object] = []
+        self._sharded = not PLAIN.issuperset(map(type, self._weights))
         self._seen: list[int] = []
         self._adam: Any = None
         self._average: WeightAverage | None = None
@@ -97,11 +101,13 @@ class FusedAdamW:
             self._average, self._lookahead, self._bound = average, lookahead, []
         self._refresh(present)
         self.write_hyper()
+        places = self.norms.taken_places()  # in any case: it holds the gradients
         lost: Tensor | None = self._adam.step(
             self._gradients(present),
             factor=_of_bound(self._bound, present, factor),
             finite=finite,
             metered=metered,
+            **({"places": places} if self._kernel and not self._offloaded else {}),
         )
         self.has_written(present)
         # By this torch's schedules know that they are not called before the optimizer.
@@ -110,7 +116,7 @@ class FusedAdamW:
 
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""
-        torch.autograd.graph.increment_version(shards_of(self._weights[i] for i in present))
+        torch.autograd.graph.increment_version(shards_of([self._weights[i] for i in present]))
 
     @property
     def binding(self) -> object:
@@ -186,9 +192,9 @@ class FusedAdamW:
             for key in group["params"]
         }
         self._bound = [self._bind(i, groups[self._key(i)]) for i in wanted]
-        self._bound_places = set(wanted)
+        self._bound_places, self._bound_weights = set(wanted), [self._weights[i] for i in wanted]
         weights = [bound.weight for bound in self._bound]
-        self._layouts = _layouts([w.weight for w in weights])
+        self._layouts = _layouts([w.weight for w in weights], sized=self._sharded)
         self._adam = (
             OffloadedAdam(weights, self._updating, device=self._device)
             if self._offloaded
@@ -224,9 +230,10 @@ class FusedAdamW:
 
     def _gradients(self, present: Sequence[int]) -> Sequence[Tensor | None]:
         """Return the gradient of each bound weight, which lies in memory as the weight does."""
-        found = [self._weights[bound.place].grad for bound in self._bound]
-        there = shards_of(g for g in found if g is not None)
-        if len(present) == len(found) and _layouts(there) == self._layouts:
+        found = list(map(_GRAD, self._bound_weights))
+        there = shards_of([g for g in found if g is not None])
+        every = len(present) == len(found)
+        if every and _layouts(there, sized=self._sharded) == self._layouts:
             return there
         shards = iter(there)
         return [
@@ -306,12 +313,13 @@ def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
     return laid_like(gradient, weight)
 
 
-_Layout = tuple[torch.Size, tuple[int, ...]]
+def _layouts(tensors: Sequence[Tensor], *, sized: bool) -> list[object]:
+    """Return how each lies in memory. Of all weights in every step, so without a loop.
 
-
-def _layouts(tensors: Sequence[Tensor]) -> list[_Layout]:
-    """Return the shape and strides of each. Of all weights in every step, so without a loop."""
-    return list(zip(map(Tensor.size, tensors), map(Tensor.stride, tensors), strict=True))
+    torch gives a weight no gradient of another shape; of shards it knows nothing.
+    """
+    strides = map(Tensor.stride, tensors)
+    return list(zip(map(Tensor.size, tensors), strides, strict=True) if sized else strides)
 
 
 @dataclass(frozen=True)
