@@ -1,5 +1,6 @@
 """Steps of somebody's own loop as CUDA graphs; on a CPU they are launched, and the same."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -240,6 +241,26 @@ def test_captured_steps_are_the_launched_ones(policy, cuda):
 
 
 @gpu
+@pytest.mark.parametrize("policy", ["fp8-tensor", "fp8-delayed"])
+def test_scales_of_fp8_move_in_a_replay_as_in_a_launch(policy, cuda):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
+    runs = []
+    for _ in range(2):
+        model = mlp("cuda")
+        plan = nc.plan(model, policy, hardware=nc.probe("cuda"), only_faster=False)
+        runs.append(prepared(plan, model=model))
+    mine, theirs = runs
+    start, fast = weights(mine), mine.graphed(loss_with(mine))
+    for step in range(STEPS):
+        x, y = batch(step, "cuda", rows=16)
+        fast(x, y)
+        stepped(theirs, x, y)
+    assert fast.captured
+    assert_same_course(weights(mine), weights(theirs), start)
+
+
+@gpu
 def test_each_of_several_shapes_is_captured_and_kept(cuda):
     mine, theirs = (prepared(SPLIT, device="cuda") for _ in range(2))
     start, calls = weights(mine), []
@@ -426,7 +447,7 @@ def test_what_a_graph_does_not_know_of_is_captured_anew(what, cuda):
                 if what == "freeze":
                     run.model[0].bias.requires_grad_(False)
                 if what == "optimizer":
-                    run.optimizer.load_state_dict(run.optimizer.state_dict())
+                    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
         x, y = batch(step, "cuda")
         fast(x, y)
         stepped(theirs, x, y)

@@ -72,8 +72,6 @@ class CapturedStep:
         """Why the last step was launched kernel by kernel; empty where it was replayed."""
         self._device = engine.weights.device
         self._on_gpu = self._device.type == "cuda"
-        if self._on_gpu:
-            _refuse_uncapturable(engine)
         self._new_forms, self._forms = 0, _Recent()
         self._begin()
 
@@ -111,7 +109,9 @@ class CapturedStep:
         return outcome
 
     def _begin(self) -> None:
-        """Begin as with the first step."""
+        """Begin as with the first step; refuse a run, as it is now, that no graph can hold."""
+        if self._on_gpu:
+            _refuse_uncapturable(self._engine)
         self._terms = Terms(self._engine)
         self._graphs: dict[Any, StepGraphs] = {}
         self._used: dict[Any, int] = {}
