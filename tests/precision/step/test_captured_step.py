@@ -471,15 +471,38 @@ def test_an_optimizer_that_no_graph_holds_is_refused(optimizer, why, cuda):
         run.graphed(loss_with(run))
 
 
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(32, 32), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.drop(F.gelu(self.layer(x)))
+
+
+def saving_memory(memory, dropout=0.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(dropout) for _ in range(2))).cuda()
+    return prepared("bf16", model=model, memory=memory)
+
+
 @gpu
-def test_saving_memory_in_ways_no_graph_holds_is_refused(cuda):
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)]
-    for memory, why in (
-        (nc.Memory(checkpoint="blocks"), "memory.checkpoint=blocks"),
-        (nc.Memory(offload=["optimizer"]), "memory.offload"),
-    ):
-        model = nn.Sequential(*layers).cuda()
-        run = prepared("bf16", model=model, memory=memory)
-        with pytest.raises(UnsupportedError, match=why):
-            run.graphed(loss_with(run))
-        run.release()
+def test_moments_on_the_host_are_refused(cuda):
+    run = saving_memory(nc.Memory(offload=["optimizer"]))
+    with pytest.raises(UnsupportedError, match=r"graphed.*memory.offload"):
+        run.graphed(loss_with(run))
+
+
+@gpu
+def test_blocks_are_computed_again_in_a_replay_unless_they_draw_random_numbers(cuda):
+    run = saving_memory(nc.Memory(checkpoint="blocks"))
+    fast = run.graphed(loss_with(run))
+    for step in range(WARM_UP + 2):
+        assert fast(*batch(step, "cuda")).applied
+    assert fast.captured
+    run = saving_memory(nc.Memory(checkpoint="blocks"), dropout=0.2)
+    fast = run.graphed(loss_with(run))
+    for step in range(WARM_UP - 1):
+        fast(*batch(step, "cuda"))
+    with pytest.raises(UnsupportedError, match=r"memory.checkpoint .* draw random numbers"):
+        fast(*batch(step, "cuda"))

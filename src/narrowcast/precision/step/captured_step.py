@@ -196,11 +196,7 @@ class CapturedStep:
             why, waited = f"it waits for the device at {synchronizing_line(error)}", error
         finally:
             _set_sync_debug_mode(before)
-        if name := self._terms.first_replaced(buffers):
-            why = why or (
-                f"the buffer {name} is another tensor after the forward pass, and a graph would "
-                f"read the old one for ever (write self.{name.rpartition('.')[2]}.copy_(…))"
-            )
+        why = why or self._terms.changed_by_passes(buffers)
         if why:
             self._engine.weights.ownership.zero_grad()
             self._engine.buffers.restore()
@@ -255,11 +251,6 @@ def _refuse_uncapturable(engine: Engine) -> None:
     wrapped = isinstance(engine.model, nn.parallel.DistributedDataParallel)
     if wrapped or any(as_sharded(weight) is not None for weight in engine.weights.all):
         why = why or "its gradients are reduced among devices, which no graph here holds"
-    if not why and engine.plan.memory.asked.checkpoint != "none":
-        why = (
-            f"memory.checkpoint={engine.plan.memory.asked.checkpoint} draws random numbers "
-            "again, which a captured step cannot"
-        )
     if why:
         raise UnsupportedError(f"graphed(): {why}; write {INSTEAD}, which does not need that")
 

@@ -105,13 +105,14 @@ def captured(
     try:
         return StepGraphs(engine, passes, batches)
     except RuntimeError as error:
-        engine.weights.forget_gradients()  # their memory is that of a graph which there is not
         reason = str(_first_cause(error)).partition("\n")[0]
         raise UnsupportedError(
             f"the step cannot be captured as a CUDA graph ({reason}); a model that reads a "
             "tensor on the host cannot be, nor one whose graphs do not fit: write "
             f"{instead}"
         ) from error
+    finally:  # after an error they would lie in the memory of a graph which there is not
+        engine.weights.forget_gradients()
 
 
 def _first_cause(error: BaseException) -> BaseException:

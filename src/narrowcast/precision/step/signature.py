@@ -11,6 +11,7 @@ from torch import Tensor
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.dtensor import PLAIN as PLAIN_TENSORS
+from narrowcast.precision.memory.checkpointing import Recomputed
 from narrowcast.precision.nested import leaves
 from narrowcast.precision.step.engine import Engine
 
@@ -112,10 +113,19 @@ class Terms:
         """Return which tensors the buffers are now, as numbers."""
         return list(map(id, map(dict.get, self._holders, self._keys)))
 
-    def first_replaced(self, before: list[int]) -> str:
-        """Return the name of a buffer that is another tensor now; nothing where none is."""
-        pairs = zip(self._names, self.buffers(), before, strict=True)
-        return next((name for name, now, then in pairs if now != then), "")
+    def changed_by_passes(self, buffers: list[int]) -> str:
+        """Say what passes do that no graph can, given what the buffers were before."""
+        if any(isinstance(module, Recomputed) and module.nc_draws for module in self._modules):
+            return (
+                "blocks that memory.checkpoint computes again draw random numbers (dropout), and "
+                "cannot draw the same ones in a graph"
+            )
+        pairs = zip(self._names, self.buffers(), buffers, strict=True)
+        name = next((name for name, now, then in pairs if now != then), "")
+        return name and (
+            f"the buffer {name} is another tensor after the forward pass, and a graph would read "
+            f"the old one for ever (write self.{name.rpartition('.')[2]}.copy_(…))"
+        )
 
     def _now(self) -> tuple[list[Any], ...]:
         return (
