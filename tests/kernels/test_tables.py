@@ -82,3 +82,12 @@ def test_places_are_of_the_very_tensors_they_were_taken_of():
     assert not places.are_of([other, one])
     assert not places.are_of([one])
     assert not places.are_of([one, other.clone()])
+
+
+def test_what_a_replay_has_written_over_is_written_again():
+    table = HostTable(2, torch.device("cpu"), dtype=torch.int64)
+    table.write([1, 2])
+    table.tensor.copy_(torch.tensor([3, 4]))  # as a replayed graph does
+    table.has_replayed()
+    table.write([1, 2])
+    assert table.tensor.tolist() == [1, 2]

@@ -87,6 +87,11 @@ class NormKernel:
         self._found, self._last = found, self._known[makes]
         return self._last
 
+    def has_replayed(self) -> None:
+        """Know no more where the gradients of the last step were: a graph's were elsewhere."""
+        for tables in (*self._known.values(), *filter(None, [self._last])):
+            tables.addresses.has_replayed()
+
     def make_room(self) -> None:
         """Have memory to spare for the addresses of gradients that a capture is about to keep."""
         for tables in self._known.values():

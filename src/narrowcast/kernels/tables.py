@@ -86,6 +86,10 @@ class HostTable:
             self.make_room()
         self.tensor.copy_(host, non_blocking=True)
 
+    def has_replayed(self) -> None:
+        """Know no more what stands in the table: a replayed graph has written its own there."""
+        self._written = []
+
     def make_room(self) -> None:
         """Have memory to spare for a capture: none can be asked for while it lasts."""
         self._spares += [self._pinned() for _ in range(2 - len(self._spares))]

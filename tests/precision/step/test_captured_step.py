@@ -299,6 +299,23 @@ def test_signatures_beyond_the_bound_are_launched_and_that_is_told(cuda):
 
 
 @gpu
+@pytest.mark.parametrize("policy", ["fp16", SPLIT])
+def test_replayed_steps_and_steps_by_hand_may_take_turns(policy, cuda):
+    """A launched step finds its gradients where they were before, and replays were between."""
+    mine, theirs = (prepared(policy, device="cuda") for _ in range(2))
+    start, fast = weights(mine), mine.graphed(loss_with(mine))
+    for step in range(STEPS):
+        x, y = batch(step, "cuda")
+        if step % 3 == 2:
+            stepped(mine, x, y)
+        else:
+            fast(x, y)
+        stepped(theirs, x, y)
+    assert fast.captured
+    assert_same_course(weights(mine), weights(theirs), start)
+
+
+@gpu
 def test_numbers_beside_the_tensors_are_captured_each_by_itself(cuda):
     mine, theirs = (prepared("fp32", device="cuda") for _ in range(2))
     start = weights(mine)

@@ -144,6 +144,10 @@ class AdamKernel:
             if isinstance(group.lr, Tensor):
                 self._hyper.tensor[i * HYPER].copy_(group.lr, non_blocking=True)
 
+    def has_replayed(self) -> None:
+        """Know no more where the gradients of the last step were: a graph's were elsewhere."""
+        self._gradients.has_replayed()
+
     def make_room(self) -> None:
         """Have memory to spare for the addresses of gradients that a capture is about to keep."""
         self._gradients.make_room()

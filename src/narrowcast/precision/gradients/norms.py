@@ -39,6 +39,11 @@ class GradientNorms:
         places, self._kernel.places = self._kernel.places, None
         return places
 
+    def has_replayed(self) -> None:
+        """Take note that a CUDA graph has taken norms, of gradients of its own."""
+        if self._kernel is not None:
+            self._kernel.has_replayed()
+
     def make_room(self) -> None:
         """Have memory for the addresses that a CUDA graph is about to keep."""
         if self._kernel is not None:

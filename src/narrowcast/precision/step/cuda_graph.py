@@ -196,7 +196,7 @@ class StepGraphs:
         metered = engine.is_metered
         update = self._updates[metered]
         update.graph.replay()
-        self._fused_update.has_written(self._present)  # weights kept in fp8 are older than it
+        self._fused_update.has_replayed(self._present)
         outcome = engine.end_step(update.packed, self._present, metered=metered)
         return outcome, self._loss
 

@@ -92,11 +92,7 @@ class FusedAdamW:
         with them, and with no others, and so do the leads of a `lookahead`. Returns the share of
         lost updates among all weights if it is to be measured.
         """
-        if has_step_hooks(self._optimizer):
-            raise RecipeError(
-                "the optimizer was given step hooks after prepare(), and the fused optimizer "
-                "would pass them by; register them before, or write fused_optimizer=False"
-            )
+        _refuse_hooks(self._optimizer)
         if (average, lookahead) != (self._average, self._lookahead):
             self._average, self._lookahead, self._bound = average, lookahead, []
         self._refresh(present)
@@ -128,6 +124,12 @@ class FusedAdamW:
         """Whether every tensor is still where the last update found it."""
         return bool(self._bound) and self._seen == self._tensors()
 
+    def has_replayed(self, present: Sequence[int]) -> None:
+        """Take note that a CUDA graph has updated the weights in these places."""
+        self._adam.has_replayed()
+        self.norms.has_replayed()
+        self.has_written(present)  # weights kept in fp8 are older than it
+
     def make_room(self) -> None:
         """Have memory for the addresses that a CUDA graph is about to keep, one graph or two."""
         self._adam.make_room()
@@ -135,12 +137,7 @@ class FusedAdamW:
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
-        why = unsupported_settings(self._optimizer)
-        if why:
-            raise RecipeError(
-                f"the optimizer was given other settings after prepare(), and {why}; set them "
-                "before, or write fused_optimizer=False"
-            )
+        _refuse_settings(self._optimizer)
         groups = [hyper_of(self._optimizer, g) for g in self._optimizer.param_groups]
         self._adam.write_hyper(groups, ahead=self._ahead)
 
@@ -291,6 +288,23 @@ class FusedAdamW:
         if self._offloaded:
             keep_on_host(state, [FIRST, SECOND, FIRST + SCALE, SECOND + SCALE])
         return state
+
+
+def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    if has_step_hooks(optimizer):
+        raise RecipeError(
+            "the optimizer was given step hooks after prepare(), and the fused optimizer "
+            "would pass them by; register them before, or write fused_optimizer=False"
+        )
+
+
+def _refuse_settings(optimizer: torch.optim.Optimizer) -> None:
+    why = unsupported_settings(optimizer)
+    if why:
+        raise RecipeError(
+            f"the optimizer was given other settings after prepare(), and {why}; set them "
+            "before, or write fused_optimizer=False"
+        )
 
 
 def _of_bound(
