@@ -102,7 +102,11 @@ class CapturedStep:
             )
         inputs = inputs_of(args, kwargs)
         self._refuse_ever_new(inputs)
-        outcome, loss = self._take(inputs) if self._on_gpu else self._launch(inputs)
+        if self._on_gpu:
+            with torch.cuda.device(self._device):  # that of captures is the current one
+                outcome, loss = self._take(inputs)
+        else:
+            outcome, loss = self._launch(inputs)
         self.loss = loss.clone()  # a replay writes over its own
         if self._after is not None:
             self._after(outcome)
