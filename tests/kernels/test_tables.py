@@ -3,7 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowcast.kernels.tables import HostTable, chunk_table, is_dense, laid_like, lies_like
+from narrowcast.kernels.tables import (
+    HostTable,
+    Places,
+    chunk_table,
+    is_dense,
+    laid_like,
+    lies_like,
+)
 
 
 @given(sizes=st.lists(st.integers(0, 3000), max_size=6), chunk=st.sampled_from([16, 256, 1024]))
@@ -57,3 +64,30 @@ def test_two_graphs_of_one_step_each_keep_the_addresses_of_their_own_capture():
     assert table.kept_for_replays([3, 4]).data_ptr() == second.data_ptr()
     again = table.kept_for_replays([5, 6]), table.kept_for_replays([7, 8])  # captured anew
     assert [each.tolist() for each in again] == [[5, 6], [7, 8]]
+
+
+def test_every_capture_that_room_was_made_for_keeps_its_own():
+    table = HostTable(2, torch.device("cpu"), dtype=torch.int64)
+    kept = []
+    for numbers in ([1, 2], [3, 4], [5, 6], [7, 8]):
+        table.make_room()
+        kept.append((numbers, table.kept_for_replays(numbers)))
+    assert all(host.tolist() == numbers for numbers, host in kept)
+
+
+def test_places_are_of_the_very_tensors_they_were_taken_of():
+    one, other = torch.zeros(2), torch.zeros(2)
+    places = Places([one, other], [one.data_ptr(), other.data_ptr()], [one.dtype] * 2)
+    assert places.are_of([one, other])
+    assert not places.are_of([other, one])
+    assert not places.are_of([one])
+    assert not places.are_of([one, other.clone()])
+
+
+def test_what_a_replay_has_written_over_is_written_again():
+    table = HostTable(2, torch.device("cpu"), dtype=torch.int64)
+    table.write([1, 2])
+    table.tensor.copy_(torch.tensor([3, 4]))  # as a replayed graph does
+    table.has_replayed()
+    table.write([1, 2])
+    assert table.tensor.tolist() == [1, 2]

@@ -37,9 +37,11 @@ def on_capture_stream(device: torch.device) -> Iterator[None]:
     """Launch on the stream of captures inside the block; it and the current one wait in turn."""
     stream = capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(device).wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:  # what was launched before an error runs on, too
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 @cache

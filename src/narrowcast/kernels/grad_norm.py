@@ -19,6 +19,7 @@ from narrowcast.kernels.launch import is_capturing
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
+    Places,
     chunk_table,
     is_dense,
     upload,
@@ -42,6 +43,10 @@ class NormKernel:
         self._device, self._chunk, self._warps = device, chunk, warps
         self._known: dict[tuple[_Make, ...], _Tables] = {}
         self._captured: list[_Tables] = []
+        self._found: tuple[list[int], list[torch.dtype], list[bool]] = [], [], []
+        self._last: _Tables | None = None
+        self.places: Places | None = None
+        """Where the gradients of the last call are, until whoever asked has used it."""
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, in a new tensor on the device."""
@@ -50,14 +55,9 @@ class NormKernel:
             # The order of elements is of no account, gaps between them are.
             dense = [g if is_dense(g) else g.contiguous() for g in gradients]
         addresses, sizes = list(map(Tensor.data_ptr, dense)), list(map(Tensor.numel, dense))
-        # As `is_aligned`, of addresses and sizes that are at hand.
-        aligned = [not (a | n) % ALIGNMENT for a, n in zip(addresses, sizes, strict=True)]
-        makes = tuple(zip(sizes, map(_DTYPE, dense), aligned, strict=True))
-        if makes not in self._known:
-            if len(self._known) == SETS:
-                del self._known[next(iter(self._known))]
-            self._known[makes] = self._cut(makes)
-        tables = self._known[makes]
+        dtypes = list(map(_DTYPE, dense))
+        tables = self._tables_for(addresses, sizes, dtypes)
+        self.places = Places(dense, addresses, dtypes)
         if is_capturing(self._device):
             self._captured.append(tables)
         tables.addresses.write(addresses)
@@ -70,6 +70,32 @@ class NormKernel:
             tables.partial, tables.ranges, norms, ROUNDS=tables.rounds, WIDTH=JOIN_WIDTH
         )
         return norms
+
+    def _tables_for(
+        self, addresses: list[int], sizes: list[int], dtypes: list[torch.dtype]
+    ) -> "_Tables":
+        # As `is_aligned`, of addresses and sizes that are at hand.
+        aligned = [not (a | n) % ALIGNMENT for a, n in zip(addresses, sizes, strict=True)]
+        found = sizes, dtypes, aligned
+        if found == self._found and self._last is not None:
+            return self._last
+        makes = tuple(zip(sizes, dtypes, aligned, strict=True))
+        if makes not in self._known:
+            if len(self._known) == SETS:
+                del self._known[next(iter(self._known))]
+            self._known[makes] = self._cut(makes)
+        self._found, self._last = found, self._known[makes]
+        return self._last
+
+    def has_replayed(self) -> None:
+        """Know no more where the gradients of the last step were: a graph's were elsewhere."""
+        for tables in (*self._known.values(), *filter(None, [self._last])):
+            tables.addresses.has_replayed()
+
+    def make_room(self) -> None:
+        """Have memory to spare for the addresses of gradients that a capture is about to keep."""
+        for tables in self._known.values():
+            tables.addresses.make_room()
 
     def _cut(self, makes: "Sequence[_Make]") -> "_Tables":
         launches = []

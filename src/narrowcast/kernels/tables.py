@@ -6,6 +6,8 @@ address table says where tensors are (8 bytes each, rewritten only where they mo
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -34,6 +36,19 @@ def upload(table: Tensor, device: torch.device) -> Tensor:
         return table.to(device)
     # torch gives pinned memory to nobody else before the copy from it is done.
     return table.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where tensors are and what: looked up once for all launches of a step that walk over them."""
+
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+    dtypes: list[torch.dtype]
+
+    def are_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether these are the very same."""
+        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
 
 class HostTable:
@@ -68,14 +83,22 @@ class HostTable:
         elif self.tensor.is_cuda:
             # torch gives pinned memory to nobody else before the copy from it is done.
             host = host.pin_memory()
-            self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
+            self.make_room()
         self.tensor.copy_(host, non_blocking=True)
+
+    def has_replayed(self) -> None:
+        """Know no more what stands in the table: a replayed graph has written its own there."""
+        self._written = []
+
+    def make_room(self) -> None:
+        """Have memory to spare for a capture: none can be asked for while it lasts."""
+        self._spares += [self._pinned() for _ in range(2 - len(self._spares))]
 
     def kept_for_replays(self, numbers: Sequence[float]) -> Tensor:
         """Return memory that holds these whenever a graph reads it; none is asked for here.
 
-        With all of it taken since the table was last written to, that of the graph before the last
-        is written over: it has been captured anew.
+        With all of it taken since there was last made room, that of the graph before the last is
+        written over: it has been captured anew.
         """
         for written, host in self._kept:
             if written == list(numbers):

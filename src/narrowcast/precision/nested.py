@@ -86,3 +86,17 @@ def constants_in(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [constant for item in value.values() for constant in constants_in(item)]
     return [value]
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a value is built of, each with what it is called: types of containers too."""
+    if isinstance(value, Mapping):
+        yield name, type(value)
+        for key, item in value.items():
+            yield from leaves(item, f"{name}[{key!r}]")
+    elif isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        yield name, type(value)
+        for i, item in enumerate(value):
+            yield from leaves(item, f"{name}[{i}]")
+    else:
+        yield name, value

@@ -23,6 +23,7 @@ two hundred bytes a tensor, and nothing in a step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,10 +35,18 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw.programs import begin, update
 from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, share_of
 from narrowcast.kernels.launch import interpreted, is_capturing
-from narrowcast.kernels.tables import HostTable, chunk_table, is_aligned, upload
+from narrowcast.kernels.tables import (
+    ALIGNMENT,
+    HostTable,
+    Places,
+    chunk_table,
+    is_aligned,
+    upload,
+)
 
 _Make = tuple[tuple[torch.dtype, str, str, bool, str], torch.dtype, bool]
 """What weights of one launch share: their make, the gradient's dtype, whole loads or not."""
+_DTYPE = attrgetter("dtype")
 COUNTERS = 64
 """Places over which programs spread their counts, so that few wait for each other."""
 TYPES = {
@@ -106,7 +115,9 @@ class AdamKernel:
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64, device=device)
         self._yes = torch.ones((), dtype=torch.uint8, device=device)
         self._addresses.write([address for w in weights for address in _addresses(w)])
+        # A gradient has as many elements as its weight, so of it only the address is asked.
         self._states_aligned = [is_aligned(*w.tensors) for w in weights]
+        self._own_makes = [w.make for w in weights]
         self._found: tuple[list[int], list[torch.dtype | None]] = [], []
         self._makes: list[_Make] = []
         self._launches: list[_Launch] = []
@@ -133,6 +144,14 @@ class AdamKernel:
             if isinstance(group.lr, Tensor):
                 self._hyper.tensor[i * HYPER].copy_(group.lr, non_blocking=True)
 
+    def has_replayed(self) -> None:
+        """Know no more where the gradients of the last step were: a graph's were elsewhere."""
+        self._gradients.has_replayed()
+
+    def make_room(self) -> None:
+        """Have memory to spare for the addresses of gradients that a capture is about to keep."""
+        self._gradients.make_room()
+
     def _write_ahead(self, ahead: Ahead) -> None:
         if ahead != self._ahead:
             self._ahead = ahead
@@ -146,17 +165,18 @@ class AdamKernel:
         factor: Tensor | None,
         finite: Tensor | None,
         metered: bool,
+        places: Places | None = None,
     ) -> Tensor | None:
         """Update all weights that have gradients, their averages and leads; none if not `finite`.
 
         `factor` multiplies the gradients, one for all or one for each of them. Gradients lie in
-        memory as their weights do. Returns lost over due updates if they are to be counted.
+        memory as their weights do; where they are is looked up, unless `places` say so. Returns
+        lost over due updates if they are to be counted.
         """
-        # 0 says that there is none; torch's empty tensors are at 0 too, and their steps count.
-        addresses = [0 if g is None else g.data_ptr() or 1 for g in gradients]
-        found = addresses, [None if g is None else g.dtype for g in gradients]
+        addresses, dtypes = _places_of(gradients, places)
+        found = addresses, dtypes
         if found != self._found:
-            makes = [self._make(i, g) for i, g in enumerate(gradients)]
+            makes = self._makes_of(addresses, dtypes)
             if makes != self._makes:
                 self._makes, self._launches = makes, self._cut(makes)
             self._found = found
@@ -183,11 +203,20 @@ class AdamKernel:
         """Return how many updates the last step has lost, and how many were due."""
         return torch.stack([(self._counters & 0xFFFFFFFF).sum(), (self._counters >> 32).sum()])
 
-    def _make(self, i: int, gradient: Tensor | None) -> _Make:
-        w = self.weights[i]
-        if gradient is None:  # stays where it was, so that no table changes for a skipped weight
-            return self._makes[i] if self._makes else (w.make, torch.float32, False)
-        return w.make, gradient.dtype, self._states_aligned[i] and is_aligned(gradient)
+    def _makes_of(
+        self, addresses: Sequence[int], dtypes: Sequence[torch.dtype | None]
+    ) -> list[_Make]:
+        """Return the make of each weight; gradients lie elsewhere in many a step, so without calls.
+
+        Of one without a gradient it is what it was: no table changes for a skipped weight.
+        """
+        before = self._makes or [(make, torch.float32, False) for make in self._own_makes]
+        return [
+            was if dtype is None else (make, dtype, aligned and not address % ALIGNMENT)
+            for was, make, aligned, address, dtype in zip(
+                before, self._own_makes, self._states_aligned, addresses, dtypes, strict=True
+            )
+        ]
 
     def _cut(self, makes: Sequence[_Make]) -> "list[_Launch]":
         sizes = [w.weight.numel() for w in self.weights]
@@ -242,6 +271,26 @@ class _Launch:
     chunks: Tensor
     programs: int
     options: dict[str, Any]
+
+
+def _places_of(
+    gradients: Sequence[Tensor | None], places: Places | None
+) -> tuple[list[int], list[torch.dtype | None]]:
+    """Return the addresses and dtypes of gradients: every weight's in every step.
+
+    0 says that there is none; torch's empty tensors are at 0 too, and their steps count.
+    """
+    there = [g for g in gradients if g is not None]
+    if places is None or not places.are_of(there):
+        places = Places(there, list(map(Tensor.data_ptr, there)), list(map(_DTYPE, there)))
+    addresses, dtypes = places.addresses, places.dtypes
+    if 0 in addresses:
+        addresses = [address or 1 for address in addresses]
+    if len(there) == len(gradients):
+        return addresses, [*dtypes]
+    found = iter(zip(addresses, dtypes, strict=True))
+    both = [(0, None) if g is None else next(found) for g in gradients]
+    return [address for address, _ in both], [dtype for _, dtype in both]
 
 
 def _addresses(w: Weight) -> list[int]:

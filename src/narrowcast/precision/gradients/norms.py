@@ -1,15 +1,18 @@
 """The norm of each gradient for the fused optimizer, by a kernel where there is one."""
 
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.kernels.tables import upload
+from narrowcast.kernels.tables import Places, upload
 from narrowcast.precision.dtensor import as_sharded, local_part, shards_of
 from narrowcast.precision.gradients.check import norms_of
+
+if TYPE_CHECKING:
+    from narrowcast.kernels.grad_norm import NormKernel
 
 
 @final
@@ -24,11 +27,32 @@ class GradientNorms:
                 "shard them all over one"
             )
         self._mesh = meshes.pop() if meshes else None
-        self._take = _taker(local_part(weights[0]).device, kernel=kernel)
+        self._kernel = _kernel_on(local_part(weights[0]).device) if kernel else None
+
+    def taken_places(self) -> Places | None:
+        """Hand over where the gradients of the last call are; nothing is known of them afterwards.
+
+        None where no kernel has looked. Whoever asks must do so before anybody can move them.
+        """
+        if self._kernel is None:
+            return None
+        places, self._kernel.places = self._kernel.places, None
+        return places
+
+    def has_replayed(self) -> None:
+        """Take note that a CUDA graph has taken norms, of gradients of its own."""
+        if self._kernel is not None:
+            self._kernel.has_replayed()
+
+    def make_room(self) -> None:
+        """Have memory for the addresses that a CUDA graph is about to keep."""
+        if self._kernel is not None:
+            self._kernel.make_room()
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient, shards on other devices included."""
-        norms = self._take(shards_of(gradients))
+        take = norms_of if self._kernel is None else self._kernel
+        norms = take(shards_of(gradients))
         if self._mesh is None:
             return norms
         for dim in range(self._mesh.ndim):
@@ -45,9 +69,7 @@ class GradientNorms:
         return norms
 
 
-def _taker(device: torch.device, *, kernel: bool) -> Callable[[Sequence[Tensor]], Tensor]:
-    if kernel:
-        from narrowcast.kernels.grad_norm import NormKernel
+def _kernel_on(device: torch.device) -> "NormKernel":
+    from narrowcast.kernels.grad_norm import NormKernel  # needs Triton
 
-        return NormKernel(device)
-    return norms_of
+    return NormKernel(device)

@@ -57,7 +57,7 @@ class GraphedStep:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._graphs: list[_Graphs] = []
+        self._graphs: list[StepGraphs] = []
         self._taken, self._applied_before = 0, engine.log.counts().applied
 
     @property
@@ -81,12 +81,13 @@ class GraphedStep:
         if not self._is_warm():
             with on_capture_stream(_current_device()):
                 return launch(batches, between)
+        self._graphs = [each for each in self._graphs if each.is_current]
         graphs = next((each for each in self._graphs if each.fit(batches)), None)
         if graphs is None:
             # Those of the same form are for other shapes: what they hold is let go first.
             others = [each for each in self._graphs if not each.has_form_of(batches)]
             self._graphs = others[1 - MOST_FORMS :]
-            graphs = self._capture(batches, passes)
+            graphs = captured(self._engine, batches, passes, instead="cuda_graph=false")
             self._graphs.append(graphs)
         return graphs.replay(batches, between)
 
@@ -96,16 +97,29 @@ class GraphedStep:
             self.captured or self._engine.log.counts().applied > self._applied_before
         )
 
-    def _capture(self, batches: Sequence[Any], passes: Passes) -> "_Graphs":
-        try:
-            return _Graphs(self._engine, passes, batches)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise UnsupportedError(
-                f"the step cannot be captured as a CUDA graph ({reason}); a model that reads a "
-                "tensor on the host cannot be, nor one whose graphs do not fit: write "
-                "cuda_graph=false"
-            ) from error
+
+def captured(
+    engine: Engine, batches: Sequence[Any], passes: Passes, *, instead: str
+) -> "StepGraphs":
+    """Capture a step; where that cannot be, say why, and what to write `instead`."""
+    try:
+        return StepGraphs(engine, passes, batches)
+    except RuntimeError as error:
+        reason = str(_first_cause(error)).partition("\n")[0]
+        raise UnsupportedError(
+            f"the step cannot be captured as a CUDA graph ({reason}); a model that reads a "
+            "tensor on the host cannot be, nor one whose graphs do not fit: write "
+            f"{instead}"
+        ) from error
+    finally:  # after an error they would lie in the memory of a graph which there is not
+        engine.weights.forget_gradients()
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return what went wrong first: the end of a capture that has failed fails as well."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error
 
 
 @dataclass(frozen=True)
@@ -114,14 +128,17 @@ class _Update:
     packed: Tensor
 
 
-class _Graphs:
+@final
+class StepGraphs:
     """The graphs of one step, and the memory its batches are put into."""
 
     def __init__(self, engine: Engine, passes: Passes, batches: Sequence[Any]) -> None:
         self._engine = engine
         self._inputs = map_tensors(list(batches), torch.clone)
         engine.log.sync()
-        self._fused_update.write_hyper()  # a change of them must not be captured
+        fused = self._fused_update
+        fused.write_hyper()  # a change of them must not be captured
+        fused.make_room()
         # The graph must make fp8 weights anew, even if an evaluation has just done so.
         torch.autograd.graph.increment_version(
             [p for p in engine.model.parameters() if p.requires_grad]
@@ -130,8 +147,13 @@ class _Graphs:
         torch.cuda.empty_cache()  # what the steps before held, the graphs hold in their own pool
         pool = torch.cuda.graph_pool_handle()
         self._passes = torch.cuda.CUDAGraph()
-        stream = capture_stream(_current_device())
-        with torch.cuda.graph(self._passes, pool=pool, stream=stream):
+        # Of this thread alone: one that pins batches for a loader is not to fail meanwhile.
+        settings: dict[str, Any] = {
+            "pool": pool,
+            "stream": capture_stream(_current_device()),
+            "capture_error_mode": "thread_local",
+        }
+        with torch.cuda.graph(self._passes, **settings):
             self._loss = passes(self._inputs)
         self._present = engine.weights.with_gradients()
         gradients = self._held_gradients()
@@ -139,10 +161,17 @@ class _Graphs:
         for metered in (False, True):
             self._set_gradients(gradients)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, **settings):
                 packed = engine.queue_update(self._present, metered=metered)
             self._updates[metered] = _Update(graph, packed)
         self._gradients = gradients  # their memory is written and read by the graphs
+        self._binding = fused.binding  # as is that of its tables
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensors that are updated are still those whose addresses were captured."""
+        fused = self._engine.weights.fused
+        return fused is not None and fused.binding is self._binding
 
     def fit(self, batches: Sequence[Any]) -> bool:
         """Say whether batches are built, and have the shapes, as those that were captured."""
@@ -167,7 +196,7 @@ class _Graphs:
         metered = engine.is_metered
         update = self._updates[metered]
         update.graph.replay()
-        self._fused_update.has_written(self._present)  # weights kept in fp8 are older than it
+        self._fused_update.has_replayed(self._present)
         outcome = engine.end_step(update.packed, self._present, metered=metered)
         return outcome, self._loss
 

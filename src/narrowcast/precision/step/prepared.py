@@ -8,6 +8,7 @@ on a skipped step. How that is done, and the parts of a step for those who take 
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
+from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
 from narrowcast.precision.step.checks import refuse_no_gradients, refuse_no_loss
 from narrowcast.precision.step.describe import described
 from narrowcast.precision.step.engine import Engine
@@ -107,16 +109,7 @@ class Prepared:
                 "change() was called between backward() and step(), and gradients have the formats "
                 "and the scale of the old policy; call it after step()"
             )
-        before, plan = self.plan, policy
-        if not isinstance(plan, Plan):
-            plan = make_plan(
-                self.model,
-                plan,
-                hardware=before.hardware,
-                emulate=self.engine.emulate,
-                fuse=before.fuse,
-                memory=before.memory.asked,
-            )
+        before, plan = self.plan, _plan_of(policy, self.engine)
         self.engine.change(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)
         return changes_between(before, plan)
 
@@ -167,6 +160,16 @@ class Prepared:
         metered = engine.is_metered
         packed = engine.queue_update(present, metered=metered)
         return engine.end_step(packed, present, metered=metered)
+
+    def graphed(
+        self, loss_of: Callable[..., Tensor], *, signatures: int = SIGNATURES
+    ) -> CapturedStep:
+        """Return what takes whole steps with this loss, replayed as CUDA graphs on a GPU.
+
+        `loss_of` is given what a step is, and calls the model; `run.compute()` is held over it.
+        What Python decides in it is decided once for each of so many `signatures` of its inputs.
+        """
+        return CapturedStep(self.engine, loss_of, step=self.step, signatures=signatures)
 
     def plateau(self, value: float | Tensor) -> None:
         """Give a metric to the `ReduceLROnPlateau` that `prepare` was given. Waits for the device.
@@ -279,3 +282,18 @@ class Prepared:
         """Take up where a saved run stood; that of another run is refused and changes nothing."""
         self.engine.weights.ownership.refuse_swapped_in(doing="load_state_dict()")
         load_state(self.engine, state)
+
+
+def _plan_of(policy: AnyPolicy | Plan, engine: Engine) -> Plan:
+    """Return a plan, or that of a policy for the device that is trained on."""
+    if isinstance(policy, Plan):
+        return policy
+    now = engine.plan
+    return make_plan(
+        engine.model,
+        policy,
+        hardware=now.hardware,
+        emulate=engine.emulate,
+        fuse=now.fuse,
+        memory=now.memory.asked,
+    )

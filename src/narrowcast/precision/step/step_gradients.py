@@ -54,6 +54,8 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
     refuse_fp16_gradients(gradients)
     watch.before_step(scaled=True, doing="unscale()")
     checked = check_gradients(gradients, inv_scale, take_norms=weights.norms)
+    if weights.fused is not None:
+        weights.fused.norms.taken_places()  # not kept: they may be moved before the step
     if inv_scale is not None:  # those of losses with their own scales are unscaled already
         weights.multiply_gradients(present, inv_scale)
     watch.unscaled = Unscaled(checked, present)

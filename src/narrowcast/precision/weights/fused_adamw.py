@@ -9,24 +9,23 @@ An average of the weights is moved in the same pass, and so are leads of a looka
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.kernels.adamw.twin import (
     AT_HOME,
     BLOCK,
     AdamTwin,
     Ahead,
     Weight,
-    decode,
-    encode,
     moments_of,
 )
 from narrowcast.kernels.tables import laid_like, lies_like, upload
-from narrowcast.precision.dtensor import local_part, shards_of
+from narrowcast.precision.dtensor import PLAIN, local_part, shards_of
 from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
@@ -34,9 +33,11 @@ from narrowcast.precision.weights.host_moments import OffloadedAdam, keep_on_hos
 from narrowcast.precision.weights.hyper import hyper_of
 from narrowcast.precision.weights.lookahead import LookaheadPoint
 from narrowcast.precision.weights.master import SCALE, MasterWeights
+from narrowcast.precision.weights.moment_codes import FIRST, convert, like, undo_cast
 from narrowcast.precision.weights.update_path import has_step_hooks, unsupported_settings
 
-FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
+SECOND, STEP = "exp_avg_sq", "step"
+_GRAD = attrgetter("grad")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -63,9 +64,11 @@ class FusedAdamW:
         self._places = [places.get(p) for p in self._weights]
         self._bound: list[_Bound] = []
         self._bound_places: set[int] = set()
-        self._layouts: list[_Layout] = []
+        self._bound_weights: list[nn.Parameter] = []
+        self._layouts: list[object] = []
+        self._sharded = not PLAIN.issuperset(map(type, self._weights))
         self._seen: list[int] = []
-        self._adam: AdamTwin | Any = None
+        self._adam: Any = None
         self._average: WeightAverage | None = None
         self._lookahead: LookaheadPoint | None = None
         self.norms = GradientNorms(self._weights, kernel=self._kernel)
@@ -89,20 +92,18 @@ class FusedAdamW:
         with them, and with no others, and so do the leads of a `lookahead`. Returns the share of
         lost updates among all weights if it is to be measured.
         """
-        if has_step_hooks(self._optimizer):
-            raise RecipeError(
-                "the optimizer was given step hooks after prepare(), and the fused optimizer "
-                "would pass them by; register them before, or write fused_optimizer=False"
-            )
+        _refuse_hooks(self._optimizer)
         if (average, lookahead) != (self._average, self._lookahead):
             self._average, self._lookahead, self._bound = average, lookahead, []
         self._refresh(present)
         self.write_hyper()
+        places = self.norms.taken_places()  # in any case: it holds the gradients
         lost: Tensor | None = self._adam.step(
             self._gradients(present),
-            factor=self._of_bound(present, factor),
+            factor=_of_bound(self._bound, present, factor),
             finite=finite,
             metered=metered,
+            **({"places": places} if self._kernel and not self._offloaded else {}),
         )
         self.has_written(present)
         # By this torch's schedules know that they are not called before the optimizer.
@@ -111,16 +112,32 @@ class FusedAdamW:
 
     def has_written(self, present: Sequence[int]) -> None:
         """Let torch know that weights have other values: the kernel writes past it."""
-        torch.autograd.graph.increment_version(shards_of(self._weights[i] for i in present))
+        torch.autograd.graph.increment_version(shards_of([self._weights[i] for i in present]))
+
+    @property
+    def binding(self) -> object:
+        """What knows the addresses of all that is updated: another one, where any has moved."""
+        return self._adam
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether every tensor is still where the last update found it."""
+        return bool(self._bound) and self._seen == self._tensors()
+
+    def has_replayed(self, present: Sequence[int]) -> None:
+        """Take note that a CUDA graph has updated the weights in these places."""
+        self._adam.has_replayed()
+        self.norms.has_replayed()
+        self.has_written(present)  # weights kept in fp8 are older than it
+
+    def make_room(self) -> None:
+        """Have memory for the addresses that a CUDA graph is about to keep, one graph or two."""
+        self._adam.make_room()
+        self.norms.make_room()
 
     def write_hyper(self) -> None:
         """Let the next step, or the next replay of a captured one, use the groups' settings."""
-        why = unsupported_settings(self._optimizer)
-        if why:
-            raise RecipeError(
-                f"the optimizer was given other settings after prepare(), and {why}; set them "
-                "before, or write fused_optimizer=False"
-            )
+        _refuse_settings(self._optimizer)
         groups = [hyper_of(self._optimizer, g) for g in self._optimizer.param_groups]
         self._adam.write_hyper(groups, ahead=self._ahead)
 
@@ -146,7 +163,7 @@ class FusedAdamW:
             state, w = self._optimizer.state[bound.key], bound.weight
             for name, flat in zip((FIRST, SECOND), moments_of(w), strict=True):
                 if state[name].dtype != torch.float32:
-                    state[name] = _like(state[name], flat)
+                    state[name] = like(state[name], flat)
                 state.pop(name + SCALE, None)
                 if self._offloaded and not stay_on_host:
                     state[name] = state[name].to(self._device)
@@ -172,9 +189,9 @@ class FusedAdamW:
             for key in group["params"]
         }
         self._bound = [self._bind(i, groups[self._key(i)]) for i in wanted]
-        self._bound_places = set(wanted)
+        self._bound_places, self._bound_weights = set(wanted), [self._weights[i] for i in wanted]
         weights = [bound.weight for bound in self._bound]
-        self._layouts = _layouts([w.weight for w in weights])
+        self._layouts = _layouts([w.weight for w in weights], sized=self._sharded)
         self._adam = (
             OffloadedAdam(weights, self._updating, device=self._device)
             if self._offloaded
@@ -210,9 +227,10 @@ class FusedAdamW:
 
     def _gradients(self, present: Sequence[int]) -> Sequence[Tensor | None]:
         """Return the gradient of each bound weight, which lies in memory as the weight does."""
-        found = [self._weights[bound.place].grad for bound in self._bound]
-        there = shards_of(g for g in found if g is not None)
-        if len(present) == len(found) and _layouts(there) == self._layouts:
+        found = list(map(_GRAD, self._bound_weights))
+        there = shards_of([g for g in found if g is not None])
+        every = len(present) == len(found)
+        if every and _layouts(there, sized=self._sharded) == self._layouts:
             return there
         shards = iter(there)
         return [
@@ -257,7 +275,7 @@ class FusedAdamW:
         for name in (FIRST, SECOND):
             dtype = torch.uint8 if wanted == torch.int8 and name == SECOND else wanted
             if name + SCALE in state:
-                _undo_cast(state, name, dtype)
+                undo_cast(state, name, dtype)
             if name not in state:
                 state[name] = torch.zeros_like(p.detach(), dtype=dtype)
                 if wanted == torch.int8:
@@ -266,29 +284,38 @@ class FusedAdamW:
             elif state[name].dtype != dtype or not lies_like(
                 local_part(state[name]), local_part(p)
             ):
-                self._convert(state, name, p, dtype)
+                convert(state, name, p, dtype)
         if self._offloaded:
             keep_on_host(state, [FIRST, SECOND, FIRST + SCALE, SECOND + SCALE])
         return state
 
-    def _convert(
-        self, state: dict[str, Any], name: str, p: nn.Parameter, dtype: torch.dtype
-    ) -> None:
-        given = local_part(state[name])
-        local = laid_like(given, local_part(p)).as_strided((given.numel(),), (1,))
-        state[name] = torch.zeros_like(p.detach(), dtype=dtype)
-        if dtype in (torch.int8, torch.uint8):
-            middle = torch.full(local.shape, 2**15, dtype=torch.int64, device=local.device)
-            local, state[name + SCALE] = encode(local.float(), middle, signed=name == FIRST)
-        local_part(state[name]).as_strided((local.numel(),), (1,)).copy_(local)
 
-    def _of_bound(self, present: Sequence[int], factor: Tensor | None) -> Tensor | None:
-        """Give each bound weight its factor, where there is one for each that is present."""
-        if factor is None or factor.dim() == 0 or len(present) == len(self._bound):
-            return factor
-        place = {i: n for n, i in enumerate(present)}
-        chosen = torch.tensor([place.get(bound.place, 0) for bound in self._bound])
-        return factor[upload(chosen, factor.device)]
+def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    if has_step_hooks(optimizer):
+        raise RecipeError(
+            "the optimizer was given step hooks after prepare(), and the fused optimizer "
+            "would pass them by; register them before, or write fused_optimizer=False"
+        )
+
+
+def _refuse_settings(optimizer: torch.optim.Optimizer) -> None:
+    why = unsupported_settings(optimizer)
+    if why:
+        raise RecipeError(
+            f"the optimizer was given other settings after prepare(), and {why}; set them "
+            "before, or write fused_optimizer=False"
+        )
+
+
+def _of_bound(
+    bound: "Sequence[_Bound]", present: Sequence[int], factor: Tensor | None
+) -> Tensor | None:
+    """Give each bound weight its factor, where there is one for each that is present."""
+    if factor is None or factor.dim() == 0 or len(present) == len(bound):
+        return factor
+    place = {i: n for n, i in enumerate(present)}
+    chosen = torch.tensor([place.get(each.place, 0) for each in bound])
+    return factor[upload(chosen, factor.device)]
 
 
 def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -300,12 +327,13 @@ def _laid_like(gradient: Tensor, weight: Tensor) -> Tensor:
     return laid_like(gradient, weight)
 
 
-_Layout = tuple[torch.Size, tuple[int, ...]]
+def _layouts(tensors: Sequence[Tensor], *, sized: bool) -> list[object]:
+    """Return how each lies in memory. Of all weights in every step, so without a loop.
 
-
-def _layouts(tensors: Sequence[Tensor]) -> list[_Layout]:
-    """Return the shape and strides of each. Of all weights in every step, so without a loop."""
-    return list(zip(map(Tensor.size, tensors), map(Tensor.stride, tensors), strict=True))
+    torch gives a weight no gradient of another shape; of shards it knows nothing.
+    """
+    strides = map(Tensor.stride, tensors)
+    return list(zip(map(Tensor.size, tensors), strides, strict=True) if sized else strides)
 
 
 @dataclass(frozen=True)
@@ -316,28 +344,3 @@ class _Bound:
     key: nn.Parameter
     state: dict[str, Any]
     weight: Weight
-
-
-def _undo_cast(state: dict[str, Any], name: str, dtype: torch.dtype) -> None:
-    """Make codes bytes again: torch's `load_state_dict` gives all of a state the weight's dtype.
-
-    Where moments are kept in another format than codes, they become fp32, without scales.
-    """
-    if state[name + SCALE].dtype != torch.float32:
-        raise CheckpointError(
-            "torch's optimizer.load_state_dict rounded the scales of 8-bit moments; load the state "
-            "of the prepared model instead, with its own load_state_dict"
-        )
-    codes = torch.int8 if name == FIRST else torch.uint8
-    state[name] = state[name].to(codes)
-    if dtype != codes:
-        local = local_part(state[name])
-        flat = decode(local.as_strided((local.numel(),), (1,)), state.pop(name + SCALE))
-        state[name] = _like(state[name], flat)
-
-
-def _like(state: Tensor, flat: Tensor) -> Tensor:
-    """Return fp32 values in the shape and order of a moment."""
-    wide = torch.zeros_like(state, dtype=torch.float32)
-    local_part(wide).as_strided((flat.numel(),), (1,)).copy_(flat)
-    return wide

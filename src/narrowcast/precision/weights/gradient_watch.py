@@ -9,6 +9,7 @@ for each weight.
 import contextlib
 from collections.abc import Iterator, Sequence
 from operator import attrgetter, is_
+from types import NoneType
 from typing import final
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from narrowcast.errors import RecipeError
 from narrowcast.precision.gradients.check import Unscaled
 
-_GRAD = attrgetter("grad")  # mapped over all weights
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")  # mapped over all weights
 _Marks = tuple[list[Tensor | None], list[int]]
 
 
@@ -134,6 +135,8 @@ class GradientWatch:
 
     def _now(self) -> _Marks:
         gradients = list(map(_GRAD, self._weights))
+        if NoneType not in map(type, gradients):
+            return gradients, list(map(_VERSION, gradients))
         return gradients, [0 if g is None else g._version for g in gradients]
 
     @property

@@ -253,8 +253,10 @@ class _Homes:
 
     def first_changed(self) -> str:
         """Return the name of one that is not where it was; nothing where all are."""
-        same = map(is_, map(dict.get, self._holders, self._keys), self._held)
-        return next((name for name, kept in zip(self._names, same, strict=True) if not kept), "")
+        now = list(map(dict.get, self._holders, self._keys))
+        if all(map(is_, now, self._held)):
+            return ""
+        return next(n for n, a, b in zip(self._names, now, self._held, strict=True) if a is not b)
 
     def _add(self, holder: dict[str, Any], key: str, held: object, name: str) -> None:
         self._holders.append(holder)

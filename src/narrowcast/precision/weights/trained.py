@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence, Set
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from narrowcast.precision.weights.master import MasterWeights, multiply, recast
 from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
 from narrowcast.precision.weights.ownership import Ownership, ValueOf
 from narrowcast.precision.weights.side_by_side import parts_of
+
+_GRAD = attrgetter("grad")  # mapped over all weights, several times a step
 
 
 class TrainedWeights:
@@ -168,11 +171,11 @@ class TrainedWeights:
 
     def with_gradients(self) -> list[int]:
         """Return the places of the weights that have a gradient now."""
-        return [i for i, p in enumerate(self.all) if p.grad is not None]
+        return [i for i, gradient in enumerate(map(_GRAD, self.all)) if gradient is not None]
 
     def gradients(self, present: Sequence[int]) -> list[Tensor]:
         """Return the gradients of the weights in these places, which have one."""
-        return [g for i in present if (g := self.all[i].grad) is not None]
+        return [g for g in map(_GRAD, [self.all[i] for i in present]) if g is not None]
 
     def forget_gradients(self) -> None:
         """Let go of every gradient."""

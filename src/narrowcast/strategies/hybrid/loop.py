@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.common.strategy import StrategySection
 from narrowcast.errors import RecipeError
+from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
@@ -105,10 +106,25 @@ class HybridRun:
     def step(self, loss: Tensor | None = None) -> Outcome:
         """Update the weights, and let averages and past weights follow; waits for nothing more."""
         outcome = self.prepared.step(loss)
+        self._follow(outcome)
+        return outcome
+
+    def graphed(
+        self, loss_of: Callable[..., Tensor], *, signatures: int = SIGNATURES
+    ) -> CapturedStep:
+        """Return what takes whole steps with this loss; see `Prepared.graphed`."""
+        return CapturedStep(
+            self.prepared.engine,
+            loss_of,
+            step=self.prepared.step,
+            signatures=signatures,
+            after=self._follow,
+        )
+
+    def _follow(self, outcome: Outcome) -> None:
         self.readouts.after_step(outcome)
         if self._jumper is not None:
             self._jumper.observe(outcome.step)
-        return outcome
 
     def read_out(self, measure: Callable[[], float], *, better: Better = "lower") -> Choice:
         """Measure every read-out, each in the model's place, and keep the best for the answer.

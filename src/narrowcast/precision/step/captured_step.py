@@ -1,0 +1,265 @@
+"""A step of somebody's own loop as CUDA graphs: forward and backward of a loss, and the update.
+
+fast = run.graphed(lambda x, y: F.cross_entropy(model(x), y))
+for x, y in loader:
+    outcome = fast(x, y)
+
+A signature of the inputs (shapes, dtypes, numbers beside them) is launched kernel by kernel before
+it is captured, in steps that count as any other; in the last of them nothing may wait for the
+device, because a capture that breaks off leaves torch unable to go on. Where there is no GPU every
+step is launched, and `why` says so.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.hardware.replay import on_capture_stream
+from narrowcast.precision.dtensor import as_sharded
+from narrowcast.precision.nested import map_tensors
+from narrowcast.precision.step.checks import refuse_no_loss
+from narrowcast.precision.step.cuda_graph import (
+    WARM_UP,
+    StepGraphs,
+    captured,
+    unsupported_reason,
+)
+from narrowcast.precision.step.engine import Engine
+from narrowcast.precision.step.outcome import Outcome
+from narrowcast.precision.step.signature import Inputs, Terms, inputs_of, synchronizing_line
+
+SIGNATURES = 4
+"""Signatures that are kept captured at once: each holds the memory of a whole step."""
+RESTING = 200
+"""Steps without which a signature gives way to another: a capture costs about as much as ten."""
+REMEMBERED = 64
+"""Signatures that are remembered to have been launched, and sets of numbers beside tensors."""
+MOST_NEW = 16
+"""Steps in a row, each with numbers beside its tensors that no step had: no step is like another
+then."""
+INSTEAD = "`with run.compute(): loss = …` and run.step(loss)"
+
+
+@final
+class CapturedStep:
+    """Takes whole steps with a loss of somebody's own; see `Prepared.graphed`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loss_of: Callable[..., Tensor],
+        *,
+        step: Callable[[], Outcome],
+        signatures: int = SIGNATURES,
+        after: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        if not callable(loss_of):
+            raise RecipeError(
+                f"graphed() was given a {type(loss_of).__name__}; give it the function that "
+                "returns the loss: run.graphed(lambda x, y: F.cross_entropy(model(x), y))"
+            )
+        if signatures < 1:
+            raise RecipeError(f"signatures={signatures}: it counts captures; write 1 or more")
+        self._engine, self._loss_of, self._most = engine, loss_of, signatures
+        self._step, self._after = step, after
+        self.loss: Tensor | None = None
+        """The loss of the last step, on the device; reading its value waits."""
+        self.why = "no step was taken yet"
+        """Why the last step was launched kernel by kernel; empty where it was replayed."""
+        self._device = engine.weights.device
+        self._on_gpu = self._device.type == "cuda"
+        self._new_forms, self._forms = 0, _Recent()
+        self._begin()
+
+    def __repr__(self) -> str:
+        """Say what is captured, and how the last step was taken."""
+        name = getattr(self._loss_of, "__qualname__", type(self._loss_of).__name__)
+        held = f"{len(self._graphs)} of at most {self._most} signatures captured"
+        return f"<graphed step of {name}: {held}; {self.why or 'the last step was replayed'}>"
+
+    @property
+    def captured(self) -> bool:
+        """Whether the last step was replayed."""
+        return not self.why
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Outcome:
+        """Take a step with the loss of these inputs; return its outcome, as `run.step` does.
+
+        Tensors are brought to the device of the weights, without waiting where they are pinned.
+        """
+        engine = self._engine
+        engine.weights.ownership.refuse_swapped_in(doing="a graphed step")
+        if engine.weights.with_gradients():
+            raise RecipeError(
+                "a graphed step is a whole one, and there are gradients already, of a backward() "
+                "without its step() or of another loss; call run.step() first to use them, or "
+                "run.zero_grad() to drop them; with gradient accumulation write "
+                "run.backward(loss) and run.step()"
+            )
+        inputs = inputs_of(args, kwargs)
+        self._refuse_ever_new(inputs)
+        if self._on_gpu:
+            with torch.cuda.device(self._device):  # that of captures is the current one
+                outcome, loss = self._take(inputs)
+        else:
+            outcome, loss = self._launch(inputs)
+        self.loss = loss.clone()  # a replay writes over its own
+        if self._after is not None:
+            self._after(outcome)
+        return outcome
+
+    def _begin(self) -> None:
+        """Begin as with the first step; refuse a run, as it is now, that no graph can hold."""
+        if self._on_gpu:
+            _refuse_uncapturable(self._engine)
+        self._terms = Terms(self._engine)
+        self._graphs: dict[Any, StepGraphs] = {}
+        self._used: dict[Any, int] = {}
+        self._buffers: list[int] = []
+        self._launched, self._rehearsed, self._taken = _Recent(), _Recent(), 0
+        self._applied_before = self._engine.log.counts().applied
+
+    def _take(self, inputs: Inputs) -> tuple[Outcome, Tensor]:
+        """Replay a step, or launch one that is to be captured later."""
+        moved = self._graphs and self._terms.buffers() != self._buffers
+        current = all(each.is_current for each in self._graphs.values())
+        if moved or not current or not self._terms.hold():
+            self._begin()
+        key = inputs.signature
+        self._taken += 1
+        graphs = self._graphs.get(key)
+        if graphs is None:
+            self.why = self._why_not_yet(key)
+            if self.why:
+                return self._launch(inputs)
+            graphs = self._capture(inputs)
+        self._used[key] = self._taken
+        self.why = ""
+        return graphs.replay([inputs.given], None)
+
+    def _why_not_yet(self, key: Any) -> str:
+        """Say why a signature is not captured in this step; nothing where it is to be."""
+        if key not in self._rehearsed or self._engine.log.counts().applied <= self._applied_before:
+            # The last numbers that a capture keeps, such as scales of fp8, are of an applied step.
+            return "this signature is launched until a step of it is warm"
+        if len(self._graphs) < self._most:
+            return ""
+        oldest = min(self._used, key=self._used.__getitem__)
+        if self._taken - self._used[oldest] <= RESTING:
+            return (
+                f"{self._most} other signatures are captured and in use; pad inputs to fewer "
+                "shapes, or write graphed(…, signatures=…): each holds the memory of a step"
+            )
+        del self._graphs[oldest], self._used[oldest]
+        return ""
+
+    def _capture(self, inputs: Inputs) -> StepGraphs:
+        batch = map_tensors(inputs.given, self._placed)
+        graphs = captured(self._engine, [batch], self._passes, instead=INSTEAD)
+        self._graphs[inputs.signature], self._buffers = graphs, self._terms.buffers()
+        return graphs
+
+    def _launch(self, inputs: Inputs) -> tuple[Outcome, Tensor]:
+        """Take a step kernel by kernel; the last before a capture may not wait."""
+        if not self._on_gpu:
+            self.why = f"CUDA graphs need a GPU, and the weights are on {self._device}"
+            loss = self._passes([inputs.given])
+            return self._step(), loss
+        rehearsal = inputs.signature in self._launched and self._taken >= WARM_UP
+        self._launched.add(inputs.signature)
+        with on_capture_stream(self._device):
+            batch = [map_tensors(inputs.given, self._placed)]
+            loss = self._rehearse(batch) if rehearsal else self._passes(batch)
+            if rehearsal:
+                self._rehearsed.add(inputs.signature)
+            return self._step(), loss
+
+    def _passes(self, batches: Any) -> Tensor:
+        """Queue a forward and a backward pass."""
+        ((args, kwargs),) = map_tensors(list(batches), Tensor.detach)
+        with self._engine.compute():
+            loss = self._loss_of(*args, **kwargs)
+        refuse_no_loss(loss)
+        self._engine.backward(loss, name="loss", retain_graph=False)
+        return loss.detach()
+
+    def _rehearse(self, batches: Any) -> Tensor:
+        """Queue the passes as a capture will; refuse what could not be captured."""
+        why, waited, buffers = "", None, self._terms.buffers()
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            _set_sync_debug_mode("error")
+            loss = self._passes(batches)
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" not in str(error):
+                raise
+            why, waited = f"it waits for the device at {synchronizing_line(error)}", error
+        finally:
+            _set_sync_debug_mode(before)
+        why = why or self._terms.changed_by_passes(buffers)
+        if why:
+            self._engine.weights.ownership.zero_grad()
+            self._engine.buffers.restore()
+            raise UnsupportedError(
+                f"graphed(): the loss cannot be captured as a CUDA graph: {why}; leave that out "
+                f"of it, or write {INSTEAD}"
+            ) from waited
+        return loss
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+    def _refuse_ever_new(self, inputs: Inputs) -> None:
+        """Refuse a number beside the tensors that is another in every step."""
+        is_known = inputs.form in self._forms
+        self._new_forms = 0 if is_known else self._new_forms + 1
+        if self._new_forms > MOST_NEW:
+            changed = inputs.changed_since(self._forms.last)
+            raise RecipeError(
+                f"graphed(): {changed} was another in each of the last {MOST_NEW} steps, and a "
+                "captured step has its numbers for ever; give it as a tensor: torch.tensor(…)"
+            )
+        self._forms.add(inputs.form)
+
+
+@final
+class _Recent:
+    """Keys that were added lately; the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Any, None] = {}
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._keys
+
+    def add(self, key: Any) -> None:
+        """Take one more, or make it the latest."""
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > REMEMBERED:
+            del self._keys[next(iter(self._keys))]
+
+    @property
+    def last(self) -> Any:
+        """The latest."""
+        return next(reversed(self._keys))
+
+
+def _refuse_uncapturable(engine: Engine) -> None:
+    """Refuse a run whose steps no graph can hold."""
+    why = unsupported_reason(engine)
+    wrapped = isinstance(engine.model, nn.parallel.DistributedDataParallel)
+    if wrapped or any(as_sharded(weight) is not None for weight in engine.weights.all):
+        why = why or "its gradients are reduced among devices, which no graph here holds"
+    if why:
+        raise UnsupportedError(f"graphed(): {why}; write {INSTEAD}, which does not need that")
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():  # torch says once that it does not see all that waits
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode(mode)
