@@ -70,8 +70,13 @@ def measure(shape: tuple[str, int, int, int, int], policy: tuple[str, ...], *, d
         write_sequences(path, length=length, rows=10 * rows)
         settings.append(f"data.path={path}")
         try:
-            run = nc.train("genomics/variant_effect", settings, out=Path(folder) / "run")
-            records = [record for record in run if isinstance(record, StepRecord)]
+            records = list[StepRecord]()
+            with nc.train("genomics/variant_effect", settings, out=Path(folder) / "run") as run:
+                for record in run:
+                    if isinstance(record, StepRecord):
+                        records.append(record)
+                    if len(records) == steps:  # what follows is judging, which is not timed
+                        break
         except nc.errors.NarrowcastError as error:
             return {"refused": str(error)}
     seconds = statistics.median(record.seconds for record in records[steps // 2 :])
@@ -91,6 +96,13 @@ def test_mcc(path: Path | None) -> dict[str, float]:
     return {name: statistics.mean(each) for name, each in found.items()}
 
 
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write what there is so far: whoever ends the run has what is done."""
+    environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+    found = {"environment": environment, "command": sys.argv[1:], "rows": rows}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda")
@@ -107,6 +119,8 @@ def main() -> None:
         for precision, policy in POLICIES.items():
             row = measure(shape, policy, device=device, steps=steps)
             rows.append({"model": name, "precision": precision, **row, "mcc": mcc.get(precision)})
+            if args.json:
+                write(args.json, rows)
             if "refused" in row:
                 print(f"{name:26} {precision:11} refused: {row['refused']}")
                 continue
@@ -117,10 +131,6 @@ def main() -> None:
                 f"{row['gib']:7.2f} {held:8.2f} {mcc.get(precision, float('nan')):.1f}",
                 flush=True,
             )
-    if args.json:
-        environment = {key: each for key, each in describe_environment().items() if key != "folder"}
-        found = {"environment": environment, "command": sys.argv[1:], "rows": rows}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
