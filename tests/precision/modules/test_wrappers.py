@@ -130,3 +130,15 @@ def test_a_frozen_part_may_return_what_it_likes():
     part = Returns(lambda y: y).requires_grad_(False)
     swap(part, OwnLossScale, nc_scale=RunningScale(LossScale(), torch.device("cpu")))
     assert torch.equal(part(torch.ones(2)), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split"])
+def test_a_bilinear_layer_multiplies_in_16_bits_whatever_its_inputs_are(policy, cuda):
+    layer = nn.Bilinear(32, 16, 8).to(cuda)
+    wide = [each.detach().clone() for each in layer.parameters()]
+    run = nc.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), policy=policy)
+    first, second = torch.randn(4, 32, device=cuda), torch.randn(4, 16, device=cuda).bfloat16()
+    with run.compute():
+        found = layer(first, second)
+    narrow = (each.bfloat16() for each in (first, second, *wide))
+    assert torch.equal(found, nn.functional.bilinear(*narrow))
