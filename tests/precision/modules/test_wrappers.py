@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
 from narrowcast.precision.modules.wrappers import Fp32Norm, MatchingInput, OwnLossScale, RoundedNorm
