@@ -120,12 +120,13 @@ def test_a_plasmid_beside_a_genome_does_not_change_how_that_is_split(tmp_path):
     assert "".join(row.sequence for row in parts["train"]) == genome[:800] + plasmid
 
 
-def test_a_letter_alone_foretells_nothing(tmp_path):
-    (tmp_path / "g.fa").write_text(">a\nACGTACGTAC\n")
-    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=1)
+@pytest.mark.parametrize(("letters", "length"), [("ACGTACGTAC", 1), ("A" + "N" * 39, 20)])
+def test_a_letter_alone_foretells_nothing(tmp_path, letters, length):
+    (tmp_path / "g.fa").write_text(f">a\n{letters}\n")
+    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=length)
     objective = Objective(task="generation")
     rows = examine(data, objective, seed=0).parts["train"]
-    with pytest.raises(RecipeError, match=r"g\.fa, record 1: no sequence has a token after"):
+    with pytest.raises(RecipeError, match=r"g\.fa, record 1: no sequence has a known token"):
         as_examples(rows, ByteTokenizer(DNA), objective, ())
 
 

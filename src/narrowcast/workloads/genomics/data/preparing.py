@@ -243,10 +243,10 @@ def as_examples(
     targets: Targets
     match objective.task, objective.target:
         case "generation", _:
-            if max(map(len, tokens)) < 2:
+            if not any((ids[1:] != tokenizer.unknown_id).any() for ids in tokens):
                 raise RecipeError(
-                    f"{rows[0].place}: no sequence has a token after its first, so that nothing "
-                    "can be foretold; write a larger data.max_length, or give longer ones"
+                    f"{rows[0].place}: no sequence has a known token after its first, so that "
+                    "nothing can be foretold; write a larger data.max_length, or give longer ones"
                 )
             targets = None
         case "annotation", _:
