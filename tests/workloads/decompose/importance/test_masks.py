@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from narrowcast.workloads.decompose.components.mask import Draw
-from narrowcast.workloads.decompose.importance.masks import routes, site_masks, uniform_k_subset
+from narrowcast.workloads.decompose.importance.masks import (
+    fixed_route,
+    routes,
+    site_masks,
+    uniform_k_subset,
+)
 
 SITES, SEEDS, ROWS = 3, 2, 5
 IMPORTANCE = [torch.rand(SEEDS, ROWS, c) for c in (2, 3, 4)]
@@ -60,3 +65,20 @@ def test_a_static_probability_is_that_of_each_site(probability):
     torch.manual_seed(0)
     (route,) = routes("static_probability", [torch.rand(1, 20_000, 1)] * 2, probability=probability)
     assert (route.routed.float().mean((1, 2)) - probability).abs().max() < 5 * 0.5 / 20_000**0.5
+
+
+def test_a_fixed_route_has_copies_for_all_sites_and_for_each_alone():
+    route = fixed_route(["all", "layerwise"], IMPORTANCE)
+    assert route.copies == 1 + SITES
+    by_copy = route.routed.unflatten(2, (route.copies, ROWS))
+    for site in range(SITES):
+        expected = [True, *(site == other for other in range(SITES))]
+        assert (by_copy[site] == torch.tensor(expected)[:, None]).all()
+
+
+def test_a_fixed_route_is_made_once_and_can_be_trained_with_wherever_it_was_made():
+    with torch.inference_mode():
+        first = fixed_route(["layerwise"], IMPORTANCE).routed
+    assert not first.is_inference()
+    assert fixed_route(["layerwise"], IMPORTANCE).routed is first
+    assert fixed_route(["layerwise"], IMPORTANCE[:2]).routed.shape == (2, SEEDS, 2 * ROWS)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from narrowcast.kernels.launch import is_capturing
 from narrowcast.workloads.decompose.components.mask import SiteMask, Source
 
 Routing = Literal["all", "layerwise", "uniform_k_subset", "static_probability"]
@@ -46,11 +48,43 @@ def routes(
         case "static_probability":
             return [Route(every, torch.rand(sites, seeds, rows, device=device) < probability)]
         case "layerwise" if batched and sites > 1:
-            own = torch.eye(sites, dtype=torch.bool, device=device)[:, None, :, None]
-            routed = own.expand(sites, seeds, sites, rows).reshape(sites, seeds, sites * rows)
-            return [Route(every, routed, copies=sites)]
+            return [fixed_route(["layerwise"], importance)]
         case "layerwise":
             return [Route((site,)) for site in every]
+
+
+def fixed_route(
+    routings: Sequence[Literal["all", "layerwise"]], importance: Sequence[Tensor]
+) -> Route:
+    """Return one pass of copies that all sites compute, and of copies that one site each does.
+
+    Nothing of it changes from step to step, so it is made once. Not while a CUDA graph is
+    captured, though, which would fill it only when it is replayed.
+    """
+    sites, (seeds, rows, _) = len(importance), importance[0].shape
+    device = importance[0].device
+    asked = (tuple(routings), sites, seeds, rows, device)
+    if torch.compiler.is_compiling() or is_capturing(device):
+        routed = _computed_by(*asked)
+    else:
+        with torch.inference_mode(mode=False):  # kept for training too
+            routed = _kept(*asked)
+    copies = routed.shape[-1] // rows
+    return Route(tuple(range(sites)), routed, copies=copies)
+
+
+def _computed_by(
+    routings: tuple[Routing, ...], sites: int, seeds: int, rows: int, device: torch.device
+) -> Tensor:
+    """Return which rows of all copies each site computes, (sites, seeds, copies · rows)."""
+    one = torch.eye(sites, dtype=torch.bool, device=device)
+    every = torch.ones(sites, 1, dtype=torch.bool, device=device)
+    copies = torch.cat([every if routing == "all" else one for routing in routings], 1)
+    whole = copies[:, None, :, None].expand(sites, seeds, copies.shape[1], rows)
+    return whole.reshape(sites, seeds, -1)
+
+
+_kept = lru_cache(maxsize=2)(_computed_by)
 
 
 def uniform_k_subset(sites: int, seeds: int, rows: int, device: torch.device) -> Tensor:
