@@ -87,3 +87,29 @@ def test_without_kernels_every_term_makes_its_own_passes(network):
     made = counted(step)
     total(build_losses([ALL, LAYERWISE]), step)
     assert len(made) == 3
+
+
+@pytest.mark.gpu
+def test_a_captured_pass_of_several_terms_replays_with_new_draws(network):
+    losses, step = build_losses([ALL, LAYERWISE]), network(device="cuda")
+    weights = list(step.decomposition.components.parameters())
+
+    def once():
+        everything, parts = total(losses, step)
+        return torch.autograd.grad(everything, weights), parts
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        once()
+    torch.cuda.current_stream().wait_stream(side)
+    assert len(step.decomposition.fixed) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads, parts = once()
+    found = []
+    for _ in range(3):
+        graph.replay()
+        assert all(each.isfinite().all() for each in grads)
+        found.append(tuple(each.item() for each in parts.values()))
+    assert len(set(found)) == 3

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from narrowcast.kernels.launch import is_capturing
 from narrowcast.workloads.decompose.components.mask import SiteMask, Source
 
 Routing = Literal["all", "layerwise", "uniform_k_subset", "static_probability"]
+Fixed = dict[Any, Tensor]
+"""What passes read and never change, by what it was made from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,7 @@ def routes(
     *,
     probability: float = 0.0,
     batched: bool = False,
+    kept: Fixed | None = None,
 ) -> list[Route]:
     """Return the passes of a routing, drawn anew where it is random.
 
@@ -48,29 +50,36 @@ def routes(
         case "static_probability":
             return [Route(every, torch.rand(sites, seeds, rows, device=device) < probability)]
         case "layerwise" if batched and sites > 1:
-            return [fixed_route(["layerwise"], importance)]
+            return [fixed_route(["layerwise"], importance, kept=kept)]
         case "layerwise":
             return [Route((site,)) for site in every]
 
 
 def fixed_route(
-    routings: Sequence[Literal["all", "layerwise"]], importance: Sequence[Tensor]
+    routings: Sequence[Literal["all", "layerwise"]],
+    importance: Sequence[Tensor],
+    *,
+    kept: Fixed | None = None,
 ) -> Route:
     """Return one pass of copies that all sites compute, and of copies that one site each does.
 
-    Nothing of it changes from step to step, so it is made once. Not while a CUDA graph is
-    captured, though, which would fill it only when it is replayed.
+    Nothing of it changes from step to step: what is once made stays in `kept`, which lives as long
+    as CUDA graphs that read from it. Not what is made while one is captured, though: that is filled
+    only when the graph is replayed.
     """
     sites, (seeds, rows, _) = len(importance), importance[0].shape
     device = importance[0].device
     asked = (tuple(routings), sites, seeds, rows, device)
-    if torch.compiler.is_compiling() or is_capturing(device):
+    if kept is None or torch.compiler.is_compiling():
         routed = _computed_by(*asked)
+    elif asked in kept:
+        routed = kept[asked]
     else:
         with torch.inference_mode(mode=False):  # kept for training too
-            routed = _kept(*asked)
-    copies = routed.shape[-1] // rows
-    return Route(tuple(range(sites)), routed, copies=copies)
+            routed = _computed_by(*asked)
+        if not is_capturing(device):
+            kept[asked] = routed
+    return Route(tuple(range(sites)), routed, copies=routed.shape[-1] // rows)
 
 
 def _computed_by(
@@ -82,9 +91,6 @@ def _computed_by(
     copies = torch.cat([every if routing == "all" else one for routing in routings], 1)
     whole = copies[:, None, :, None].expand(sites, seeds, copies.shape[1], rows)
     return whole.reshape(sites, seeds, -1)
-
-
-_kept = lru_cache(maxsize=2)(_computed_by)
 
 
 def uniform_k_subset(sites: int, seeds: int, rows: int, device: torch.device) -> Tensor:

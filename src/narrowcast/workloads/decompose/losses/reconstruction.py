@@ -88,8 +88,13 @@ class Routed(Masked):
     def routes(self, step: Step) -> list[Route]:
         """Return the passes of the term; random ones are drawn anew."""
         chance = self.probability or 0.0
-        batched = self.is_batched(step)
-        return routes(self.routing, step.lower, probability=chance, batched=batched)
+        return routes(
+            self.routing,
+            step.lower,
+            probability=chance,
+            batched=self.is_batched(step),
+            kept=step.decomposition.fixed,
+        )
 
     def is_batched(self, step: Step) -> bool:
         """Say whether `layerwise` is one pass."""

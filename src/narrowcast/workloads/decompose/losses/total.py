@@ -54,7 +54,8 @@ def in_one_pass(losses: Sequence[Loss], step: Step) -> dict[str, Tensor]:
     if step.divergence != "mse" or not kernels or len(alike) < 2:
         return {}
     sites = len(step.lower)
-    route = fixed_route([_as_fixed(loss.routing) for loss in alike], step.lower)
+    routings = [_as_fixed(loss.routing) for loss in alike]
+    route = fixed_route(routings, step.lower, kept=step.decomposition.fixed)
     masks = site_masks(route, step.lower, *drawn(step))
     output = step.masked(masks, copies=route.copies).output
     apart = step.squared_errors(output, copies=route.copies)  # (seeds, copies)
