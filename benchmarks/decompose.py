@@ -9,8 +9,9 @@ seeds at once), `language` (a language model of 4 layers: steps a second and pea
 (the terms of both losses under equal components, importances and masks), and S4, S6, S7, S8: toys
 trained in full and held against what is known of them, `stories` (a matrix of a published language
 model: --model FOLDER --text FILE) and `gpt` (of one that is trained first: --text FILE). Without
---only: the first three. Sections that are done are kept in the file of --json when others are run
-again.
+--only: the first three. What is done is in the file of --json at once, and so are evaluations of a
+section that has not ended; it stays there when others are run again. A study that is ended goes on
+where it was when the same command is given again, if that has a --keep.
 
 The reference is `decompose_reference/`: forward hooks registered and removed on every call, a
 delta materialised on every step, bf16 autocast, one pass a site, `.item()` of every loss. Of a toy
@@ -21,6 +22,7 @@ each, and the median counts. --words are settings of narrowcast's recipes.
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ import torch
 
 from decompose_reference import measuring
 from decompose_reference.cases import SMALL, Case, Size, language_case, toy_cases
+from decompose_reference.kept import Figures
 from decompose_reference.measuring import Measured, median
+from narrowcast.errors import Interrupted
 from narrowcast.runs import describe_environment
 
 TOY_FASTER = {"cuda": 8.0, "cpu": 2.0}
@@ -43,11 +47,10 @@ STEPS = {"cuda": (200, 3000), "cpu": (60, 200)}
 """Of a toy: of the reference, and of narrowcast."""
 
 
-def toys(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time toys: the reference with autocast and without, one seed and eight."""
+def toys(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Time toys one by one: the reference with autocast and without, one seed and eight."""
     device = torch.device(options.device)
     few, many = (max(20, count // options.less) for count in STEPS[device.type])
-    rows = []
     kinds = (toy_cases(device.type, bf16=bf16) for bf16 in (True, False))
     for narrow, wide in zip(*kinds, strict=True):
         if device.type == "cpu" and not narrow.name.startswith("TMS"):
@@ -67,8 +70,7 @@ def toys(options: argparse.Namespace) -> list[dict[str, Any]]:
                     words=options.words,
                 )
                 ways.setdefault(f"narrowcast, {seeds} seed{'s' * (seeds > 1)}", []).append(found)
-        rows.append(toy_row(narrow, ways, device.type))
-    return rows
+        yield toy_row(narrow, ways, device.type)
 
 
 def toy_row(case: Case, ways: dict[str, list[Measured]], kind: str) -> dict[str, Any]:
@@ -183,58 +185,68 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def keep_figures(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write what there is so far beside what the file has: a study takes long, and may be ended."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(known | figures, indent=1, ensure_ascii=False) + "\n")
-
-
 def main() -> None:
     options = arguments().parse_args()
     options.less = 5 if options.quick else 1
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.words = tuple(options.words)
-    device = torch.device(options.device)
     environment = {key: each for key, each in describe_environment().items() if key != "folder"}
-    figures: dict[str, Any] = {"environment": environment, "device": options.device}
+    figures = Figures(options.json, {"environment": environment, "device": options.device})
+    try:
+        measure(options, figures)
+    except Interrupted as stop:
+        raise SystemExit(f"{stop}\nor with the same command, where it had a --keep") from stop
+
+
+def measure(options: argparse.Namespace, figures: Figures) -> None:
+    """Go through the sections; what is known is written at once, since any of them takes long."""
     if "toys" in options.only:
-        figures["toys"] = toys(options)
-    with tempfile.TemporaryDirectory() as scratch:
-        cases = [case for bf16 in (True, False) for case in toy_cases(device.type, bf16=bf16)]
-        if {"language", "terms"} & set(options.only):
-            size = Size() if device.type == "cuda" else SMALL
-            model = language_case(Path(scratch), size, device=device)
-            cases.append(model)
-            if "language" in options.only:
-                figures["language"] = language(options, model)
-        if "terms" in options.only:
-            figures["terms"] = side_by_side(options, cases)
+        rows = []
+        for row in toys(options):
+            rows.append(row)
+            figures["toys"] = rows
+    if {"language", "terms"} & set(options.only):
+        speed_of_language(options, figures)
     for name in ("stories", "gpt"):
         if name in options.only:
             from decompose_reference.stories import print_stories, run_gpt, run_stories
 
-            figures[name] = run_stories(options) if name == "stories" else run_gpt(options)
-            print_stories(figures[name])
-            keep_figures(options.json, figures)
+            run = run_stories if name == "stories" else run_gpt
+            figures[name] = told = run(options, figures.so_far(name))
+            print_stories(told)
     for name in STUDIES:
         if name in options.only:
-            from decompose_reference.studies import STUDIES as KNOWN
-            from decompose_reference.studies import print_study, rate_of, run_study
+            study(name, options, figures)
 
-            if options.rate:
-                given = {"device": options.device, "words": options.words, "steps": options.rate}
-                figures[f"{name} rate"] = told = rate_of(KNOWN[name], **given)
-                print(name, json.dumps(told))
-                keep_figures(options.json, figures)
-                continue
-            keep = options.keep and options.keep / name
-            told = run_study(KNOWN[name], device=options.device, words=options.words, keep=keep)
-            figures[name] = told
-            print_study(name, told)
-            keep_figures(options.json, figures)
-    keep_figures(options.json, figures)
+
+def speed_of_language(options: argparse.Namespace, figures: Figures) -> None:
+    """Time a language model, and compare terms of it and of toys."""
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory() as scratch:
+        size = Size() if device.type == "cuda" else SMALL
+        model = language_case(Path(scratch), size, device=device)
+        if "language" in options.only:
+            figures["language"] = language(options, model)
+        if "terms" in options.only:
+            kinds = (toy_cases(device.type, bf16=bf16) for bf16 in (True, False))
+            cases = [case for kind in kinds for case in kind]
+            figures["terms"] = side_by_side(options, [*cases, model])
+
+
+def study(name: str, options: argparse.Namespace, figures: Figures) -> None:
+    """Train a toy in full, or with --rate time its steps."""
+    from decompose_reference.studies import STUDIES as KNOWN
+    from decompose_reference.studies import print_study, rate_of, run_study
+
+    given = {"device": options.device, "words": options.words}
+    if options.rate:
+        figures[f"{name} rate"] = told = rate_of(KNOWN[name], **given, steps=options.rate)
+        print(name, json.dumps(told))
+        return
+    keep = options.keep and options.keep / name
+    told = run_study(KNOWN[name], **given, keep=keep, told=figures.so_far(name))
+    figures[name] = told
+    print_study(name, told)
 
 
 if __name__ == "__main__":

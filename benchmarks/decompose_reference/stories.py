@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from decompose_reference.kept import Told, records_of, watched
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads.decompose.report import schema
 
@@ -47,44 +48,47 @@ GPT_WORDS = (
 )
 
 
-def run_stories(options: argparse.Namespace) -> dict[str, Any]:
+def run_stories(options: argparse.Namespace, told: Told) -> dict[str, Any]:
     """Decompose a matrix of a published model, and return what the last evaluation says."""
     if not options.model or not options.text:
         raise SystemExit("stories needs --model FOLDER (a folder of llama2.c) and --text FILE")
     where = {"model.path": f"{options.model}", "data.text": f"[{options.text}]"}
-    return taken_apart(where, WORDS, options, name="stories")
+    return taken_apart(where, WORDS, options, name="stories", told=told)
 
 
-def run_gpt(options: argparse.Namespace) -> dict[str, Any]:
+def run_gpt(options: argparse.Namespace, told: Told) -> dict[str, Any]:
     """Train a language model of workload `lm`, and decompose a matrix of it."""
-    import narrowcast as nc
-
     if not options.text:
         raise SystemExit("gpt needs --text FILE, which it is trained on")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "gpt"
+        folder = options.keep / "gpt-target" if options.keep else Path(scratch) / "gpt"
         words = [f"data.text={options.text}", f"device={options.device}", *GPT, *options.target]
-        records = nc.train("quickstart", words, out=folder)
+        records = records_of("quickstart", words, folder)
         losses = [each for each in records if isinstance(each, EvalRecord)]
-        told = taken_apart({"model.path": f"{folder}"}, GPT_WORDS, options, name="gpt")
+        where = {"model.path": f"{folder}"}
+        found = taken_apart(where, GPT_WORDS, options, name="gpt", told=told)
     named = [f"data.text={options.text.name}", *GPT, *options.target]
     target = {"command": " ".join(["narrowcast train quickstart", *named])}
-    return told | {"target": target | losses[-1].metrics}
+    return found | {"target": target | losses[-1].metrics}
 
 
 def taken_apart(
-    where: dict[str, str], words: Sequence[str], options: argparse.Namespace, *, name: str
+    where: dict[str, str],
+    words: Sequence[str],
+    options: argparse.Namespace,
+    *,
+    name: str,
+    told: Told,
 ) -> dict[str, Any]:
     """Decompose what `where` names, and return losses and the table of masks."""
-    import narrowcast as nc
-
     settings = [*words, f"device={options.device}", *options.words]
     began, processor = time.perf_counter(), time.process_time()
     evaluations, losses, steps = list[dict[str, Any]](), dict[str, float](), 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep / name if options.keep else Path(scratch) / "run"
         given = [f"{key}={value}" for key, value in where.items()]
-        for record in nc.train("decompose/lm", [*given, *settings], out=folder):
+        run = records_of("decompose/lm", [*given, *settings], folder)
+        for record in watched(run, told):
             if isinstance(record, StepRecord):
                 steps, losses = record.step, record.parts
             elif isinstance(record, EvalRecord):

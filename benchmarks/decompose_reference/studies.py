@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decompose_reference.kept import Told, records_of, watched
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.decompose.report import schema
@@ -115,16 +116,17 @@ STUDIES = {
 
 
 def run_study(
-    study: Study, *, device: str, words: Sequence[str], keep: Path | None
+    study: Study, *, device: str, words: Sequence[str], keep: Path | None, told: Told
 ) -> dict[str, Any]:
-    """Train, and hold what was found against what is right; `keep`: where the run folder stays."""
-    import narrowcast as nc
+    """Train, and hold what was found against what is right; `keep`: where the run folder stays.
 
+    A run that was ended there goes on, and the seconds are then of its rest.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = keep or Path(scratch) / "run"
         settings = [*study.words, f"device={device}", *words]
         began = time.perf_counter()
-        run = nc.train(study.recipe, settings, out=folder)
+        run = watched(records_of(study.recipe, settings, folder), told)
         losses, measured = dict[str, float](), dict[str, float]()
         steps = 0
         for record in run:

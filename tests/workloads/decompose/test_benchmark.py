@@ -1,11 +1,13 @@
 """What `benchmarks/decompose.py` times on both sides is the same decomposition."""
 
+import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import torch
 
+from narrowcast.runs import StepRecord
 from narrowcast.workloads import load_recipe
 from narrowcast.workloads.decompose.report.schema import Decomposition, Site
 from narrowcast.workloads.decompose.settings import (
@@ -110,3 +112,42 @@ def test_studies_tell_right_from_wrong(monkeypatch):
         "linear1: identity error 1",
         "linear1: L0 0.4",
     ]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from decompose_reference import kept
+
+    return kept
+
+
+def test_evaluations_are_in_the_file_until_their_section_ends(kept, tmp_path):
+    path = tmp_path / "figures.json"
+    path.write_text('{"S4": "known", "S6 so far": []}')
+    figures = kept.Figures(path, {"device": "cpu"})
+    figures.so_far("S6")([{"step": 5}])
+    assert json.loads(path.read_text()) == {
+        "S4": "known",
+        "S6 so far": [{"step": 5}],
+        "device": "cpu",
+    }
+    figures["S6"] = {"steps": 9}
+    assert json.loads(path.read_text()) == {"S4": "known", "S6": {"steps": 9}, "device": "cpu"}
+
+
+def test_a_run_that_was_left_goes_on_and_one_of_other_settings_is_refused(kept, tmp_path):
+    words = ["device=cpu", "steps=4", "eval.every=2", "batch_size=16", "judge.pgd_steps=0"]
+    words += ["model.pretrain_steps=300", "checkpoint.every=2"]
+
+    def steps(words):
+        run = kept.records_of("decompose/tms_5-2", words, tmp_path / "run")
+        return (record.step for record in run if isinstance(record, StepRecord))
+
+    first = steps(words)
+    assert [next(first) for _ in range(3)] == [1, 2, 3]
+    first.close()
+    assert list(steps(words)) == [1, 2, 3, 4]
+    assert list(steps(words)) == [1, 2, 3, 4]  # of the file: it is finished
+    with pytest.raises(SystemExit, match="has a run of other settings"):
+        list(steps([*words, "seed=1"]))

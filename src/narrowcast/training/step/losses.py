@@ -57,24 +57,25 @@ class Losses:
         """
         named = self._task.scaled_losses
         if not named:
-            self._prepared.backward(loss.total / micro_batches)
+            self._prepared.backward(_share(loss.total, micro_batches))
             return
         self._check_sum(loss)
         if self._prepared.loss_scale is None:  # one pass does for all of them
-            self._prepared.backward(loss.total / micro_batches)
+            self._prepared.backward(_share(loss.total, micro_batches))
             return
         for name in named:
-            share = loss.parts[name] / micro_batches
+            share = _share(loss.parts[name], micro_batches)
             self._prepared.backward(share, name=name, retain_graph=name != named[-1])
 
     def mean(self, losses: Sequence[LossParts]) -> Tensor:
         """Return the means of detached losses: of the whole, then of each part; on the device."""
-        total = torch.stack([loss.total for loss in losses]).float().mean().reshape(1)
         names = self._task.info.loss_parts
-        if not names:
-            return total
-        rows = [torch.stack([loss.parts[n].float().reshape(()) for n in names]) for loss in losses]
-        return torch.cat([total, torch.stack(rows).mean(0)])
+        rows = [
+            torch.stack([each.float().reshape(()) for each in (loss.total, *_of(loss, names))])
+            for loss in losses
+        ]
+        # A mean of one is a launch for nothing.
+        return rows[0] if len(rows) == 1 else torch.stack(rows).mean(0)
 
     def _check_sum(self, loss: LossParts) -> None:
         if self._checked:
@@ -90,3 +91,11 @@ class Losses:
                 f"to {parts.item():g}, and the total is {total.item():g}; name all parts of the "
                 "total in scaled_losses, each with its weight in it"
             )
+
+
+def _share(loss: Tensor, micro_batches: int) -> Tensor:
+    return loss if micro_batches == 1 else loss / micro_batches
+
+
+def _of(loss: LossParts, names: Sequence[str]) -> list[Tensor]:
+    return [loss.parts[name] for name in names]

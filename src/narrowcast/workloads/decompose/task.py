@@ -19,7 +19,7 @@ from narrowcast.workloads.decompose.judging import Found, judge, worst_masks
 from narrowcast.workloads.decompose.kept import COMPONENTS, save_components
 from narrowcast.workloads.decompose.losses.adversary import form_of
 from narrowcast.workloads.decompose.losses.faithfulness import unfaithfulness
-from narrowcast.workloads.decompose.losses.terms import total
+from narrowcast.workloads.decompose.losses.total import total
 from narrowcast.workloads.decompose.measures import measures_of, metrics_of
 from narrowcast.workloads.decompose.model import DecompositionModel, clip_each_seed
 from narrowcast.workloads.decompose.results import write_found
@@ -109,9 +109,10 @@ class Decompose:
         x = self.parts.subject.shown(as_batch(batch))
         step = model(x, progress=batch["progress"])
         everything, parts = total(self.parts.losses, step, batch["form"])
-        none = torch.zeros((), device=x.device)  # of a term that this step leaves out
-        told = {loss.name: parts.get(loss.name, none) for loss in self.parts.losses}
-        return LossParts(total=everything, parts=told)
+        left_out = [loss.name for loss in self.parts.losses if loss.name not in parts]
+        if left_out:
+            parts |= dict.fromkeys(left_out, torch.zeros((), device=x.device))
+        return LossParts(total=everything, parts=parts)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return what is told of a decomposition in the midst of its run."""

@@ -73,7 +73,10 @@ class MaskedTerm(Term):
 class LayerwiseTerm(MaskedTerm):
     """One pass for each site."""
 
-    batched: bool = Field(default=False, description="all of them as one pass of a larger batch")
+    batched: bool | None = Field(
+        default=False,
+        description="all of them as one pass of a larger batch; null: where there are kernels",
+    )
 
 
 class SubsetTerm(MaskedTerm):

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from narrowcast.workloads.decompose.components.mask import Draw
-from narrowcast.workloads.decompose.importance.masks import routes, site_masks, uniform_k_subset
+from narrowcast.workloads.decompose.importance.masks import (
+    fixed_route,
+    routes,
+    site_masks,
+    uniform_k_subset,
+)
 
 SITES, SEEDS, ROWS = 3, 2, 5
 IMPORTANCE = [torch.rand(SEEDS, ROWS, c) for c in (2, 3, 4)]
@@ -60,3 +65,34 @@ def test_a_static_probability_is_that_of_each_site(probability):
     torch.manual_seed(0)
     (route,) = routes("static_probability", [torch.rand(1, 20_000, 1)] * 2, probability=probability)
     assert (route.routed.float().mean((1, 2)) - probability).abs().max() < 5 * 0.5 / 20_000**0.5
+
+
+def test_a_fixed_route_has_copies_for_all_sites_and_for_each_alone():
+    route = fixed_route(["all", "layerwise"], IMPORTANCE)
+    assert route.copies == 1 + SITES
+    by_copy = route.routed.unflatten(2, (route.copies, ROWS))
+    for site in range(SITES):
+        expected = [True, *(site == other for other in range(SITES))]
+        assert (by_copy[site] == torch.tensor(expected)[:, None]).all()
+
+
+def test_a_fixed_route_is_made_once_and_can_be_trained_with_wherever_it_was_made():
+    kept = {}
+    with torch.inference_mode():
+        first = fixed_route(["layerwise"], IMPORTANCE, kept=kept).routed
+    assert not first.is_inference()
+    assert fixed_route(["layerwise"], IMPORTANCE, kept=kept).routed is first
+    fewer = fixed_route(["layerwise"], IMPORTANCE[:2], kept=kept).routed
+    assert fewer.shape == (2, SEEDS, 2 * ROWS)
+    assert fixed_route(["layerwise"], IMPORTANCE).routed is not first
+
+
+@pytest.mark.gpu
+def test_a_fixed_route_that_a_graph_has_made_is_not_kept():
+    importance = [each.cuda() for each in IMPORTANCE]
+    kept, graph = {}, torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        route = fixed_route(["all", "layerwise"], importance, kept=kept)
+    assert not kept
+    graph.replay()
+    assert torch.equal(route.routed, fixed_route(["all", "layerwise"], importance).routed)

@@ -8,6 +8,7 @@ import torch
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.importance.squash import (
     BINOMIAL_SHIFT,
+    both,
     importances,
     lower,
     shifted,
@@ -96,3 +97,67 @@ def test_the_lower_leaky_sigmoid_is_compiled_whole():
     compiled = torch.compile(lower, fullgraph=True, backend="eager")
     (grad,) = torch.autograd.grad(compiled(z), z, given)
     assert torch.equal(grad, torch.tensor([-0.01, 2.0, 0.0, 0.0]))
+
+
+EDGES = [-math.inf, -2.0, -1e-6, 0.0, 1e-6, 0.25, 1.0, 1.0 + 2.0**-22, 1.5, math.inf]
+
+
+def defined(z, given_low, given_up):
+    """Return both importances and the gradient of the logits, by their definition in floats."""
+    low = min(max(z, 0.0), 1.0)
+    up = 1 + 0.01 * (z - 1) if z > 1 else low
+    within = given_low if z <= 1 else 0.0
+    leaked = within if z > 0 else 0.01 * min(given_low, 0.0)
+    pressed = 0.01 * given_up if z > 1 else (given_up if z >= 0 else 0.0)
+    return low, up, leaked + pressed
+
+
+def check_both(dtype, *, step):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [(z, low, up) for z in EDGES for low in (-3.0, 0.0, 2.0) for up in (-1.0, 0.5)]
+    numbers = [torch.tensor(each, dtype=dtype, device=device) for each in zip(*cases, strict=True)]
+    z, given_low, given_up = (each.view(1, 12, 5).mT for each in numbers)
+    z.requires_grad_()
+    low, up = both(z)
+    (grad,) = torch.autograd.grad([low, up], z, [given_low, given_up])
+    assert low.dtype == up.dtype == grad.dtype == dtype
+    rows = zip(
+        *(each.detach().flatten().tolist() for each in (z, given_low, given_up)), strict=True
+    )
+    expected = torch.tensor([defined(*each) for each in rows], dtype=torch.float64)
+    for found, exact in zip((low, up, grad), expected.unbind(-1), strict=True):
+        found = found.detach().flatten().double().cpu()
+        torch.testing.assert_close(found, exact, rtol=step, atol=0)
+
+
+def test_both_importances_of_logits_are_as_defined():
+    check_both(torch.float64, step=1e-15)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 2.0**-22), (torch.bfloat16, 2.0**-7)])
+def test_the_kernel_squashes_as_defined(dtype, step):
+    check_both(dtype, step=step)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_the_kernel_gives_the_gradient_of_one_result_alone(wanted):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    z = torch.linspace(-2, 3, 2000, device=device, requires_grad=True)
+    exact = z.detach().double().requires_grad_()
+    down = torch.randn_like(z)
+    (found,) = torch.autograd.grad(both(z)[wanted], z, down)
+    (expected,) = torch.autograd.grad(both(exact)[wanted], exact, down.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.interpreted
+def test_what_is_no_number_stays_none_through_the_kernel():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    z = torch.tensor([math.nan, -1.0, 0.5], device=device, requires_grad=True)
+    low, up = both(z)
+    assert low.isnan().tolist() == up.isnan().tolist() == [True, False, False]
+    down = torch.tensor([0.0, math.nan, math.nan], device=device)
+    (grad,) = torch.autograd.grad(low, z, down)
+    assert grad.isnan().tolist() == [False, True, True]

@@ -6,7 +6,7 @@ import torch
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.components.mask import SiteMask
 from narrowcast.workloads.decompose.losses.persistent import PersistentPGD
-from narrowcast.workloads.decompose.losses.terms import total
+from narrowcast.workloads.decompose.losses.total import total
 
 
 def kept(step, loss, *, length=1):

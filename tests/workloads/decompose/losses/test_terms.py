@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.workloads.decompose.losses.catalogue import KINDS, build_losses
-from narrowcast.workloads.decompose.losses.terms import total
+from narrowcast.workloads.decompose.losses.total import total
 
 ONE = {"coefficient": 1.0}
 TERMS = {
@@ -86,21 +86,6 @@ def test_a_term_reads_no_number_from_the_device(network, term):
     with NoWaiting():
         parts = descended(step, losses)
     assert list(parts) == [losses[0].name]
-
-
-def test_the_total_is_a_sum_over_seeds_and_what_is_told_their_mean(network):
-    step = network()
-    losses = build_losses([("unmasked", {"coefficient": 2.0}), ("faithfulness", ONE)])
-    everything, parts = total(losses, step)
-    apart = [loss(step) for loss in losses]
-    torch.testing.assert_close(everything, 2 * apart[0].sum() + apart[1].sum())
-    assert parts == {
-        loss.name: pytest.approx(value.mean().item(), rel=1e-14)
-        for loss, value in zip(losses, apart, strict=True)
-    }
-    left_out, rest = total(losses, step, (0, 1))
-    torch.testing.assert_close(left_out, apart[1].sum())
-    assert list(rest) == ["faithfulness"]
 
 
 def test_a_step_without_adversaries_is_compiled_whole(network):

@@ -54,6 +54,8 @@ class Decomposition(nn.Module):
         self.target = target.requires_grad_(False).eval()
         self._output = output
         self._line = Line()
+        self.fixed: dict[Any, Tensor] = {}
+        """What passes read and never change, such as routes; made once, by whoever asks first."""
         self._replace()
         named = {site.name: site for site in self.sites}
         device = self.module(self.sites[0]).weight.device

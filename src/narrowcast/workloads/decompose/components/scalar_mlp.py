@@ -54,9 +54,11 @@ class _ScalarMlp(torch.autograd.Function):
         h, weights = ctx.saved_tensors
         needs = ctx.needs_input_grad
         to_h, sums = torch.ops.narrowcast.scalar_mlp_back(grad.contiguous(), h, weights, needs[0])
-        own = [each.mT.to(dtype) for each, dtype in zip(sums, ctx.formats[:3], strict=True)]
-        last = grad.sum(1, dtype=torch.float32).to(ctx.formats[3]) if needs[4] else None
-        return to_h if needs[0] else None, *own, last
+        _, seeds, units, count = weights.shape
+        *hidden, last = sums.split([seeds * count * units] * 3 + [seeds * count])
+        own = [each.view(seeds, count, units) for each in hidden]
+        both = zip((*own, last.view(seeds, count)), ctx.formats, strict=True)
+        return to_h if needs[0] else None, *[each.to(dtype) for each, dtype in both]
 
 
 _apply: Any = _ScalarMlp.apply
@@ -79,7 +81,8 @@ def _shape(h: Tensor, *_: Tensor) -> Tensor:
 
 
 def _shapes(_: Tensor, h: Tensor, weights: Tensor, to_h: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(h) if to_h else h.new_empty(0), torch.empty_like(weights)
+    sums = weights.new_empty(weights.numel() + h.shape[0] * h.shape[2])
+    return torch.empty_like(h) if to_h else h.new_empty(0), sums
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from narrowcast.kernels.launch import is_capturing
 from narrowcast.workloads.decompose.components.mask import SiteMask, Source
 
 Routing = Literal["all", "layerwise", "uniform_k_subset", "static_probability"]
+Fixed = dict[Any, Tensor]
+"""What passes read and never change, by what it was made from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,7 @@ def routes(
     *,
     probability: float = 0.0,
     batched: bool = False,
+    kept: Fixed | None = None,
 ) -> list[Route]:
     """Return the passes of a routing, drawn anew where it is random.
 
@@ -46,11 +50,47 @@ def routes(
         case "static_probability":
             return [Route(every, torch.rand(sites, seeds, rows, device=device) < probability)]
         case "layerwise" if batched and sites > 1:
-            own = torch.eye(sites, dtype=torch.bool, device=device)[:, None, :, None]
-            routed = own.expand(sites, seeds, sites, rows).reshape(sites, seeds, sites * rows)
-            return [Route(every, routed, copies=sites)]
+            return [fixed_route(["layerwise"], importance, kept=kept)]
         case "layerwise":
             return [Route((site,)) for site in every]
+
+
+def fixed_route(
+    routings: Sequence[Literal["all", "layerwise"]],
+    importance: Sequence[Tensor],
+    *,
+    kept: Fixed | None = None,
+) -> Route:
+    """Return one pass of copies that all sites compute, and of copies that one site each does.
+
+    Nothing of it changes from step to step: what is once made stays in `kept`, which lives as long
+    as CUDA graphs that read from it. Not what is made while one is captured, though: that is filled
+    only when the graph is replayed.
+    """
+    sites, (seeds, rows, _) = len(importance), importance[0].shape
+    device = importance[0].device
+    asked = (tuple(routings), sites, seeds, rows, device)
+    if kept is None or torch.compiler.is_compiling():
+        routed = _computed_by(*asked)
+    elif asked in kept:
+        routed = kept[asked]
+    else:
+        with torch.inference_mode(mode=False):  # kept for training too
+            routed = _computed_by(*asked)
+        if not is_capturing(device):
+            kept[asked] = routed
+    return Route(tuple(range(sites)), routed, copies=routed.shape[-1] // rows)
+
+
+def _computed_by(
+    routings: tuple[Routing, ...], sites: int, seeds: int, rows: int, device: torch.device
+) -> Tensor:
+    """Return which rows of all copies each site computes, (sites, seeds, copies · rows)."""
+    one = torch.eye(sites, dtype=torch.bool, device=device)
+    every = torch.ones(sites, 1, dtype=torch.bool, device=device)
+    copies = torch.cat([every if routing == "all" else one for routing in routings], 1)
+    whole = copies[:, None, :, None].expand(sites, seeds, copies.shape[1], rows)
+    return whole.reshape(sites, seeds, -1)
 
 
 def uniform_k_subset(sites: int, seeds: int, rows: int, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
 """Squash the logits of causal importance into [0, 1], twice.
 
 The lower one makes masks: it never leaves [0, 1]. The upper one is what importance losses press
-on: above 1 it goes on rising a little, so that a saturated logit can still be brought down.
+on: above 1 it goes on rising a little, so that a saturated logit can still be brought down. The
+leaky hard ones of a site are made together: by a kernel each way where there are kernels.
 """
 
 from typing import Any, Literal, get_args
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.decompose.components.fused import FORMATS, has_kernels
 
 Squash = Literal["leaky_hard", "normal", "hard", "swish_hard"]
 Sampling = Literal["continuous", "binomial"]
@@ -25,17 +27,21 @@ BINOMIAL_SHIFT = 0.05
 
 def lower(logits: Tensor, kind: Squash = "leaky_hard") -> Tensor:
     """Return the importances that make masks, within [0, 1] (swish_hard: nearly)."""
-    if kind == "leaky_hard":
-        out: Tensor = _LowerLeakyHard.apply(logits)  # type: ignore[no-untyped-call]
-        return out
-    return _same_for_both(logits, kind)
+    return both(logits, kind)[0]
 
 
 def upper(logits: Tensor, kind: Squash = "leaky_hard") -> Tensor:
     """Return the importances that losses press on, at least 0."""
+    return both(logits, kind)[1]
+
+
+def both(logits: Tensor, kind: Squash = "leaky_hard") -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper importances of the same logits."""
     if kind == "leaky_hard":
-        return torch.where(logits > 1, 1 + LEAK * (logits - 1), logits.clamp(0, 1))
-    return _same_for_both(logits, kind)
+        pair: tuple[Tensor, Tensor] = _apply(logits)
+        return pair
+    same = _same_for_both(logits, kind)
+    return same, same
 
 
 def shifted(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -49,8 +55,11 @@ def importances(
     logits: list[Tensor], kind: Squash = "leaky_hard", sampling: Sampling = "continuous"
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the lower and the upper importances of every site."""
-    masking = [lower(shifted(each, sampling), kind) for each in logits]
-    return masking, [upper(each, kind) for each in logits]
+    if sampling == "continuous":
+        pairs = [both(each, kind) for each in logits]
+    else:
+        pairs = [(lower(shifted(each, sampling), kind), upper(each, kind)) for each in logits]
+    return [low for low, _ in pairs], [up for _, up in pairs]
 
 
 def _same_for_both(logits: Tensor, kind: Squash) -> Tensor:
@@ -68,20 +77,51 @@ def _same_for_both(logits: Tensor, kind: Squash) -> Tensor:
             )
 
 
-class _LowerLeakyHard(torch.autograd.Function):
-    """Clamp to [0, 1]; below 0, a gradient that wants the logit to rise leaks through.
+class _LeakyHard(torch.autograd.Function):
+    """Clamp to [0, 1], for losses with a slope above 1.
 
-    A real slope below 0 would make masks negative, and those destabilise training.
+    Below 0, a gradient of the lower that wants the logit to rise leaks through. A real slope there
+    would make masks negative, and those destabilise training.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        if _has_kernel(logits):
+            from narrowcast.workloads.decompose.components.kernels import squash
+
+            logits = logits.contiguous()
+            low, up = squash.squash(logits, LEAK)
+        else:
+            low = logits.clamp(0, 1)
+            up = (logits - 1).clamp_(min=0).mul_(LEAK).add_(low)
         ctx.save_for_backward(logits)
-        return logits.clamp(0, 1)
+        return low, up
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+    def backward(ctx: Any, grad_low: Tensor | None, grad_up: Tensor | None) -> Tensor | None:
         (logits,) = ctx.saved_tensors
-        below = LEAK * grad_output.clamp(max=0)
-        within = torch.where(logits > 1, 0.0, grad_output)
-        return torch.where(logits <= 0, below, within)
+        if _has_kernel(logits):
+            from narrowcast.workloads.decompose.components.kernels import squash
+
+            low = None if grad_low is None else grad_low.contiguous()
+            up = None if grad_up is None else grad_up.contiguous()
+            return squash.squash_back(logits, low, up, LEAK)
+        found, above = None, logits > 1
+        if grad_low is not None:
+            found = torch.where(logits <= 0, grad_low.clamp(max=0).mul_(LEAK), grad_low)
+            found = found.masked_fill_(above, 0.0)
+        if grad_up is not None:
+            pressed = torch.where(above, LEAK * grad_up, grad_up).masked_fill_(logits < 0, 0.0)
+            found = pressed if found is None else found.add_(pressed)
+        return found
+
+
+_apply: Any = _LeakyHard.apply
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    # What is compiled fuses the arithmetic by itself.
+    if torch.compiler.is_compiling() or logits.dtype not in FORMATS:
+        return False
+    return logits.numel() > 0 and has_kernels(logits.device.type)

@@ -1,6 +1,5 @@
 """How many components are important, made smooth enough to descend."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,10 +8,8 @@ from torch import Tensor
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.losses.divergence import wide
+from narrowcast.workloads.decompose.losses.powers import power_means
 from narrowcast.workloads.decompose.losses.terms import Loss, Step
-
-EPSILON = 1e-12
-"""Added to an importance: 0 to a power below 1 has no finite slope."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +47,12 @@ class _Annealed(Loss):
         way = (progress - self.anneal_from) / (self.anneal_to - self.anneal_from)
         return first + (last - first) * way.clamp(0, 1)
 
-    def summed(self, step: Step, penalty: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the penalties' means over rows, with their frequency term, over all components."""
-        sites = []
-        for upper in step.upper:
-            mean = penalty(wide(upper)).mean(1)  # (seeds, components)
-            if self.beta:
-                often = mean * (self.reference_rows or step.rows)
-                mean = mean + self.beta * mean * torch.log2(1 + often)
-            sites.append(mean.sum(-1))
-        return torch.stack(sites).sum(0)
+    def summed(self, step: Step, means: Tensor) -> Tensor:
+        """Return the sum of means over rows, (seeds, components), with their frequency term."""
+        if self.beta:
+            often = means * (self.reference_rows or step.rows)
+            means = means + self.beta * means * torch.log2(1 + often)
+        return means.sum(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +77,7 @@ class Minimality(_Annealed):
         power: float | Tensor = self.p
         if self.p_final is not None:
             power = self.between(self.p, self.p_final, step.progress)
-
-        def penalty(upper: Tensor) -> Tensor:
-            # swish_hard dips below 0, where no power but a whole one is a number.
-            return (upper.clamp(min=0) + EPSILON) ** power
-
-        return self.summed(step, penalty)
+        return self.summed(step, power_means(step.upper, power))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +98,6 @@ class SmoothL0(_Annealed):
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the smooth count of important components, a mean over rows."""
         width = self.between(self.gamma, self.gamma_final, step.progress).square()
-
-        def penalty(upper: Tensor) -> Tensor:
-            square = upper.square()
-            return square / (square + width.to(upper.dtype))
-
-        return self.summed(step, penalty)
+        squares = [wide(upper).square() for upper in step.upper]
+        means = [(each / (each + width.to(each.dtype))).mean(1) for each in squares]
+        return self.summed(step, torch.cat(means, -1))

@@ -55,8 +55,11 @@ class Routed(Masked):
     """Which sites, at which rows: all, one at a time, random subsets, or each by chance."""
     probability: float | None = None
     """Of a site to compute with components, with `static_probability`."""
-    batched: bool = False
-    """Whether `layerwise` is one pass of as many copies of the batch as there are sites."""
+    batched: bool | None = False
+    """Whether `layerwise` is one pass of as many copies of the batch as there are sites.
+
+    None: where there are kernels. What they save in launches a CPU never had to spend.
+    """
 
     @property
     def name(self) -> str:
@@ -85,14 +88,25 @@ class Routed(Masked):
     def routes(self, step: Step) -> list[Route]:
         """Return the passes of the term; random ones are drawn anew."""
         chance = self.probability or 0.0
-        return routes(self.routing, step.lower, probability=chance, batched=self.batched)
+        return routes(
+            self.routing,
+            step.lower,
+            probability=chance,
+            batched=self.is_batched(step),
+            kept=step.decomposition.fixed,
+        )
+
+    def is_batched(self, step: Step) -> bool:
+        """Say whether `layerwise` is one pass."""
+        by_default = self.batched is None
+        return has_kernels(step.lower[0].device.type) if by_default else bool(self.batched)
 
     def mean(
         self, step: Step, sources: Sequence[Source], deltas: Sequence[Source | None]
     ) -> Tensor:
         """Return the mean over the term's passes."""
         apart = [self.apart(step, route, sources, deltas) for route in self.routes(step)]
-        return torch.stack(apart).mean(0)
+        return apart[0] if len(apart) == 1 else torch.stack(apart).mean(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +117,7 @@ class Stochastic(Routed):
 
     def __call__(self, step: Step, ascents: int = 1) -> Tensor:
         """Return the divergence under masks drawn anew."""
-        return self.mean(step, *_drawn(step))
+        return self.mean(step, *drawn(step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +164,7 @@ class HiddenActivations(Masked):
             )
 
         def passed(seed: Tensor | None) -> Tensor:
-            masks = site_masks(route, step.lower, *_drawn(step))
+            masks = site_masks(route, step.lower, *drawn(step))
             made = step.masked(masks, inputs=True, seed=seed).inputs
             off = [wide(made[each]) - wide(known[each].detach()) for each in vectors]
             return torch.stack([each.square().sum((1, 2)) for each in off]).sum(0)
@@ -179,7 +193,7 @@ def _draws_in_kernels(step: Step) -> bool:
     return vectors and narrow and has_kernels(step.target.device.type)
 
 
-def _drawn(step: Step) -> tuple[list[Source], list[Source | None]]:
+def drawn(step: Step) -> tuple[list[Source], list[Source | None]]:
     """Return the sources of a stochastic pass: what components leave is drawn evenly, always."""
     sites = len(step.lower)
     delta = Draw("continuous") if step.delta else None

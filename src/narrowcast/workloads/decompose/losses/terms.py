@@ -13,7 +13,11 @@ from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.components.decomposition import Decomposition, Passed
 from narrowcast.workloads.decompose.components.mask import SiteMask
 from narrowcast.workloads.decompose.importance.squash import Sampling
-from narrowcast.workloads.decompose.losses.divergence import Divergence, divergence
+from narrowcast.workloads.decompose.losses.divergence import (
+    Divergence,
+    divergence,
+    squared_errors,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,9 +85,16 @@ class Step:
 
     def apart(self, output: Tensor, *, copies: int = 1) -> Tensor:
         """Return how far the output of a pass is from the target's, for every seed."""
+        return divergence(*self._compared(output, copies), self.divergence)
+
+    def squared_errors(self, output: Tensor, *, copies: int) -> Tensor:
+        """Return the mean squared error of every copy of the batch, (seeds, copies)."""
+        return squared_errors(*self._compared(output, copies))
+
+    def _compared(self, output: Tensor, copies: int) -> tuple[Tensor, Tensor]:
         width = output.shape[-1]
         made = output.reshape(self.seeds, copies, -1, width)
-        return divergence(made, self.target.reshape(self.seeds, -1, width), self.divergence)
+        return made, self.target.reshape(self.seeds, -1, width)
 
     def _repeated(self, given: Any, copies: int) -> Any:
         if copies == 1 or not isinstance(given, Tensor) or given.dim() <= self.batch_dim:
@@ -122,20 +133,3 @@ class Loss(ABC):
 
         `ascents` says how many steps an adversary takes, where the term has one.
         """
-
-
-def total(
-    losses: Sequence[Loss], step: Step, form: Sequence[int] | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the number to minimise, a sum over seeds, and each term's mean over them.
-
-    `form` says how many steps each term's adversary takes; a term of 0 is left out.
-    """
-    chosen = [1] * len(losses) if form is None else form
-    terms = {
-        loss.name: (loss.coefficient, loss(step, ascents))
-        for loss, ascents in zip(losses, chosen, strict=True)
-        if ascents
-    }
-    everything: Any = sum(coefficient * each.sum() for coefficient, each in terms.values())
-    return everything, {name: each.detach().mean() for name, (_, each) in terms.items()}

@@ -33,13 +33,17 @@ def mlp_forward(h: Tensor, weights: Tensor, last: Tensor) -> Tensor:
 
 
 def mlp_backward(grad: Tensor, h: Tensor, weights: Tensor, *, to_h: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the input, empty unless `to_h`, and of the weights as they lie."""
+    """Return the gradients of the input, empty unless `to_h`, and of w1, b1, w2 and b2.
+
+    The latter stand one after another, each as parameters do, (seeds, components, units): as they
+    are, they can be those of parameters, and none is copied.
+    """
     seeds, rows, count = h.shape
     units = weights.shape[2]
     pieces = triton.cdiv(units, _UNITS)
     blocks = triton.cdiv(rows, _BLOCK)
     grad_h = torch.empty_like(h) if to_h else h.new_empty(0)
-    sums = torch.empty((blocks, *weights.shape), device=h.device)
+    sums = torch.empty((blocks, weights.numel() + seeds * count), device=h.device)
     _through_rows[(triton.cdiv(count, _LANES) * pieces, blocks, seeds)](
         grad,
         h,
@@ -137,6 +141,7 @@ def _through_rows(
     of_slope = tl.zeros((UNITS, LANES), tl.float32)
     of_shift = tl.zeros((UNITS, LANES), tl.float32)
     of_after = tl.zeros((UNITS, LANES), tl.float32)
+    of_last = tl.zeros((1, LANES), tl.float32)
     for step in range(BLOCK):
         row = block * BLOCK + step
         here = known & (row < rows)
@@ -145,6 +150,7 @@ def _through_rows(
         given = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)[None, :]
         inner = value * slope + shift
         share, gauss = share_and_gauss(inner, BY_BITS)
+        of_last += given
         of_after += given * inner * share
         down = given * after * (share + inner * gauss * 0.3989422804014327)
         of_shift += down
@@ -152,7 +158,11 @@ def _through_rows(
         if TO_H:
             back = tl.sum(down * slope, 0)
             tl.store(grad_h + at, back.to(grad_h.dtype.element_ty), mask=here)
-    first = sums + block.to(tl.int64) * 3 * apart + place
-    tl.store(first, of_slope, mask=inside)
-    tl.store(first + apart, of_shift, mask=inside)
-    tl.store(first + 2 * apart, of_after, mask=inside)
+    line = seed * count + column
+    first = sums + block.to(tl.int64) * (3 * apart + tl.num_programs(2) * count)
+    at = first + line[None, :] * units + unit[:, None]
+    tl.store(at, of_slope, mask=inside)
+    tl.store(at + apart, of_shift, mask=inside)
+    tl.store(at + 2 * apart, of_after, mask=inside)
+    once = known & (tl.program_id(0) % pieces == 0)
+    tl.store(first + 3 * apart + line[None, :], of_last, mask=once[None, :])

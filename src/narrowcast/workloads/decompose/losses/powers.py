@@ -1,0 +1,75 @@
+"""Means of importances to a power, with a gradient of their own.
+
+By autograd a site takes a dozen launches for it, each over all rows; so it is a kernel each way
+where there are kernels, and in plain torch as few operations as there can be.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.workloads.decompose.components.fused import FORMATS, has_kernels
+from narrowcast.workloads.decompose.losses.divergence import wide
+
+EPSILON = 1e-12
+"""Added to an importance: 0 to a power below 1 has no finite slope."""
+
+
+def power_means(uppers: Sequence[Tensor], power: float | Tensor) -> Tensor:
+    """Return the means over rows of importances to a power, which is a constant.
+
+    `uppers` are (seeds, rows, components), and the result (seeds, components of all sites), in
+    fp32 or wider. What is below 0 counts as 0: swish_hard dips there, where no power but a whole
+    one is a number.
+    """
+    result: Tensor = _apply(power, *uppers)
+    return result
+
+
+class _PowerMeans(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, power: float | Tensor, *uppers: Tensor) -> Tensor:
+        ctx.power = power
+        if _has_kernel(uppers):
+            from narrowcast.workloads.decompose.components.kernels import powers
+
+            uppers = tuple(each.contiguous() for each in uppers)
+            ctx.save_for_backward(*uppers)
+            return powers.power_means(uppers, power, EPSILON)
+        ctx.save_for_backward(*uppers)
+        return torch.cat([_raised(each, power).mean(1) for each in uppers], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        uppers, power = ctx.saved_tensors, ctx.power
+        if _has_kernel(uppers):
+            from narrowcast.workloads.decompose.components.kernels import powers
+
+            return None, *powers.power_means_back(grad, uppers, power, EPSILON)
+        lines = (grad / uppers[0].shape[1]).split([each.shape[-1] for each in uppers], -1)
+        both = zip(uppers, lines, strict=True)
+        return None, *[_slope(each, power, line.unsqueeze(1)).to(each.dtype) for each, line in both]
+
+
+_apply: Any = _PowerMeans.apply
+
+
+def _raised(upper: Tensor, power: float | Tensor) -> Tensor:
+    x = wide(upper).clamp(min=0).add_(EPSILON)
+    return x if isinstance(power, float) and power == 1 else x.pow_(power)
+
+
+def _slope(upper: Tensor, power: float | Tensor, given: Tensor) -> Tensor:
+    """Return the gradient of an importance, where `given` is that of its power."""
+    if isinstance(power, float) and power == 1:
+        return torch.where(upper < 0, 0.0, given)
+    return _raised(upper, power - 1).mul_(given * power).masked_fill_(upper < 0, 0.0)
+
+
+def _has_kernel(uppers: Sequence[Tensor]) -> bool:
+    # What is compiled fuses the arithmetic by itself.
+    if torch.compiler.is_compiling() or any(each.dtype not in FORMATS for each in uppers):
+        return False
+    return uppers[0].numel() > 0 and has_kernels(uppers[0].device.type)

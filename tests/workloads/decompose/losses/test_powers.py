@@ -1,0 +1,72 @@
+"""Means of powers, against the definition that autograd differentiates, in fp64."""
+
+import pytest
+import torch
+
+from narrowcast.workloads.decompose.losses.powers import EPSILON, power_means
+
+POWERS = [1.0, 2.0, 0.5, 0.9, torch.tensor(0.7), torch.tensor(1.0)]
+
+
+def sites(device="cpu", dtype=torch.float64, rows=70):
+    torch.manual_seed(0)
+    shapes = [(2, rows, 5), (2, rows, 70), (2, rows, 16)]
+    drawn = [torch.rand(shape) * 1.2 - 0.1 for shape in shapes]
+    drawn[0][:, :3] = 0.0
+    return [each.to(device, dtype).requires_grad_() for each in drawn]
+
+
+def by_autograd(uppers, power):
+    return torch.cat([((each.clamp(min=0) + EPSILON) ** power).mean(1) for each in uppers], -1)
+
+
+def compared(uppers, power, *, step):
+    exactly = [each.detach().double().requires_grad_() for each in uppers]
+    found = power_means(uppers, power)
+    expected = by_autograd(exactly, power)
+    down = torch.randn_like(found)
+    ours = torch.autograd.grad(found, uppers, down)
+    theirs = torch.autograd.grad(expected, exactly, down.double())
+    for one, two in zip((found, *ours), (expected, *theirs), strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=step, atol=0)
+    assert [each.dtype for each in ours] == [each.dtype for each in uppers]
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_in_plain_torch_means_and_gradients_are_as_defined(power):
+    compared(sites(), power, step=1e-12)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("power", POWERS)
+def test_by_kernels_they_are_the_same(power):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    asked = power.to(device) if isinstance(power, torch.Tensor) else power
+    # Of the smallest there is, 1e-12, the logarithm is -40: it loses 5 of 24 bits, and 2 roundings.
+    compared(sites(device, torch.float32), asked, step=2.0**-17)
+
+
+@pytest.mark.interpreted
+def test_importances_of_16_bits_have_gradients_of_16_bits():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    compared(sites(device, torch.bfloat16), 2.0, step=2.0**-7)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_gradients_that_are_one_number_for_all_components_are_read_as_they_lie(power):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    uppers = sites(device, torch.float32, rows=5)
+    once = torch.autograd.grad(power_means(uppers, power).sum(-1).sum(), uppers)
+    means = power_means(uppers, power)
+    again = torch.autograd.grad(means, uppers, torch.ones_like(means))
+    assert all(map(torch.equal, once, again))
+
+
+def test_they_are_compiled_whole():
+    uppers = sites()
+    compiled = torch.compile(power_means, fullgraph=True, backend="eager")
+    ours = torch.autograd.grad(compiled(uppers, 0.5).sum(), uppers)
+    theirs = torch.autograd.grad(by_autograd(uppers, 0.5).sum(), uppers)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=0)
