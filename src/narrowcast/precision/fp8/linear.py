@@ -2,8 +2,9 @@
 
 The weight is kept in fp8 as well, in both layouts, and made anew only when it changes: once a step,
 whatever the number of micro-batches. An input is read once to be quantised for the output and,
-transposed, for the gradient of the weight; only the latter is kept for the backward pass. The
-gradient of the output is read once for both backward products.
+transposed, for the gradient of the weight, whatever the number of layers that read it; only the
+latter is kept for the backward pass. The gradient of the output is read once for both backward
+products.
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ from narrowcast.precision.fp8.blockwise import BlockScaling
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.fp8.rowwise import RowScaling
 from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, dtype_of
+from narrowcast.precision.fp8.shared_inputs import Wanted, quantized_input
 from narrowcast.precision.fp8.tensorwise import TensorScaling
 from narrowcast.precision.products import differentiable
 from narrowcast.precision.products.autocast import autocast_off
@@ -65,9 +67,30 @@ class Fp8Linear(Mixin, nn.Linear):
         assert made is not None, "the weight was never quantised; call the model inside compute()"
         rows = input.reshape(-1, input.shape[-1])
         x_scale, grad_scale = self.nc_scales()
-        output = _apply(rows, self.weight, self.bias, *made, *x_scale, *grad_scale, self.nc_formats)
+        found = self.nc_input(input, rows, scale=x_scale)
+        formats = self.nc_formats
+        output = _apply(
+            rows, self.weight, self.bias, *_once(made), *_once(found), *grad_scale, formats
+        )
         shaped: Tensor = output.view(*input.shape[:-1], self.out_features)
         return shaped
+
+    def nc_input(self, given: Tensor, rows: Tensor, *, scale: Scale) -> Quantized:
+        """Return the rows of what this layer is given in fp8, as the last layer did if it may."""
+        formats = self.nc_formats
+        learns = torch.is_grad_enabled() and self.weight.requires_grad
+        return quantized_input(
+            given,
+            rows,
+            SCALINGS[formats.scaling],
+            wanted=Wanted(
+                dtype_of(formats.forward),
+                formats.scaling,
+                learns and needs_scale(formats.grad_weight.name),
+            ),
+            scale=scale,
+            history=self.nc_history,
+        )
 
     def nc_scales(self) -> tuple[Scale, Scale]:
         """Return the scales of the input and of the gradient of the output."""
@@ -127,6 +150,12 @@ class Fp8Linear(Mixin, nn.Linear):
         return f"{super().extra_repr()}, {self.nc_formats}, native"
 
 
+def _once(made: Quantized) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return a matrix with a scale of both layouts only once: a compiler takes no tensor twice."""
+    rowwise, columnwise, scale_inv, other = made
+    return rowwise, columnwise, scale_inv, None if other is scale_inv else other
+
+
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -137,9 +166,11 @@ class _Fp8Product(torch.autograd.Function):
         weight_rowwise: Tensor,
         weight_columnwise: Tensor,
         weight_rowwise_scale_inv: Tensor,
-        weight_columnwise_scale_inv: Tensor,
-        x_scale_inv: Tensor | None,
-        x_cast_stats: Tensor | None,
+        weight_columnwise_scale_inv: Tensor | None,
+        x_rowwise: Tensor,
+        x_columnwise: Tensor,
+        x_rowwise_scale_inv: Tensor,
+        x_columnwise_scale_inv: Tensor | None,
         grad_scale_inv: Tensor | None,
         grad_cast_stats: Tensor | None,
         formats: ProductFormats,
@@ -149,13 +180,10 @@ class _Fp8Product(torch.autograd.Function):
             needs_scale(formats.grad_weight.name),
             needs_scale(formats.grad_input.name),
         )
-        found = scaling.quantize(
-            x, dtype_of(formats.forward), scale=(x_scale_inv, x_cast_stats), columnwise=fp8_x
-        )
         output = scaling.product(
-            found.rowwise,
+            x_rowwise,
             weight_rowwise,
-            (found.rowwise_scale_inv, weight_rowwise_scale_inv),
+            (x_rowwise_scale_inv, weight_rowwise_scale_inv),
             dtype=dtype_of(formats.output),
             by_weight=True,
             fast=formats.fast,
@@ -163,10 +191,12 @@ class _Fp8Product(torch.autograd.Function):
         if bias is not None:
             output = output + bias.to(output.dtype)
         ctx.save_for_backward(
-            found.columnwise if fp8_x else x,
-            found.columnwise_scale_inv,
+            x_columnwise if fp8_x else x,
+            x_rowwise_scale_inv if x_columnwise_scale_inv is None else x_columnwise_scale_inv,
             weight_columnwise if fp8_weight else weight,
-            weight_columnwise_scale_inv,
+            weight_rowwise_scale_inv
+            if weight_columnwise_scale_inv is None
+            else weight_columnwise_scale_inv,
             grad_scale_inv,
             grad_cast_stats,
         )
@@ -246,7 +276,7 @@ class _Fp8Product(torch.autograd.Function):
             )
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, *[None] * 9
+        return grad_x, grad_weight, grad_bias, *[None] * 11
 
 
 class _Final(torch.autograd.Function):
