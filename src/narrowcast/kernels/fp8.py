@@ -12,6 +12,8 @@ the same kernel as in eager mode. Where Triton has no kernels, plain torch does 
 passes.
 """
 
+import functools
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, final
 
@@ -27,6 +29,12 @@ MULTIPLE = 16
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # Half of the smallest value, which rounds to zero.
 _FLUSHED = {448.0: 2.0**-10, 57344.0: 2.0**-17}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gated_silu": F.silu,
+    "gated_gelu": F.gelu,
+    "gated_gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""Activations of a gate, by what `quantize` calls its product with what it lets through."""
 
 
 @final
@@ -106,7 +114,8 @@ def quantize(
     as bits if it is larger than what is there; to the others are added how many values were looked
     at (by a kernel, about one in eight), how many of these were beyond the format's range, and how
     many became zero that were not. What is not finite becomes NaN. With an activation the matrix is
-    quantised after it: `gelu` of x, or `gelu_backward`, x times the derivative at `beside`.
+    quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `beside`, or
+    `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `beside` times the activation of x.
     """
     call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _quantize
     found = call(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside)
@@ -225,6 +234,9 @@ def _plainly(
     elif activation == "gelu_backward":
         assert beside is not None
         value = torch.ops.aten.gelu_backward(value, beside.float())
+    elif activation:
+        assert beside is not None
+        value = GATES[activation](value) * beside.float()
     amax = value.abs().amax()
     if by_itself:
         scale_inv.copy_(scale_inv_for(amax, largest))

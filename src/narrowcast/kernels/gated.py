@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowcast.kernels.gelu_arithmetic import share_and_gauss
+from narrowcast.kernels.gelu_arithmetic import share_and_slope
 from narrowcast.kernels.launch import interpreted
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -138,7 +138,7 @@ def _forward(
     here = place < width
     a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
     b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
-    share, _ = _share_and_slope(a, ACTIVATION, BY_BITS)
+    share, _ = share_and_slope(a, ACTIVATION, BY_BITS)
     product = a * share * b
     tl.store(out + row * width + place, product.to(out.dtype.element_ty), mask=here)
 
@@ -164,26 +164,10 @@ def _backward(
     down = tl.load(grad + row * width + place, mask=here, other=0.0).to(tl.float32)
     a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
     b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
-    share, slope = _share_and_slope(a, ACTIVATION, BY_BITS)
+    share, slope = share_and_slope(a, ACTIVATION, BY_BITS)
     at = row * grad_row + place
     tl.store(grad_gate + at, (down * b * slope).to(grad_gate.dtype.element_ty), mask=here)
     tl.store(grad_value + at, (down * a * share).to(grad_value.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _share_and_slope(x, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
-    """What x is multiplied by in its activation, and the derivative of the whole"""
-    if ACTIVATION == "gelu":
-        share, gauss = share_and_gauss(x, BY_BITS)
-        return share, share + x * gauss * 0.3989422804014327
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh z) / 2 is the logistic function of 2z, with z = √(2/π) (x + 0.044715 x³).
-        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        return share, share + x * share * (1.0 - share) * inner
-    else:
-        share = tl.sigmoid(x)
-        return share, share * (1.0 + x * (1.0 - share))
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")

@@ -12,6 +12,8 @@ from narrowcast.kernels.launch import interpreted
 # matrices of 16384 × 4096 and 16384 × 16384; and the registers of a thread, which else go to
 # counting, for which few programs stop.
 _TILES = {"": (128, 64, 8, 64), "gelu": (64, 64, 4, 56), "gelu_backward": (64, 64, 4, 64)}
+# Of those with two tensors to read, as the last of these.
+_TILES |= dict.fromkeys(("gated_silu", "gated_gelu", "gated_gelu_tanh"), _TILES["gelu_backward"])
 _BLOCK = 16384
 _COUNTED = tl.constexpr(8)  # one tile in so many
 
@@ -112,7 +114,7 @@ def _largest_magnitude(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     other = value
-    if ACTIVATION == "gelu_backward":
+    if ACTIVATION != "" and ACTIVATION != "gelu":
         other = tl.load(beside + place, mask=place < count, other=0.0).to(tl.float32)
     value = activated(value, other, ACTIVATION, BY_BITS)
     tl.atomic_max(seen, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
@@ -163,7 +165,7 @@ def _scaled(
     """Some elements, scaled and ready to be cast, and their magnitudes before that"""
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     other = value
-    if ACTIVATION == "gelu_backward":
+    if ACTIVATION != "" and ACTIVATION != "gelu":
         other = tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
     value = activated(value, other, ACTIVATION, BY_BITS)
     return _castable(value, scale, LARGEST, BY_BITS), tl.abs(value)
@@ -254,7 +256,7 @@ def _count(
         here = (row + k < count)[:, None] & within
         value = tl.load(x + at + k * width, mask=here, other=0.0).to(tl.float32)
         other = value
-        if ACTIVATION == "gelu_backward":
+        if ACTIVATION != "" and ACTIVATION != "gelu":
             other = tl.load(beside + at + k * width, mask=here, other=0.0).to(tl.float32)
         value = activated(value, other, ACTIVATION, BY_BITS)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -67,7 +67,7 @@ class Fp8Linear(Mixin, nn.Linear):
         assert made is not None, "the weight was never quantised; call the model inside compute()"
         rows = input.reshape(-1, input.shape[-1])
         x_scale, grad_scale = self.nc_scales()
-        found = self.nc_input(input, rows, scale=x_scale)
+        found = self.nc_quantized(input, rows, scale=x_scale, learns=self.weight.requires_grad)
         formats = self.nc_formats
         output = _apply(
             rows, self.weight, self.bias, *_once(made), *_once(found), *grad_scale, formats
@@ -75,10 +75,12 @@ class Fp8Linear(Mixin, nn.Linear):
         shaped: Tensor = output.view(*input.shape[:-1], self.out_features)
         return shaped
 
-    def nc_input(self, given: Tensor, rows: Tensor, *, scale: Scale) -> Quantized:
-        """Return the rows of what this layer is given in fp8, as the last layer did if it may."""
-        formats = self.nc_formats
-        learns = torch.is_grad_enabled() and self.weight.requires_grad
+    def nc_quantized(self, given: Tensor, rows: Tensor, *, scale: Scale, learns: bool) -> Quantized:
+        """Return the rows of what this layer is given in fp8, made here or by a layer before it.
+
+        Transposed as well where a weight `learns` from them.
+        """
+        formats, learns = self.nc_formats, learns and torch.is_grad_enabled()
         return quantized_input(
             given,
             rows,
