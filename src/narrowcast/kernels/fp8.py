@@ -13,8 +13,10 @@ passes.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from types import ModuleType
 from typing import NamedTuple, final
 
 import torch
@@ -196,14 +198,13 @@ def _by_triton(
     activation: str,
     beside: Tensor | None,
 ) -> None:
-    from narrowcast.kernels.quantize import largest_magnitude, quantize_into
-
+    kernels = _kernels()
     measured = None
     if by_itself:
-        measured = largest_magnitude(x, activation=activation, beside=beside)
+        measured = kernels.largest_magnitude(x, activation=activation, beside=beside)
         if cast_stats is not None:
             torch.maximum(cast_stats[:1], measured, out=cast_stats[:1])
-    quantize_into(
+    kernels.quantize_into(
         rowwise,
         columnwise,
         x,
@@ -214,6 +215,12 @@ def _by_triton(
         activation=activation,
         beside=beside,
     )
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Return the kernels, which import Triton."""
+    return importlib.import_module("narrowcast.kernels.quantize")
 
 
 def _plainly(

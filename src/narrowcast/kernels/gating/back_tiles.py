@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.gelu_arithmetic import share_and_slope
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.launch import Launcher, interpreted
 from narrowcast.kernels.quantize import (
     _COUNTED,
     _castable,
@@ -47,49 +47,49 @@ def back_into(
         padded = count
     measured = torch.zeros(2, dtype=torch.int32, device=grad.device) if any(by_itself) else None
     if measured is not None:
-        _largest_of_both[(triton.cdiv(grad.numel(), _BLOCK),)](
-            grad,
-            gate,
-            value,
-            measured,
-            grad.numel(),
-            ACTIVATION=activation,
-            BY_BITS=interpreted(),
-            BLOCK=_BLOCK,
+        _launch_largest(
+            (-(-grad.numel() // _BLOCK), 1, 1),
+            (grad, gate, value, measured),
+            (grad.numel(),),
+            (activation, interpreted(), _BLOCK),
             num_warps=8,
         )
         for i, (own, noted) in enumerate(zip(by_itself, cast_stats, strict=True)):
             if own and noted is not None:
                 torch.maximum(noted[:1], measured[i : i + 1], out=noted[:1])
     counts = [scale_inv[i] if noted is None else noted for i, noted in enumerate(cast_stats)]
-    _back_tile[(triton.cdiv(width, _TILE_COLUMNS), triton.cdiv(padded, _TILE_ROWS))](
-        grad,
-        gate,
-        value,
-        rowwise[0].view(torch.uint8),
-        columnwise[0].view(torch.int32),
-        rowwise[1].view(torch.uint8),
-        columnwise[1].view(torch.int32),
-        scale_inv[0],
-        scale_inv[1],
-        scale_inv[0] if measured is None else measured,
-        counts[0],
-        counts[1],
-        count,
-        width,
-        padded,
-        LARGEST=largest,
-        FIXED_GATE=not by_itself[0],
-        FIXED_VALUE=not by_itself[1],
-        COUNT_GATE=cast_stats[0] is not None,
-        COUNT_VALUE=cast_stats[1] is not None,
-        ROWS=bool(rowwise[0].numel()),
-        COLUMNS=bool(columnwise[0].numel()),
-        ACTIVATION=activation,
-        BY_BITS=interpreted(),
-        E5M2=rowwise[0].dtype == torch.float8_e5m2,
-        FOURS=_TILE_ROWS // 4,
-        TILE_COLUMNS=_TILE_COLUMNS,
+    in_rows, in_columns = bool(rowwise[0].numel()), bool(columnwise[0].numel())
+    codes = [
+        layout.view(as_what) if layout.numel() else grad
+        for both in zip(rowwise, columnwise, strict=True)
+        for layout, as_what in zip(both, (torch.uint8, torch.int32), strict=True)
+    ]
+    _launch_tile(
+        (-(-width // _TILE_COLUMNS), -(-padded // _TILE_ROWS), 1),
+        (
+            grad,
+            gate,
+            value,
+            *codes,
+            *scale_inv,
+            scale_inv[0] if measured is None else measured,
+            *counts,
+        ),
+        (count, width, padded),
+        (
+            largest,
+            not by_itself[0],
+            not by_itself[1],
+            cast_stats[0] is not None,
+            cast_stats[1] is not None,
+            in_rows,
+            in_columns,
+            activation,
+            interpreted(),
+            rowwise[0].dtype == torch.float8_e5m2,
+            _TILE_ROWS // 4,
+            _TILE_COLUMNS,
+        ),
         num_warps=_WARPS,
     )
 
@@ -295,3 +295,6 @@ def _back_tile(
             grad, gate, value, gate_stats, value_stats, at, row, count, width, within,
             gate_inv, value_inv, LARGEST, COUNT_GATE, COUNT_VALUE, ACTIVATION, BY_BITS,
         )  # fmt: skip
+
+
+_launch_tile, _launch_largest = Launcher(_back_tile), Launcher(_largest_of_both)

@@ -186,8 +186,12 @@ class AmaxHistory:
     def __init__(self, whole: AmaxHistories, module: int) -> None:
         self.whole, self.module = whole, module  # the whole holds the memory
         self.amax = whole.amax[module]
-        self._scale_inv = [_single(whole.scale_inv[module, i]) for i in range(len(OPERANDS))]
-        self._cast_stats = list(whole.cast_stats[module])
+        self._scale_inv: dict[str, Tensor] = {
+            role: _single(whole.scale_inv[module, i]) for i, role in enumerate(OPERANDS)
+        }
+        self._cast_stats: dict[str, Tensor] = dict(
+            zip(OPERANDS, whole.cast_stats[module], strict=True)
+        )
 
     def reads_with(self, other: "AmaxHistory") -> bool:
         """Have one scale with another module for inputs, which are the same tensors; or say no.
@@ -202,14 +206,14 @@ class AmaxHistory:
             return False
         if whole.reads_of[self.module] != self.module or whole.reads_of.count(self.module) > 1:
             return leader == whole.reads_of[self.module]  # it has one with somebody already
-        self._scale_inv[_INPUT] = other._scale_inv[_INPUT]
-        self._cast_stats[_INPUT] = other._cast_stats[_INPUT]
+        self._scale_inv["input"] = other._scale_inv["input"]
+        self._cast_stats["input"] = other._cast_stats["input"]
         whole.join(self.module, leader)
         return True
 
     def scale_inv(self, role: str) -> Tensor:
         """Return the inverse scale of a role: one number, zero until it is first used."""
-        return self._scale_inv[OPERANDS.index(role)]
+        return self._scale_inv[role]
 
     def is_decided(self, role: str) -> bool:
         """Say whether native products use the scale of a role as it is."""
@@ -218,7 +222,7 @@ class AmaxHistory:
     def cast_stats(self, role: str) -> Tensor | None:
         """Return where a cast notes what it met in a role; of inputs, only in training."""
         noted = torch.is_grad_enabled() or role != "input"
-        return self._cast_stats[OPERANDS.index(role)] if noted else None
+        return self._cast_stats[role] if noted else None
 
     @property
     def moves(self) -> int:

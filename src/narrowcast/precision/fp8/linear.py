@@ -65,15 +65,15 @@ class Fp8Linear(Mixin, nn.Linear):
             self.nc_refresh()
         made = self.nc_weight
         assert made is not None, "the weight was never quantised; call the model inside compute()"
-        rows = input.reshape(-1, input.shape[-1])
+        weight = self.weight
+        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
         x_scale, grad_scale = self.nc_scales()
-        found = self.nc_quantized(input, rows, scale=x_scale, learns=self.weight.requires_grad)
+        found = self.nc_quantized(input, rows, scale=x_scale, learns=weight.requires_grad)
         formats = self.nc_formats
-        output = _apply(
-            rows, self.weight, self.bias, *_once(made), *_once(found), *grad_scale, formats
+        product: Tensor = _apply(
+            rows, weight, self.bias, *_once(made), *_once(found), *grad_scale, formats
         )
-        shaped: Tensor = output.view(*input.shape[:-1], self.out_features)
-        return shaped
+        return product if rows is input else product.view(*input.shape[:-1], self.out_features)
 
     def nc_quantized(self, given: Tensor, rows: Tensor, *, scale: Scale, learns: bool) -> Quantized:
         """Return the rows of what this layer is given in fp8, made here or by a layer before it.
@@ -110,21 +110,15 @@ class Fp8Linear(Mixin, nn.Linear):
 
         In eager mode every call asks; before a compiled forward pass `compute()` does.
         """
-        weight = self.weight.detach()
+        weight = self.weight
         # A weight that never moves has its scale once and for all.
-        history = self.nc_history if self.weight.requires_grad else None
+        history = self.nc_history if weight.requires_grad else None
         moves = 0 if history is None else history.moves
-        before, now = (
-            self.nc_weight_is_of,
-            (
-                weight.data_ptr(),
-                self.weight._version,
-                moves,
-                self.training,
-            ),
-        )
+        before = self.nc_weight_is_of
+        now = weight.data_ptr(), weight._version, moves, self.training
         if now == before:
             return
+        weight = weight.detach()
         with torch.inference_mode(mode=False), torch.no_grad():  # kept for training too
             made = self.nc_weight = self._nc_made(weight, history)
         if before is not None and before[:-1] != now[:-1]:
@@ -158,6 +152,12 @@ def _once(made: Quantized) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return rowwise, columnwise, scale_inv, None if other is scale_inv else other
 
 
+def _first(rows: Tensor, count: int) -> Tensor:
+    """Return the first so many rows; a view costs the host more than to look whether it is all."""
+    whole = not torch.compiler.is_compiling() and rows.shape[0] == count
+    return rows if whole else rows[:count]
+
+
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -189,7 +189,8 @@ class _Fp8Product(torch.autograd.Function):
             dtype=dtype_of(formats.output),
             by_weight=True,
             fast=formats.fast,
-        )[: x.shape[0]]
+        )
+        output = _first(output, x.shape[0])
         if bias is not None:
             output = output + bias.to(output.dtype)
         ctx.save_for_backward(
@@ -265,7 +266,7 @@ class _Fp8Product(torch.autograd.Function):
                 scales = (found.rowwise_scale_inv, weight_scale_inv)
                 dtype = dtype_of(formats.output)
                 grad_x = scaling.product(found.rowwise, weight, scales, dtype=dtype, by_weight=True)
-            grad_x = grad_x[: grad.shape[0]].to(ctx.x_dtype)
+            grad_x = _first(grad_x, grad.shape[0]).to(ctx.x_dtype)
         if needs_weight and not needs_scale(to_weight.name):
             grad_weight = grad.to(BF16.dtype).t() @ x.to(BF16.dtype)
         elif needs_weight:

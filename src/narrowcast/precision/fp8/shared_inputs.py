@@ -10,7 +10,7 @@ magnitudes of the same tensors, so those who meet in one tensor have one scale f
 """
 
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,10 +123,10 @@ def _fits(
 
 def _where(given: Tensor) -> tuple[int, bool]:
     """Return the stream in use, and whether it is captured: another knows nothing of this one."""
-    if given.device.type != "cuda":
+    device = given.device
+    if device.type != "cuda":
         return 0, False
-    stream: Any = torch.cuda.current_stream(given.device)
-    return stream.cuda_stream, is_capturing(given.device)
+    return torch._C._cuda_getCurrentRawStream(device.index), is_capturing(device)
 
 
 def _make_room(kept: dict[int, _Made]) -> None:
