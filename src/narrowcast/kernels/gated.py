@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.gelu_arithmetic import share_and_slope
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.launch import Launcher, interpreted
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -73,16 +73,11 @@ def _gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     result: Tensor = _product_shape(gate, value, activation)
     gate, value = _rows(gate, value)
     rows, width = gate.shape
-    _forward[(rows * triton.cdiv(width, _BLOCK),)](
-        gate,
-        value,
-        result,
-        width,
-        gate.stride(0),
-        value.stride(0),
-        ACTIVATION=activation,
-        BY_BITS=interpreted(),
-        BLOCK=_BLOCK,
+    _launch_forward(
+        (rows * -(-width // _BLOCK), 1, 1),
+        (gate, value, result),
+        (width, gate.stride(0), value.stride(0)),
+        (activation, interpreted(), _BLOCK),
         num_warps=4,
     )
     return result
@@ -93,19 +88,11 @@ def _gated_back(grad: Tensor, gate: Tensor, value: Tensor, activation: str, halv
     gate, value = _rows(gate, value, apart=halves)
     rows, width = gate.shape
     first, second = result.chunk(2, -1) if halves else result
-    _backward[(rows * triton.cdiv(width, _BLOCK),)](
-        grad.contiguous(),
-        gate,
-        value,
-        first,
-        second,
-        width,
-        gate.stride(0),
-        value.stride(0),
-        2 * width if halves else width,
-        ACTIVATION=activation,
-        BY_BITS=interpreted(),
-        BLOCK=_BLOCK,
+    _launch_backward(
+        (rows * -(-width // _BLOCK), 1, 1),
+        (grad.contiguous(), gate, value, first, second),
+        (width, gate.stride(0), value.stride(0), 2 * width if halves else width),
+        (activation, interpreted(), _BLOCK),
         num_warps=4,
     )
     return result
@@ -170,6 +157,7 @@ def _backward(
     tl.store(grad_value + at, (down * a * share).to(grad_value.dtype.element_ty), mask=here)
 
 
+_launch_forward, _launch_backward = Launcher(_forward), Launcher(_backward)
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
     "gated(Tensor gate, Tensor value, str activation) -> Tensor",
