@@ -10,6 +10,7 @@ from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
+import narrowcast as nc
 from narrowcast.precision.fp8 import linear, shared_inputs
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
@@ -18,9 +19,6 @@ from narrowcast.precision.products.in_force import put_in_force
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="needs torch 2.13, whose CPU has row-scaled fp8 products"
-)
 SCALINGS = ["fp8-tensor", "fp8-delayed", "fp8-row"]
 
 
@@ -40,6 +38,8 @@ class Heads(nn.Module):
 
 
 def heads(policy):
+    if torch.__version__ < "2.13":
+        pytest.skip("needs torch 2.13, whose CPU has row-scaled fp8 products")
     torch.manual_seed(0)
     model = Heads()
     formats = ProductFormats.of(PRESETS[policy])
@@ -274,3 +274,64 @@ def test_a_compiler_makes_one_cast_of_those_that_have_one_scale(policy):
     torch._dynamo.reset()
     assert counts == [1, 3]  # of the input, and of the gradient of each layer's output
     assert_equal(found, expected)
+
+
+@pytest.fixture
+def gpu_with_fp8(cuda):
+    if torch.cuda.get_device_capability(cuda) < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
+    return cuda
+
+
+def prepared(policy, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(32), Heads()).to(device)
+    # As small as this, no layer would gain by fp8.
+    plan = nc.plan(model, policy, hardware=nc.probe(str(device)), only_faster=False)
+    return nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy=plan), model
+
+
+@pytest.mark.parametrize("policy", SCALINGS)
+def test_a_prepared_model_learns_the_same_with_one_cast_as_with_three(policy, casts, gpu_with_fp8):
+    weights = []
+    for shares in (True, False):
+        run, model = prepared(policy, gpu_with_fp8)
+        with pytest.MonkeyPatch.context() as patch:
+            if not shares:
+                patch.setattr(shared_inputs, "kept_in_force", lambda: None)
+            for step in range(3):
+                casts.clear()
+                with run.compute():
+                    loss = model(drawn(step).to(gpu_with_fp8)).float().pow(2).mean()
+                run.step(loss)
+                assert len(casts) == (1 if shares else 3)
+        weights.append(dict(model.named_parameters()))
+    assert_equal(*weights)
+
+
+@pytest.mark.parametrize("policy", SCALINGS)
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_captured_pass_casts_what_it_is_replayed_with(policy, leaf, gpu_with_fp8):
+    run, model = prepared(policy, gpu_with_fp8)
+    heads_alone = model[1]
+    x = drawn().to(gpu_with_fp8)
+
+    def passes():
+        given = x if leaf else (x * 1).requires_grad_() * 1
+        with run.compute():
+            return heads_alone(given)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            passes()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = passes()
+    x.copy_(drawn(7).to(gpu_with_fp8) / 2)  # within the scale that was decided
+    expected = passes().clone()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
