@@ -119,7 +119,7 @@ def quantize(
     quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `beside`, or
     `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `beside` times the activation of x.
     """
-    call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _quantize
+    call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _made
     found = call(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside)
     used = found[2] if scale_inv is None else scale_inv
     return Quantized(found[0], found[1], used, used)
@@ -136,9 +136,8 @@ def quantize_into(
         by_itself = DECIDED.first_use(into.scale_inv)
     work = _by_triton if not unsupported_reason(x.device) else _plainly
     largest = LARGEST[into.rowwise.dtype]
-    # As `.data`: other layers' counts lie in the same memory, and autograd may be keeping those.
-    scale, noted = into.scale_inv.data, None if cast_stats is None else cast_stats.data
-    work(x.contiguous(), into.rowwise, into.columnwise, scale, noted, by_itself, largest, "", None)
+    scale, rows, columns = into.scale_inv, into.rowwise, into.columnwise
+    work(x.contiguous(), rows, columns, scale, cast_stats, by_itself, largest, "", None)
 
 
 def scale_inv_for(amax: Tensor, largest: Tensor | float) -> Tensor:
@@ -168,23 +167,39 @@ def _quantize(
     activation: str,
     beside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what an operator may: no tensor that it was given."""
+    in_rows, in_columns, used = _made(
+        x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside
+    )
+    fresh = used if scale_inv is None else used.new_empty(0)
+    return in_rows, in_columns, fresh
+
+
+def _made(
+    x: Tensor,
+    target: torch.dtype,
+    scale_inv: Tensor | None,
+    cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    activation: str,
+    beside: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     beside = None if beside is None else beside.contiguous()
     count, width = x.shape
     padded = count + -count % MULTIPLE
     in_rows = torch.empty((padded, width) if rowwise else 0, dtype=target, device=x.device)
     in_columns = torch.empty((width, padded) if columnwise else 0, dtype=target, device=x.device)
-    fresh = torch.empty(1 if scale_inv is None else 0, dtype=torch.float32, device=x.device)
+    used = scale_inv
+    if used is None:
+        used = torch.empty(1, dtype=torch.float32, device=x.device)
     if not x.numel():
-        return in_rows, in_columns, fresh.fill_(1)
+        return in_rows, in_columns, used.fill_(1) if scale_inv is None else used
     by_itself = scale_inv is None or DECIDED.first_use(scale_inv)
-    given = fresh if scale_inv is None else scale_inv
     work = _by_triton if not unsupported_reason(x.device) else _plainly
-    # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
-    # they may be set for the first time.
-    given, noted = given.data, None if cast_stats is None else cast_stats.data
-    work(x, in_rows, in_columns, given, noted, by_itself, LARGEST[target], activation, beside)
-    return in_rows, in_columns, fresh
+    work(x, in_rows, in_columns, used, cast_stats, by_itself, LARGEST[target], activation, beside)
+    return in_rows, in_columns, used
 
 
 def _by_triton(
@@ -203,7 +218,8 @@ def _by_triton(
     if by_itself:
         measured = kernels.largest_magnitude(x, activation=activation, beside=beside)
         if cast_stats is not None:
-            torch.maximum(cast_stats[:1], measured, out=cast_stats[:1])
+            noted = cast_stats.data[:1]  # as `.data`, see below; kernels' writes are not counted
+            torch.maximum(noted, measured, out=noted)
     kernels.quantize_into(
         rowwise,
         columnwise,
@@ -235,6 +251,9 @@ def _plainly(
     beside: Tensor | None,
 ) -> None:
     """Do as the kernels do, in a pass for each operation."""
+    # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
+    # they may be set for the first time; and other layers' counts lie in the same memory.
+    scale_inv, cast_stats = scale_inv.data, None if cast_stats is None else cast_stats.data
     value = x.float()
     if activation == "gelu":
         value = F.gelu(value)
