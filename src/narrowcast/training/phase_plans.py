@@ -13,7 +13,7 @@ from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.diff import formats_text
 from narrowcast.precision.plan.memory import Memory
-from narrowcast.precision.plan.plan import Plan, make_plan
+from narrowcast.precision.plan.plan import Plan, Running, make_plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.training.optimizers import moments_of
 
@@ -74,7 +74,12 @@ def plan_recipe_model(
         only_faster=precision.only_faster,
         fuse=precision.fuse,
         memory=Memory(**recipe.memory.model_dump()),
+        running="captured" if recipe.cuda_graph in (None, True) else _uncaptured(recipe),
     )
+
+
+def _uncaptured(recipe: Recipe) -> Running:
+    return "compiled" if recipe.compile else "eager"
 
 
 def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple[_Answer, ...]:

@@ -39,6 +39,9 @@ def test_every_kind_and_shape_is_timed_and_a_larger_one_takes_longer(monkeypatch
         # 8192 times the arithmetic; small products take a launch's time whatever they are.
         assert by_shape[1, 1, 1] > 4 * by_shape[0, 0, 0] > 0
     assert Speeds.from_json(found.to_json()) == found
+    assert set(found.host_seconds) == {"bf16", "tensor", "delayed", "row", "block"} & set(KINDS)
+    # A host takes microseconds over a call, and no layer has a thousand.
+    assert all(1e-6 < value < 1e-2 for value in found.host_seconds.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

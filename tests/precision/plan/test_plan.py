@@ -9,7 +9,7 @@ from torch import nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Speeds, Support, probe
-from narrowcast.precision.plan.plan import make_plan
+from narrowcast.precision.plan.plan import make_plan, running_of
 from narrowcast.precision.plan.policy import PRODUCTS, Policy
 
 
@@ -141,6 +141,58 @@ def test_a_layer_that_gains_nothing_is_kept_wider_and_the_reason_names_its_shape
     assert small.reason.endswith("; kept bf16: 4096×1024×1024 gains nothing (1.00 ×)")
     assert (large.policy.forward, large.policy.scaling) == ("e4m3", "tensor")
     assert large.reason == "native: compute capability 9.0; 2.00 × bf16 at 4096×4096×4096"
+
+
+# The device saves half a second by a large layer in fp8-tensor, three quarters in fp8-delayed.
+HOSTS = {"bf16": 0.5, "tensor": 1.1, "delayed": 1.1}
+
+
+@pytest.fixture
+def with_host(h200):
+    return dataclasses.replace(h200, speeds=dataclasses.replace(SPEEDS, host_seconds=HOSTS))
+
+
+def test_an_eager_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(with_host):
+    def planned(policy, running):
+        plan = make_plan(
+            small_and_large(), policy, hardware=with_host, gemm_rows=4096, running=running
+        )
+        return rows(plan)["large"]
+
+    eager = planned("fp8-tensor", "eager")
+    assert {getattr(eager.policy, role) for role in PRODUCTS} == {"bf16"}
+    told = (
+        "kept bf16: eager, the host takes longer over 4096×4096×4096 than fp8 saves (else 2.00 ×)"
+    )
+    assert eager.reason.endswith(f"; {told}")
+    assert planned("fp8-tensor", None).reason == eager.reason  # it is not compiled
+    for running in ("compiled", "captured"):
+        assert planned("fp8-tensor", running).policy.forward == "e4m3"
+    assert planned("fp8-delayed", "eager").policy.forward == "e4m3"  # saves more than it costs
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp8-tensor"])
+def test_an_exception_that_asks_for_fp8_has_it_whatever_it_costs_the_host(with_host, policy):
+    text = "forward=e4m3, grad_input=e5m2, grad_weight=e5m2, scaling=tensor"
+    settings = {"gemm_rows": 4096, "running": "eager", "overrides": {"large": text}}
+    plan = make_plan(small_and_large(), policy, hardware=with_host, **settings)
+    assert rows(plan)["large"].policy.forward == "e4m3"
+
+
+def test_without_only_faster_nothing_is_kept_wider_for_the_host(with_host):
+    model = small_and_large()
+    settings = {"gemm_rows": 4096, "running": "eager", "only_faster": False}
+    plan = make_plan(model, "fp8-tensor", hardware=with_host, **settings)
+    assert rows(plan)["large"].policy.forward == "e4m3"
+
+
+def test_a_model_that_was_given_to_a_compiler_runs_compiled():
+    model = nn.Sequential(nn.Linear(16, 16))
+    assert running_of(model) == "eager"
+    assert running_of(torch.compile(model)) == "compiled"
+    assert running_of(model) == "eager"
+    model[0].compile()
+    assert running_of(model) == "compiled"
 
 
 @pytest.mark.parametrize(

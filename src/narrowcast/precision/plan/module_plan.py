@@ -80,7 +80,9 @@ class ModulePlanner:
         *,
         gemm_rows: int,
         only_faster: bool,
+        eager: bool = False,
     ) -> None:
+        self._eager = eager
         self._policy, self._hardware, self._emulate = policy, hardware, emulate
         self._unexcepted = replace(policy, exceptions=(), head="")
         self._gemm_rows, self._only_faster = gemm_rows, only_faster
@@ -121,7 +123,9 @@ class ModulePlanner:
             how, why = self._product_support(policy)
             speed = ""
             if how == "native":  # what is emulated is not asked for because it is fast
-                speed, policy = self._where_it_gains(policy, module)
+                speed, policy = self._where_it_gains(
+                    policy, module, asked=bool(self._policy.exception_for(name)[1])
+                )
                 how, why = self._product_support(policy)
             reason = "; ".join(filter(None, [kept, why, speed]))
         notes = ["exception"] if excepted else []
@@ -185,27 +189,32 @@ class ModulePlanner:
         stored = f"kept in e4m3 with row scales{done}"
         return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
 
-    def _where_it_gains(self, policy: Policy, module: nn.Module) -> tuple[str, Policy]:
-        """Return the policy that is the faster one for a linear layer, and what was measured."""
+    def _where_it_gains(
+        self, policy: Policy, module: nn.Module, *, asked: bool
+    ) -> tuple[str, Policy]:
+        """Return the policy that is the faster one for a linear layer, and what was measured.
+
+        Where an exception has `asked` for it, nothing is left undone for what it costs the host.
+        """
         speeds = self._hardware.speeds
         if is_uniform(policy) or not isinstance(module, nn.Linear):
             return "", policy
-        shape = f"{self._gemm_rows}×{module.in_features}×{module.out_features}"
-        gain = None
+        kind, rows, wide = policy.scaling, self._gemm_rows, policy.functional
+        inputs, outputs = module.in_features, module.out_features
+        shape = f"{rows}×{inputs}×{outputs}"
+        gain = late = None
         if speeds is not None:
-            gain = speeds.gain(
-                policy.scaling,
-                tokens=self._gemm_rows,
-                inputs=module.in_features,
-                outputs=module.out_features,
-            )
+            gain = speeds.gain(kind, tokens=rows, inputs=inputs, outputs=outputs)
+            late = speeds.waited_for(kind, tokens=rows, inputs=inputs, outputs=outputs)
         if gain is None:
             return "its speed is not measured here", policy
-        if gain > MIN_SPEEDUP or not self._only_faster:
-            return f"{gain:.2f} × {policy.functional} at {shape}", policy
-        return f"kept {policy.functional}: {shape} gains nothing ({gain:.2f} ×)", in_one_format(
-            policy, policy.functional
-        )
+        if gain <= MIN_SPEEDUP and self._only_faster:
+            why = f"kept {wide}: {shape} gains nothing ({gain:.2f} ×)"
+            return why, in_one_format(policy, wide)
+        if late and self._eager and self._only_faster and not asked:
+            why = f"kept {wide}: eager, the host takes longer over {shape} than fp8 saves"
+            return f"{why} (else {gain:.2f} ×)", in_one_format(policy, wide)
+        return f"{gain:.2f} × {wide} at {shape}", policy
 
     def _product_support(self, policy: Policy) -> tuple[How, str]:
         names = sorted({policy.forward, policy.grad_input, policy.grad_weight})

@@ -6,7 +6,7 @@ and the report shows it: they read one value and cannot disagree.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,6 +22,8 @@ from narrowcast.precision.plan.presets import AnyPolicy, policy_from
 from narrowcast.precision.plan.table import Table, as_html, as_text, table_of
 from narrowcast.precision.swap import plain_class
 
+Running = Literal["eager", "compiled", "captured"]
+"""How a model's passes are run."""
 ASSUMED_ROWS = 8192
 """Rows a linear layer multiplies at once, where nobody says."""
 
@@ -102,6 +104,7 @@ def make_plan(
     only_faster: bool = True,
     fuse: Fuse = AUTO,
     memory: Memory = AS_IT_IS,
+    running: Running | None = None,
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
@@ -111,11 +114,21 @@ def make_plan(
     nothing from fp8 at that number, as measured on this GPU, is kept in the wider format. `fuse`
     says which pieces are computed as one, where a model is known to have them: `auto` in 16 bits on
     a GPU, `none`, or names of pieces, which are done or refused. `memory` says what is computed
-    again or kept on the host, to need less memory on the device.
+    again or kept on the host, to need less memory on the device. `running` says how the model will
+    run: `eager`, where a layer that costs the host more time than fp8 saves the device is kept
+    wider too, unless an exception asks for it; `compiled`; or `captured` as a CUDA graph. Left out,
+    a model that is not compiled yet is taken to run as it is.
     """
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
-    planner = ModulePlanner(whole, hardware, emulate, gemm_rows=gemm_rows, only_faster=only_faster)
+    planner = ModulePlanner(
+        whole,
+        hardware,
+        emulate,
+        gemm_rows=gemm_rows,
+        only_faster=only_faster,
+        eager=(running_of(model) if running is None else running) == "eager",
+    )
     seen: set[int] = set()
     inside_attention: set[int] = set()
     uncalled: set[str] = set()
@@ -166,6 +179,15 @@ def make_plan(
         fused=fused,
         memory=saving,
     )
+
+
+def running_of(model: nn.Module) -> Running:
+    """Say whether a model, or what it is made of, was given to a compiler."""
+    compiled = any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )
+    return "compiled" if compiled else "eager"
 
 
 def with_losses(plan: Plan, model: nn.Module) -> Plan:
