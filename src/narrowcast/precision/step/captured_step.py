@@ -10,6 +10,7 @@ device, because a capture that breaks off leaves torch unable to go on. Where th
 step is launched, and `why` says so.
 """
 
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, final
@@ -198,6 +199,9 @@ class CapturedStep:
             if "synchronizing CUDA operation" not in str(error):
                 raise
             why, waited = f"it waits for the device at {synchronizing_line(error)}", error
+            # Frames that have ended hold the loss, and with it the nodes that add gradients up on
+            # the stream of captures: a step by hand would find those, and torch would warn of it.
+            traceback.clear_frames(error.__traceback__)
         finally:
             _set_sync_debug_mode(before)
         why = why or self._terms.changed_by_passes(buffers)
