@@ -19,6 +19,7 @@ from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
 from narrowcast.precision.memory.checkpointing import recompute_blocks
 from narrowcast.precision.memory.host_activations import offload_blocks
+from narrowcast.precision.modules.siblings import siblings_in
 from narrowcast.precision.modules.wrappers import (
     Bf16Recurrent,
     EmulatedLinear,
@@ -31,7 +32,6 @@ from narrowcast.precision.plan.module_kinds import kind_of, multiplies, needs_on
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
-from narrowcast.precision.plan.siblings import siblings_in
 from narrowcast.precision.products.entry import Entry, InRegion, PreparedModel
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.products.regions import Region

@@ -6,7 +6,7 @@ and the report shows it: they read one value and cannot disagree.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +14,8 @@ from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.kept import KeptLayer
 from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
+from narrowcast.precision.plan.gains import Measured, Running, running_of
+from narrowcast.precision.plan.gains import lines_of as running_lines
 from narrowcast.precision.plan.memory import AS_IT_IS, Memory, MemoryPlan, plan_memory
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
@@ -22,8 +24,6 @@ from narrowcast.precision.plan.presets import AnyPolicy, policy_from
 from narrowcast.precision.plan.table import Table, as_html, as_text, table_of
 from narrowcast.precision.swap import plain_class
 
-Running = Literal["eager", "compiled", "captured"]
-"""How a model's passes are run."""
 ASSUMED_ROWS = 8192
 """Rows a linear layer multiplies at once, where nobody says."""
 
@@ -50,6 +50,8 @@ class Plan:
     """What is, and what is left as it is though it could be, each with the reason."""
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     """What is computed again, and what waits in the host's memory, to need less on the device."""
+    running: Running = "eager"
+    """How the model's passes were taken to be run."""
 
     @property
     def emulated(self) -> bool:
@@ -69,7 +71,15 @@ class Plan:
     @property
     def _table(self) -> Table:
         whole = table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
-        return whole._replace(notes=[*whole.notes, *self.memory.lines, *lines_of(self.fused)])
+        narrow = sum("fp8" in each.bytes for each in self.modules)
+        running = running_lines(self.running, spared=self.spares_host, narrow=narrow)
+        notes = [*whole.notes, *running, *self.memory.lines, *lines_of(self.fused)]
+        return whole._replace(notes=notes)
+
+    @property
+    def spares_host(self) -> int:
+        """How many modules are kept wider only for what fp8 would cost the host in eager mode."""
+        return sum(each.spares_host for each in self.modules)
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
@@ -89,6 +99,7 @@ class Plan:
             "bytes": dict(self.bytes),
             "fused": [each.to_json() for each in self.fused],
             "memory": self.memory.to_json(),
+            "running": self.running,
         }
 
 
@@ -119,15 +130,16 @@ def make_plan(
     wider too, unless an exception asks for it; `compiled`; or `captured` as a CUDA graph. Left out,
     a model that is not compiled yet is taken to run as it is.
     """
+    running = running_of(model, running)
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
     planner = ModulePlanner(
         whole,
         hardware,
         emulate,
-        gemm_rows=gemm_rows,
-        only_faster=only_faster,
-        eager=(running_of(model) if running is None else running) == "eager",
+        measured=Measured(
+            speeds=hardware.speeds, rows=gemm_rows, running=running, only_faster=only_faster
+        ),
     )
     seen: set[int] = set()
     inside_attention: set[int] = set()
@@ -178,16 +190,8 @@ def make_plan(
         fuse=fuse if isinstance(fuse, str) else tuple(fuse),
         fused=fused,
         memory=saving,
+        running=running,
     )
-
-
-def running_of(model: nn.Module) -> Running:
-    """Say whether a model, or what it is made of, was given to a compiler."""
-    compiled = any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        for module in model.modules()
-    )
-    return "compiled" if compiled else "eager"
 
 
 def with_losses(plan: Plan, model: nn.Module) -> Plan:

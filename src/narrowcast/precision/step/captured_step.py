@@ -80,7 +80,13 @@ class CapturedStep:
         """Say what is captured, and how the last step was taken."""
         name = getattr(self._loss_of, "__qualname__", type(self._loss_of).__name__)
         held = f"{len(self._graphs)} of at most {self._most} signatures captured"
-        return f"<graphed step of {name}: {held}; {self.why or 'the last step was replayed'}>"
+        last = self.why or "the last step was replayed"
+        if spared := self._engine.plan.spares_host:
+            last += (
+                f"; the plan is for eager steps, and keeps {spared} of the modules wider for what "
+                'fp8 costs the host, which a replay does not: run.change(…, running="captured")'
+            )
+        return f"<graphed step of {name}: {held}; {last}>"
 
     @property
     def captured(self) -> bool:

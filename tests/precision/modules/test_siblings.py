@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.precision.plan.siblings import siblings_in, siblings_of
+from narrowcast.precision.modules.siblings import siblings_in, siblings_of
 
 transformers = pytest.importorskip("transformers")
 
