@@ -49,7 +49,8 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
     if strategy.has_lookahead:
         settings, after = strategy.lookahead, strategy.lookahead_after
         told.append(
-            f"{f'after {after} steps ' if after else ''}each gradient is taken {settings.pull:g} of the way from the newest "
+            f"{f'after {after} steps ' if after else ''}each gradient is taken "
+            f"{settings.pull:g} of the way from the newest "
             f"weights to their average, which follows at {settings.share:g} a step"
         )
     if strategy.has_jumps:
