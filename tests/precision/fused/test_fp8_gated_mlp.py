@@ -31,18 +31,7 @@ ACTIVATIONS = {
     "gelu_tanh": nn.GELU(approximate="tanh"),
 }
 LAYERS = ("gate_proj", "up_proj", "down_proj")
-
-
-def needs_fp8_products():
-    if DEVICE == "cuda":
-        return torch.cuda.get_device_capability() < (8, 9)
-    return torch.__version__ < "2.13"
-
-
-pytestmark = pytest.mark.skipif(
-    needs_fp8_products(),
-    reason="needs torch 2.13 on a CPU, or a GPU of compute capability 8.9",
-)
+pytestmark = pytest.mark.usefixtures("fp8_products")
 
 
 class Gated(nn.Module):

@@ -18,6 +18,7 @@ from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fp8.scaling import dtype_of
 from narrowcast.precision.fp8.tensorwise import scaled_product
 from narrowcast.precision.fused.declared import is_watched
+from narrowcast.precision.fused.fp8_mlp import layouts_and_scale
 from narrowcast.precision.plan.known_pieces import GatedMlp
 from narrowcast.precision.products.operands import ProductFormats, needs_scale
 from narrowcast.precision.products.straight import is_transformed
@@ -54,9 +55,9 @@ class Fp8GatedMlp(Mixin):
             gate.weight,
             value.weight,
             down.weight,
-            *_layouts_and_scale(gate),
-            *_layouts_and_scale(value),
-            *_layouts_and_scale(down),
+            *layouts_and_scale(gate),
+            *layouts_and_scale(value),
+            *layouts_and_scale(down),
             found.rowwise,
             found.columnwise,
             found.scale_inv,
@@ -98,12 +99,6 @@ def can_chain(module: nn.Module, known: GatedMlp) -> bool:
     if not can or gate.nc_history is None or value.nc_history is None:
         return can
     return value.nc_history.reads_with(gate.nc_history)
-
-
-def _layouts_and_scale(layer: Fp8Linear) -> tuple[Tensor, Tensor, Tensor]:
-    made = layer.nc_weight
-    assert made is not None, "the weight was never quantised; call the model inside compute()"
-    return made.rowwise, made.columnwise, made.scale_inv
 
 
 class _Chain(torch.autograd.Function):
