@@ -63,7 +63,10 @@ class PhasesSection(Section):
     """How long each phase lasts, and what a prediction must promise; none: as the preset has it."""
 
     warmup_steps: int | None = Field(
-        default=None, ge=1, le=MOST_STEPS, description="steps before a jump; where written, before the point ahead too"
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="steps before a jump; where written, before the point ahead too",
     )
     full_steps: int | None = Field(
         default=None, ge=1, le=MOST_STEPS, description="steps of training between two predictions"
