@@ -193,8 +193,9 @@ def test_a_plan_says_how_it_took_the_model_to_run(with_host, only_faster, runnin
     assert plan.spares_host == ("1 layer" in told)
 
 
-def test_a_plan_without_fp8_says_nothing_of_it(with_host):
+def test_a_plan_that_does_not_depend_on_it_says_nothing_of_it(with_host, measured):
     assert "running" not in str(make_plan(small_and_large(), "bf16", hardware=with_host))
+    assert "running" not in str(make_plan(small_and_large(), "fp8-tensor", hardware=measured))
 
 
 def prepared(model=None, **settings):

@@ -84,9 +84,9 @@ def gain_of(layer: nn.Linear, policy: Policy, measured: Measured, *, asked: bool
     return Gain(policy=policy, why=f"{gain:.2f} × {wide} at {named}")
 
 
-def lines_of(running: Running, *, spared: int, narrow: int) -> Sequence[tuple[str, str]]:
-    """Say how a model is taken to run, where so many layers in fp8, or spared it, depend on it."""
-    if not spared and not narrow:
+def lines_of(running: Running, *, spared: int, weighed: bool) -> Sequence[tuple[str, str]]:
+    """Say how a model is taken to run, where layers are spared fp8 for it or others might be."""
+    if not spared and not weighed:
         return []
     if running != "eager":
         return [("running", f"{running}: what fp8 costs the host is not counted")]

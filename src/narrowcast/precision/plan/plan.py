@@ -71,8 +71,9 @@ class Plan:
     @property
     def _table(self) -> Table:
         whole = table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
-        narrow = sum("fp8" in each.bytes for each in self.modules)
-        running = running_lines(self.running, spared=self.spares_host, narrow=narrow)
+        speeds, narrow = self.hardware.speeds, any("fp8" in each.bytes for each in self.modules)
+        weighed = narrow and speeds is not None and bool(speeds.host_seconds)
+        running = running_lines(self.running, spared=self.spares_host, weighed=weighed)
         notes = [*whole.notes, *running, *self.memory.lines, *lines_of(self.fused)]
         return whole._replace(notes=notes)
 
