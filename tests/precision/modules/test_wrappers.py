@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
 from narrowcast.precision.modules.wrappers import Fp32Norm, MatchingInput, OwnLossScale, RoundedNorm
@@ -130,3 +131,15 @@ def test_a_frozen_part_may_return_what_it_likes():
     part = Returns(lambda y: y).requires_grad_(False)
     swap(part, OwnLossScale, nc_scale=RunningScale(LossScale(), torch.device("cpu")))
     assert torch.equal(part(torch.ones(2)), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split"])
+def test_a_bilinear_layer_multiplies_in_16_bits_whatever_its_inputs_are(policy, cuda):
+    layer = nn.Bilinear(32, 16, 8).to(cuda)
+    wide = [each.detach().clone() for each in layer.parameters()]
+    run = nc.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), policy=policy)
+    first, second = torch.randn(4, 32, device=cuda), torch.randn(4, 16, device=cuda).bfloat16()
+    with run.compute():
+        found = layer(first, second)
+    narrow = (each.bfloat16() for each in (first, second, *wide))
+    assert torch.equal(found, nn.functional.bilinear(*narrow))

@@ -83,6 +83,18 @@ def test_outside_its_passes_a_model_computes_as_inside(policy, way):
     assert torch.equal(outside, inside)
 
 
+def test_what_leaves_an_exception_of_16_bits_goes_on_in_the_formats_around_it(cuda):
+    # In a native region its tensors are of 16 bits, which no weight of fp32 can be multiplied with.
+    model = Model().to(cuda)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run, x = nc.prepare(model, optimizer, policy="fp32; encoder: bf16"), X.to(cuda)
+    with run.compute():
+        encoded, loss = model.encoder(x), model(x).square().mean()
+    assert encoded.dtype == torch.float32
+    assert run.step(loss).applied
+    assert torch.isfinite(model(x)).all()
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("around", ["bf16", "tf32", "fp16", "fp32, params=bf16, master=fp32"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16; head: fp32"])

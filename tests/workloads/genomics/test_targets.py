@@ -56,6 +56,20 @@ def test_the_loss_of_the_next_token_is_that_of_each_row_by_itself(batch):
     assert measured["letter_accuracy"] == pytest.approx(right)
 
 
+def test_unknown_letters_are_neither_learnt_nor_judged(batch):
+    found, target = randn(ROWS, LENGTH, 6), NextToken(vocab_size=6, unknown=3)
+    wanted = torch.cat([batch["tokens"][row, 1:end] for row, end in enumerate(LENGTHS)])
+    scores = torch.cat([found[row, : end - 1] for row, end in enumerate(LENGTHS)])
+    known = wanted != 3
+    assert 0 < known.sum() < len(known)
+    expected = F.cross_entropy(scores[known], wanted[known])
+    torch.testing.assert_close(target.loss(found, batch), expected)
+    assert int(target.count(batch)) == int(known.sum())
+    assert np.concatenate(target.truth(batch)).tolist() == wanted[known].tolist()
+    chosen = scores[known].argmax(-1)
+    assert np.concatenate(target.predicted(found, batch)).tolist() == chosen.tolist()
+
+
 @pytest.mark.parametrize("make", [letters, dict])
 def test_what_fills_a_batch_up_changes_nothing(batch, make):
     target = EveryLetter(classes=tuple("abcd")) if make is letters else NextToken(vocab_size=6)

@@ -25,6 +25,7 @@ from narrowcast.precision.modules.wrappers import (
     EmulatedLinear,
     Fp32Norm,
     MatchingInput,
+    NarrowBilinear,
     RoundedNorm,
     Untraced,
 )
@@ -89,9 +90,11 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
                     emulated = around.emulated or module_plan.how == "emulated" or widens(policy)
                     region = Region(policy.functional, emulated, device_type, policy.reduce)
                     regions[module_plan.name] = region
+                region = regions.get(module_plan.name, around)
                 if module_plan.kind == "recurrent":
-                    region = regions.get(module_plan.name, around)
                     _rewrite_recurrent(module, module_plan, plan, region)
+                elif isinstance(module, nn.Bilinear) and region.is_native_16_bits:
+                    swap(module, NarrowBilinear)
     return regions
 
 
@@ -123,6 +126,9 @@ def _give_entries(model: nn.Module, regions: Mapping[str, Region]) -> None:
             begins = name in entries and (name != "" or not entry.region.is_plain)
             narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
             marks = {"nc_begins": begins, "nc_narrow": narrow, "nc_is_model": module is model}
+            if name in entries and name != "":
+                outside = _around(name.rpartition(".")[0], entries).region
+                marks["nc_widens"] = entry.region.is_of_16_bits and not outside.is_of_16_bits
             swap(module, InRegion, nc_entry=entry, **marks)
 
 

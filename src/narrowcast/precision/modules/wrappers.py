@@ -79,6 +79,18 @@ class MatchingInput(Mixin):
         return super().forward(*args, **kwargs)
 
 
+class NarrowBilinear(Mixin, nn.Bilinear):
+    """A bilinear layer in the format of its autocast, which on a CPU does not know it."""
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        """Multiply in that format; on an island, in that of the weights."""
+        kind, dtype = self.weight.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.bilinear(input1.to(dtype), input2.to(dtype), self.weight.to(dtype), bias)
+
+
 class Bf16Recurrent(Mixin):
     """A recurrent layer in bf16 on a GPU, where torch's autocast would take fp16."""
 

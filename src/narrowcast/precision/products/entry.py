@@ -89,6 +89,8 @@ class InRegion(Transparent):
     nc_entry: Entry
     nc_begins: bool = False
     """Whether its region is another than that around it."""
+    nc_widens: bool = False
+    """Whether what it returns goes on in fp32, among weights that 16 bits would not fit."""
     nc_is_model: bool = False
     """Whether it is the prepared model itself."""
     nc_narrow: bool = False
@@ -111,9 +113,11 @@ class InRegion(Transparent):
         if self.nc_entry.region.is_plain and not self.nc_narrow:
             args, kwargs = widen_floats((args, kwargs))
         if torch.compiler.is_compiling():
-            return self._nc_compiled(call, args, kwargs)
-        with Pass(self.nc_entry):
-            return call(*args, **kwargs)
+            result = self._nc_compiled(call, args, kwargs)
+        else:
+            with Pass(self.nc_entry):
+                result = call(*args, **kwargs)
+        return widen_floats(result) if self.nc_widens else result
 
     def _nc_told(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # A pass inside `compute()`, where it may be one without gradients.

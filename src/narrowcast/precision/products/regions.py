@@ -75,6 +75,11 @@ class Region:
         """Whether torch's autocast is on inside, and off only on an island."""
         return self.format_name in ("bf16", "fp16")
 
+    @property
+    def is_native_16_bits(self) -> bool:
+        """Whether what leaves its products is of 16 bits, and not of fp32 with as few digits."""
+        return self.is_of_16_bits and not self.emulated
+
 
 @contextlib.contextmanager
 def _entered(region: Region) -> Iterator[None]:

@@ -48,10 +48,10 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
         )
     if strategy.has_lookahead:
         settings, after = strategy.lookahead, strategy.lookahead_after
+        begins = f"after {after} steps " if after else ""
         told.append(
-            f"{f'after {after} steps ' if after else ''}each gradient is taken "
-            f"{settings.pull:g} of the way from the newest "
-            f"weights to their average, which follows at {settings.share:g} a step"
+            f"{begins}each gradient is taken {settings.pull:g} of the way from the newest weights "
+            f"to their average, which follows at {settings.share:g} a step"
         )
     if strategy.has_jumps:
         jumps = strategy.jumps

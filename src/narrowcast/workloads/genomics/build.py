@@ -102,7 +102,7 @@ def target_of(objective: Objective, rows: Examined, tokenizer: Tokenizer) -> Tar
     train, classes, smoothing = rows.parts["train"], rows.classes, objective.label_smoothing
     match objective.task, objective.target:
         case "generation", _:
-            return NextToken(vocab_size=tokenizer.vocab_size)
+            return NextToken(vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown_id)
         case "annotation", _:
             found = {int(label) for row in train for label in _extremes(row)}
             if len(found) < 2:

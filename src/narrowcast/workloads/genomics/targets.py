@@ -156,35 +156,41 @@ class EveryLetter:
 @final
 @dataclass(frozen=True, kw_only=True)
 class NextToken:
-    """The token after each one."""
+    """The token after each one, where it is known."""
 
     metrics: ClassVar = metrics.OF_NEXT
     per_letter: ClassVar = True
     vocab_size: int
+    unknown: int | None = None
+    """The token of unknown letters: a run of them is foretold with ease, and says nothing."""
 
     def head(self, width: int, *, pool: Pool, dropout: float, length: int) -> nn.Module:
         return NextTokenHead(width, self.vocab_size)
 
     def loss(self, found: Tensor, batch: Batch) -> Tensor:
-        real = batch["mask"][:, 1:]
-        targets = batch["tokens"][:, 1:].masked_fill(~real, UNLABELLED)
+        targets = batch["tokens"][:, 1:].masked_fill(~self._real(batch), UNLABELLED)
         total = F.cross_entropy(
             found[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=UNLABELLED, reduction="sum"
         )
         return total / self.count(batch).clamp_min(1)
 
     def count(self, batch: Batch) -> Tensor:
-        return batch["mask"][:, 1:].sum()
+        return self._real(batch).sum()
 
     def predicted(self, found: Tensor, batch: Batch) -> list[Found]:
-        return _rows(found[:, :-1].argmax(-1), batch["mask"][:, 1:])
+        return _rows(found[:, :-1].argmax(-1), self._real(batch))
 
     def truth(self, batch: Batch) -> list[Found]:
-        return _rows(batch["tokens"][:, 1:], batch["mask"][:, 1:])
+        return _rows(batch["tokens"][:, 1:], self._real(batch))
 
     def measured(self, truth: Sequence[Found], predicted: Sequence[Found]) -> dict[str, float]:
         right = sum(int((a == b).sum()) for a, b in zip(truth, predicted, strict=True))
         return {"letter_accuracy": right / max(1, sum(len(row) for row in truth))}
+
+    def _real(self, batch: Batch) -> Tensor:
+        """Return which tokens after the first are learnt and judged."""
+        real = batch["mask"][:, 1:]
+        return real if self.unknown is None else real & (batch["tokens"][:, 1:] != self.unknown)
 
 
 Target: TypeAlias = OneClass | Labels | Value | EveryLetter | NextToken

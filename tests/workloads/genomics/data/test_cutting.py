@@ -55,6 +55,14 @@ def test_a_window_of_a_tail_is_named_by_its_place_in_the_genome():
     assert [each.title for each in windows(judged, 8, None)] == ["chr1:81", "chr1:89", "chr1:97"]
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 2**32))
+def test_variants_of_one_site_stay_on_one_side(sites, seed):
+    rows = [row("A", alternative="CGT"[at % 3], site=f"1:{site}") for at, site in enumerate(sites)]
+    learnt, judged = split_rows(rows, 0.3, seed=seed)
+    assert len(learnt) + len(judged) == len(sites)
+    assert not {each.site for each in learnt} & {each.site for each in judged}
+
+
 @given(
     st.lists(st.sampled_from(["A", "C", "G", "T", "AA", "CC"]), min_size=1, max_size=40),
     st.floats(0.01, 0.99),

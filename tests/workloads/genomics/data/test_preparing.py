@@ -42,6 +42,34 @@ def test_what_is_judged_on_is_not_learnt(table):
     assert "9 sequences to learn are also judged on, and left out" in found.notes
 
 
+def test_sequences_with_several_classes_are_counted(table):
+    rows = [*ROWS, *((text, "b") for text, _ in ROWS[:6])]  # three of them were a
+    found = examine(GenomicData(path=table("a.csv", rows)), Objective(task="domain_adaptation"),
+                    seed=0)  # fmt: skip
+    assert [note for note in found.notes if note.startswith("3 sequences are there with several")]
+
+
+def test_variants_at_positions_that_are_judged_on_are_counted(tmp_path):
+    genome = bases(300, 0)
+    (tmp_path / "g.fa").write_text(f">chr1\n{genome}\n")
+
+    def variants(name, chrom, places, turn):
+        lines = ["chrom,pos,ref,alt,label"]
+        for at in places:
+            old = genome[at - 1]
+            new = "ACGT"[("ACGT".index(old) + turn) % 4]
+            lines.append(f"{chrom},{at},{old},{new},{'ab'[at % 2]}")
+        (tmp_path / name).write_text("\n".join(lines))
+        return str(tmp_path / name)
+
+    learnt = variants("a.csv", "1", range(50, 90), 1)
+    judged = variants("b.csv", "chr1", range(80, 100), 2)
+    data = GenomicData(path=learnt, validation=judged, reference=str(tmp_path / "g.fa"))
+    found = examine(data, Objective(task="variant_effect"), seed=0)
+    assert len(found.parts["train"]) == 40
+    assert any(note.startswith("10 variants to learn lie at a position") for note in found.notes)
+
+
 def test_genomes_that_are_judged_on_are_not_learnt_either(table):
     data = GenomicData(path=table("a.csv", ROWS), validation=table("b.csv", ROWS[:7]))
     assert len(examine(data, Objective(task="generation"), seed=0).parts["train"]) == 33
@@ -92,12 +120,13 @@ def test_a_plasmid_beside_a_genome_does_not_change_how_that_is_split(tmp_path):
     assert "".join(row.sequence for row in parts["train"]) == genome[:800] + plasmid
 
 
-def test_a_letter_alone_foretells_nothing(tmp_path):
-    (tmp_path / "g.fa").write_text(">a\nACGTACGTAC\n")
-    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=1)
+@pytest.mark.parametrize(("letters", "length"), [("ACGTACGTAC", 1), ("A" + "N" * 39, 20)])
+def test_a_letter_alone_foretells_nothing(tmp_path, letters, length):
+    (tmp_path / "g.fa").write_text(f">a\n{letters}\n")
+    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=length)
     objective = Objective(task="generation")
     rows = examine(data, objective, seed=0).parts["train"]
-    with pytest.raises(RecipeError, match=r"g\.fa, record 1: no sequence has a token after"):
+    with pytest.raises(RecipeError, match=r"g\.fa, record 1: no sequence has a known token"):
         as_examples(rows, ByteTokenizer(DNA), objective, ())
 
 

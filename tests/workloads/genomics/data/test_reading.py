@@ -57,7 +57,7 @@ def test_a_label_that_is_none_is_refused_by_its_record(read, label):
         ("", r"t\.csv"),
         ("sequence,label\n", r"t\.csv has no records"),
         ("sequence,class\nACGT,x\n", r"record 1 has no label 'label': there are class; name"),
-        ("sequence,label\nACGT,x\nACGT,\n", r"record 2 has no label 'label'"),
+        ("sequence,label\nACGT,x\nACGT,\n", r"record 2: its label 'label' is empty; leave out"),
         ("text,label\nACGT,x\n", r"record 1 has no column sequence; it has text, label"),
         ("sequence,label\n,x\n", r"record 1 has a sequence without letters"),
         ("sequence,label\nACGT,x\nACGQ,x\n", r"record 2: letter 4 is 'Q'"),
@@ -104,6 +104,9 @@ def test_the_classes_of_a_vcf_are_in_its_info(read):
     assert row.label == "Benign"
     with pytest.raises(RecipeError, match=r"v\.vcf, record 1 has no label 'label'.*CLNSIG, AF"):
         read("variant_effect", files, reference="g.fa")
+    files["v.vcf"] = vcf.replace("Benign", ".")  # how VCF writes that there is none
+    with pytest.raises(RecipeError, match=r"record 1: its label 'CLNSIG' is empty"):
+        read("variant_effect", files, reference="g.fa", label="CLNSIG")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,30 @@ def test_a_base_gives_the_ratio_of_likelihoods_over_both_strands(finished, varia
         assert float(row["score"]) == pytest.approx(sum(ratios) / 2, abs=1e-4)
 
 
+def test_an_indel_of_a_short_contig_costs_no_letters_more(finished, tmp_path):
+    # The window has 64 letters, the contig fewer: nothing is pushed out at its end.
+    contig = GENOME[:50]
+    inserted, deleted = contig[:20] + "GAT" + contig[20:], contig[:30] + contig[33:]
+    (tmp_path / "ref.fa").write_text(f">1\n{contig}\n")
+    lines = ["chrom,pos,ref,alt", f"1,20,{contig[19]},{contig[19]}GAT"]
+    lines.append(f"1,30,{contig[29:33]},{contig[29]}")
+    (tmp_path / "v.csv").write_text("\n".join(lines) + "\n")
+    # The longer one loses three letters, on the side that has more beside the variant.
+    windows = [
+        ("N" * 11 + contig, "N" * 11 + inserted[:-3]),
+        ("N" + "NNN" + contig[3:], "N" + deleted),
+    ]
+    folder = finished("base")
+    found, run = scored(folder, tmp_path), loaded(str(folder), device="cpu")
+    for row, texts in zip(found, windows, strict=True):
+        before, after = (text.ljust(64, "N") for text in texts)
+        assert before.count("N") == after.count("N")
+        ratios = []
+        for turn in (lambda text: text, lambda text: text.translate(OPPOSITE)[::-1]):
+            ratios.append(likelihood(run, turn(after)) - likelihood(run, turn(before)))
+        assert float(row["score"]) == pytest.approx(sum(ratios) / 2, abs=1e-4)
+
+
 def test_a_run_of_pairs_gives_chances_and_the_score_is_that_of_the_last_class(finished, variants):
     folder = finished("pairs")
     found, run = scored(folder, variants), loaded(str(folder), device="cpu")

@@ -51,7 +51,8 @@ def split_rows(
     """Split rows into what is learnt and what is judged on.
 
     Of those of more than `longest` letters the last ones are judged on, as of a genome. The others,
-    plasmids beside it, stay whole, and those of one sequence are on one side.
+    plasmids beside it, stay whole, and those of one sequence are on one side; so are variants of
+    one site.
     """
     long = [row for row in rows if longest is not None and len(row.sequence) > longest]
     short = [row for row in rows if longest is None or len(row.sequence) <= longest]
@@ -61,10 +62,11 @@ def split_rows(
 
 
 def _split_whole(rows: Sequence[Row], share: float, *, seed: int) -> tuple[list[Row], list[Row]]:
-    """Split rows by their sequences: those of one sequence are on one side."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    """Split rows by their sequences: those of one sequence, or of one site, are on one side."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.sequence, row.alternative), []).append(row)
+        kind = (row.site,) if row.site else (row.sequence, row.alternative)
+        groups.setdefault(kind, []).append(row)
     order = np.random.default_rng(seed).permutation(len(groups))
     most, judged, learnt = round(len(rows) * share), list[Row](), list[Row]()
     kinds = list(groups.values())

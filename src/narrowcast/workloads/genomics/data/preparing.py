@@ -62,11 +62,12 @@ def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     """Read or make the rows of a recipe, and split and cut them."""
     _refuse_unused(data, objective)
     parts = _split(data, objective, seed=seed)
-    notes = [*_leave_out_judged(parts)]
+    notes = [*_leave_out_judged(parts), *_shared_sites(parts)]
     _refuse_mixed_pairs(parts)
     classes = _classes(parts, objective)
     if data.path != MADE and classes:
         notes += _one_sided(parts, classes, objective)
+        notes += _at_odds(parts, objective)
     notes += _cut(parts, data, objective)
     if data.reverse_complement:
         parts["train"] = both_strands(parts["train"], ALPHABETS[data.alphabet], classes)
@@ -132,6 +133,27 @@ def _leave_out_judged(parts: Parts) -> Iterator[str]:
         if dropped := len(parts.get(part, [])) - len(kept):
             parts[part] = kept
             yield f"{dropped:,} sequences {what} are also judged on, and left out"
+
+
+def _shared_sites(parts: Parts) -> Iterator[str]:
+    """Yield how many variants to learn lie where another one is judged on, as files have them."""
+    judged = {row.site for part in ("validation", "test") for row in parts.get(part, ())} - {""}
+    if shared := sum(row.site in judged for row in parts["train"]):
+        yield (
+            f"{shared:,} variants to learn lie at a position where another is judged on: measures "
+            "may flatter; hold out whole positions or regions"
+        )
+
+
+def _at_odds(parts: Parts, objective: Objective) -> Iterator[str]:
+    """Yield how many sequences have more than one class: no network can be right on them all."""
+    if objective.target != "class" or objective.reads_genomes:
+        return
+    labels: dict[tuple[str, str], set[str]] = {}
+    for row in (row for part in ("train", "validation", "test") for row in parts.get(part, ())):
+        labels.setdefault((row.sequence, row.alternative), set()).add(row.label)
+    if count := sum(len(each) > 1 for each in labels.values()):
+        yield f"{count:,} sequences are there with several classes, of which one at most is found"
 
 
 def _refuse_mixed_pairs(parts: Parts) -> None:
@@ -221,10 +243,10 @@ def as_examples(
     targets: Targets
     match objective.task, objective.target:
         case "generation", _:
-            if max(map(len, tokens)) < 2:
+            if not any((ids[1:] != tokenizer.unknown_id).any() for ids in tokens):
                 raise RecipeError(
-                    f"{rows[0].place}: no sequence has a token after its first, so that nothing "
-                    "can be foretold; write a larger data.max_length, or give longer ones"
+                    f"{rows[0].place}: no sequence has a known token after its first, so that "
+                    "nothing can be foretold; write a larger data.max_length, or give longer ones"
                 )
             targets = None
         case "annotation", _:

@@ -59,13 +59,23 @@ def _label(at: Record | Variant, data: GenomicData) -> str:
     """Return the label of a column as text; refuse a row without one."""
     fields = {**at.fields, **at.fields.get("INFO", {})}  # the latter is where a VCF has them
     label = fields.get(data.label)
-    if label is None or label == "":
+    if (label is None and data.label in fields) or label == "" or _is_missing(at, label):
+        raise RecipeError(
+            f"{at.place}: its label {data.label!r} is empty; leave out rows without one, or, of "
+            "several labels (objective.target=labels), write ; for none"
+        )
+    if label is None:
         columns = shortened(", ".join(fields) or "no columns beside the sequence", 200)
         raise RecipeError(
             f"{at.place} has no label {data.label!r}: there are {columns}; name the column with "
             "data.label, and leave out rows without one"
         )
     return _text(label, at.place)
+
+
+def _is_missing(at: Record | Variant, label: Any) -> bool:
+    """Return whether a label is what VCF writes for none."""
+    return label == "." and isinstance(at, Variant)
 
 
 def _text(label: Any, place: str) -> str:
@@ -167,6 +177,7 @@ def _beside_reference(path: Path, data: GenomicData) -> Iterator[Row]:
             sequence=pair.reference,
             alternative=pair.alternative,
             label=_label(variant, data),
+            site=f"{reference.contig_of(variant).chrom}:{variant.position}",
             name=f"{variant.chrom}:{variant.position}{variant.reference}>{variant.alternative}",
             place=variant.place,
         )

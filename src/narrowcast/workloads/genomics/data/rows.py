@@ -29,6 +29,8 @@ class Row:
     """The sequence with its variant, where a pair is judged."""
     letters: Numbers | None = None
     """The class of every letter, by number."""
+    site: str = ""
+    """Where its variant lies on a reference: those of one site see the same surroundings."""
     name: str = ""
     start: int = 0
     """Letters of its record before its first."""

@@ -150,7 +150,7 @@ def require_target(run: Finished, *, writes: bool, instead: str) -> None:
 def _target(kept: Kept, tokenizer: Tokenizer) -> Target:
     match kept.task, kept.target:
         case "generation", _:
-            return NextToken(vocab_size=tokenizer.vocab_size)
+            return NextToken(vocab_size=tokenizer.vocab_size, unknown=tokenizer.unknown_id)
         case "annotation", _:
             return EveryLetter(classes=kept.classes)
         case _, "value":

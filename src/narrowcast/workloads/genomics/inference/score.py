@@ -2,7 +2,8 @@
 
 With a base, the log-likelihood of the window with the alternative less that of the reference, in
 nats: below 0 the alternative is what such genomes seldom have. Of DNA it is the mean of both
-strands. The first token is given, and unknown letters do not count.
+strands. The first token is given, and unknown letters do not count. Where a contig ends within the
+window, the longer of both loses letters far from the variant, so that as many count in each.
 
 With a trained run, its value, or the mean number of its class between 0, surely the first, and 1,
 surely the last: of two classes the chance of the second.
@@ -20,6 +21,7 @@ from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import Finished
 from narrowcast.workloads.genomics.inference.predict import batched, predictions
 from narrowcast.workloads.genomics.inference.writing import rounded
+from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.operations import reverse_complement
 from narrowcast.workloads.genomics.sequences.readers.vcf import Variant
 from narrowcast.workloads.genomics.sequences.variants import VariantPair
@@ -55,13 +57,33 @@ def scores(run: Finished, pairs: Iterable[VariantPair], *, batch_size: int) -> I
     """Yield a score for each variant, in order."""
     for batch in batched(pairs, batch_size):
         if isinstance(run.target, NextToken):
-            texts = [[pair.reference for pair in batch], [pair.alternative for pair in batch]]
+            texts = [list(each) for each in zip(*map(evened, batch), strict=True)]
             places = [pair.variant.place for pair in batch]
             before, after = (log_likelihoods(run, each, places) for each in texts)
             for pair, ratio in zip(batch, after - before, strict=True):
                 yield Scored(pair.variant, float(ratio), {})
         else:
             yield from _judged(run, batch)
+
+
+def evened(pair: VariantPair) -> tuple[str, str]:
+    """Return both windows with as many known letters, where there are enough around the variant.
+
+    Within a contig they have: an insertion pushes letters out of the window. At its end there is
+    nothing to push out, and every letter more would cost as much as an unlikely one.
+    """
+    texts = [pair.reference, pair.alternative]
+    known = [len(text) - text.count(DNA.unknown) for text in texts]
+    longer, more = int(known[1] > known[0]), abs(known[1] - known[0])
+    allele = len((pair.variant.reference, pair.variant.alternative)[longer])
+    letters = list(texts[longer])
+    there = [at for at, letter in enumerate(letters) if letter != DNA.unknown]
+    left = [at for at in there if at < pair.at]
+    right = [at for at in there if at >= pair.at + allele][::-1]
+    for at in max(left, right, key=len)[:more]:
+        letters[at] = DNA.unknown
+    texts[longer] = "".join(letters)
+    return texts[0], texts[1]
 
 
 def log_likelihoods(

@@ -28,6 +28,19 @@ def test_alternatives_of_a_record_are_a_variant_each(write, packed):
     }  # fmt: skip
 
 
+def test_an_alternative_has_its_own_value_of_what_the_header_counts_by_alleles(write):
+    head = HEAD + "".join(
+        f'##INFO=<ID={key},Number={number},Type=String,Description="x">\n'
+        for key, number in (("CLASS", "A"), ("AD", "R"), ("SIG", "."), ("ODD", "A"))
+    )
+    info = "CLASS=good,bad;AD=9,1,2;SIG=a,b;ODD=1,2,3"
+    variants = read_variants(write(head + NAMES + f"\n1\t3\t.\tA\tG,T\t.\t.\t{info}\n"))
+    assert [variant.fields["INFO"] for variant in variants] == [
+        {"CLASS": "good", "AD": "1", "SIG": "a,b", "ODD": "1,2,3"},
+        {"CLASS": "bad", "AD": "2", "SIG": "a,b", "ODD": "1,2,3"},
+    ]
+
+
 def test_tables_name_their_columns(write):
     path = write("chrom,pos_hg19,ref,alt,cadd\n17,41276135,T,G,6.0\n")
     (variant,) = read_variants(path, VariantColumns(position="pos_hg19"))

@@ -1,8 +1,10 @@
 """Variants of VCF, or of a table with a column for each of chromosome, position and alleles."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from narrowcast.config.problems import shortened, shown_path
@@ -15,6 +17,9 @@ from narrowcast.workloads.genomics.sequences.readers.files import (
 )
 from narrowcast.workloads.genomics.sequences.readers.record import place_of
 from narrowcast.workloads.genomics.sequences.readers.tables import read_table
+
+_PER_ALLELE = re.compile(rb"##INFO=<(?:.*,)?ID=(?P<key>[^,>]+),Number=(?P<number>[AR])[,>]")
+"""How a header says that an entry has a value an alternative (A), or an allele (R)."""
 
 _FIXED = ("CHROM", "POS", "ID", "REF", "ALT", "QUAL", "FILTER", "INFO")
 
@@ -29,6 +34,7 @@ class VariantColumns(NamedTuple):
 
 
 COLUMNS = VariantColumns()
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 _OF_VCF = VariantColumns("CHROM", "POS", "REF", "ALT")
 
 
@@ -57,7 +63,8 @@ def read_variants(path: Path, columns: VariantColumns = COLUMNS) -> Iterator[Var
     """Yield the variants of a VCF, or of a table with `columns`; plain or gzip.
 
     A record with several alternatives is as many variants of one number; one without any (`.`) is
-    none. Fields are all other columns, INFO taken apart.
+    none. Fields are all other columns, INFO taken apart: of an entry that has a value for each
+    alternative or allele, as the header says (Number=A, R), a variant has its own.
     """
     number = 0
     with opened(path, lambda: place_of(path, number + 1)) as file:
@@ -67,19 +74,25 @@ def read_variants(path: Path, columns: VariantColumns = COLUMNS) -> Iterator[Var
                 f"{', '.join(columns)}; without a reference, sequences are read as they are"
             )
         listed = file.peek(HEAD_BYTES).lstrip().startswith(b"##fileformat=VCF")
-        for values, at in _records(file, path) if listed else ():
+        per_allele: dict[str, str] = {}
+        for values, at in _records(file, path, per_allele) if listed else ():
             number = at
-            yield from _variants(values, _OF_VCF, path, at)
+            yield from _variants(values, _OF_VCF, path, at, per_allele)
     if listed and not number:
         raise RecipeError(f"{shown_path(path)} has no variants; give a file that has some")
     for row in () if listed else read_table(path, columns, {columns.position: "position"}):
         yield from _variants(row.values, columns, path, row.number)
 
 
-def _records(file: Reader, path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:
+def _records(
+    file: Reader, path: Path, per_allele: dict[str, str]
+) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Yield lines by column; `per_allele` is told which entries of INFO are A or R."""
     names: Sequence[str] = ()
     number = 0
     for line in file:
+        if told := _PER_ALLELE.match(line):
+            per_allele[text_of(told["key"], shown_path(path))] = told["number"].decode()
         if line.startswith(b"##") or not line.strip():
             continue
         place = place_of(path, number + 1)
@@ -106,8 +119,26 @@ def _info(text: str) -> Mapping[str, Any]:
     return {key: value if equals else True for key, equals, value in pieces}
 
 
+def _own(info: Mapping[str, Any], per_allele: Mapping[str, str], at: int, count: int) -> Any:
+    """Return INFO as the alternative `at` of `count` has it.
+
+    What has another number of values than the header says belongs to nobody, and stays whole.
+    """
+    own = dict(info)
+    for key in per_allele.keys() & info.keys():
+        pieces = str(info[key]).split(",")
+        before = 1 if per_allele[key] == "R" else 0  # the reference comes first
+        if len(pieces) == before + count:
+            own[key] = pieces[before + at]
+    return own
+
+
 def _variants(
-    values: Mapping[str, Any], columns: VariantColumns, path: Path, number: int
+    values: Mapping[str, Any],
+    columns: VariantColumns,
+    path: Path,
+    number: int,
+    per_allele: Mapping[str, str] = _NOTHING,
 ) -> Iterator[Variant]:
     place = place_of(path, number)
     position, reference = str(values[columns.position]), str(values[columns.reference]).upper()
@@ -119,7 +150,8 @@ def _variants(
     if not reference.isalpha():
         raise RecipeError(f"{place}: {columns.reference} is {shortened(reference)!r}, no letters")
     fields = {key: value for key, value in values.items() if key not in columns}
-    for alternative in str(values[columns.alternative]).split(","):
+    alternatives = str(values[columns.alternative]).split(",")
+    for at, alternative in enumerate(alternatives):
         if alternative == ".":
             continue
         if not alternative:
@@ -131,5 +163,7 @@ def _variants(
             alternative=alternative.upper() if alternative.isalpha() else alternative,
             number=number,
             file=path,
-            fields=fields,
+            fields={**fields, "INFO": _own(fields["INFO"], per_allele, at, len(alternatives))}
+            if per_allele
+            else fields,
         )
