@@ -1,5 +1,6 @@
 """Measured speeds: a table, what lies between its points, and where it is kept."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -188,3 +189,37 @@ def test_tables_that_come_with_the_package_are_whole():
         for times in made.seconds.values():
             assert len(times) == len(TOKENS) * len(WIDTHS) ** 2
             assert all(0 < t < 1 for t in times)
+
+
+ONE = {"tokens": 16, "inputs": 32, "outputs": 32}
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow", "host", "plain", "late"),
+    [
+        (10.0, 5.0, 4.0, 1.0, False),  # saves more than it costs
+        (10.0, 9.0, 5.0, 1.0, True),  # saves less, and the device would wait
+        (10.0, 9.0, 4.0, 1.0, False),  # saves less, but the device is busy
+        (1.0, 2.0, 3.0, 1.0, True),
+    ],
+)
+def test_a_layer_is_waited_for_where_the_host_loses_more_than_the_device_saves(
+    wide, narrow, host, plain, late
+):
+    made = table([1.0] * len(SHAPES))
+    seconds = {"bf16": (wide,) * len(SHAPES), "tensor": (narrow,) * len(SHAPES)}
+    hosts = {"bf16": plain, "tensor": host}
+    made = dataclasses.replace(made, seconds=seconds, host_seconds=hosts)
+    assert made.waited_for("tensor", **ONE) is late
+    assert Speeds.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_of_a_host_that_nobody_measured_nothing_is_said():
+    assert SOME.waited_for("tensor", **ONE) is None
+    old = {name: value for name, value in SOME.to_json().items() if name != "host_seconds"}
+    assert Speeds.from_json(old) == SOME
+
+
+def test_a_host_that_takes_no_time_is_refused():
+    with pytest.raises(ValueError, match="times that nothing takes"):
+        Speeds.from_json(SOME.to_json() | {"host_seconds": {"bf16": 0.0}})

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from narrowcast.kernels import launch
-from narrowcast.kernels.launch import interpreted, unsupported_reason
+from narrowcast.kernels.launch import interpreted, specialised, unsupported_reason
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WITHOUT_TRITON = """
@@ -98,3 +100,47 @@ def test_the_optimizer_is_compiled_for_ampere_and_for_hopper(master, moments, le
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
     )  # fmt: skip
     assert ended.stdout.split("\n")[:2] == ["80 True", "90 True"], ended.stderr
+
+
+DTYPES = [torch.bfloat16, torch.float32, torch.int32, torch.uint8]
+drawn_tensors = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 16)), max_size=3)
+drawn_sizes = st.lists(
+    st.one_of(st.integers(-40, 40), st.sampled_from([2**31 - 1, 2**31, 2**40, -(2**31) - 1])),
+    max_size=3,
+)
+
+
+def by_triton(tensors, sizes):
+    """What Triton would compile a kernel for, of these arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import native_specialize_impl
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    given = (*tensors, *sizes)
+    return [native_specialize_impl(backend, each, False, True, True) for each in given]
+
+
+@given(drawn_tensors, drawn_sizes, drawn_tensors, drawn_sizes)
+@settings(deadline=None)
+def test_arguments_that_are_specialised_alike_are_alike_to_triton(a, m, b, n):
+    pytest.importorskip("triton")
+    first, second = (
+        tuple(torch.zeros(64, dtype=dtype)[place:] for dtype, place in each) for each in (a, b)
+    )
+    if specialised(first, tuple(m)) == specialised(second, tuple(n)) and len(a) == len(b):
+        assert by_triton(first, m) == by_triton(second, n)
+    if len(m) == len(n) == len(a) == len(b) == 1 and by_triton(first, m) != by_triton(second, n):
+        assert specialised(first, tuple(m)) != specialised(second, tuple(n))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("count", [1, 16, 17, 4096])
+def test_a_kernel_that_was_found_again_computes_what_the_first_launch_did(cuda, offset, count):
+    from narrowcast.kernels.quantize import largest_magnitude
+
+    x = torch.randn(count + offset, device=cuda)[offset:]
+    expected = x.abs().max().view(torch.int32).item()
+    for _ in range(3):
+        assert largest_magnitude(x).item() == expected

@@ -42,6 +42,16 @@ def guarded() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def fp8_products() -> None:
+    """Skip where torch has no fp8 products: on older GPUs, and on CPUs before torch 2.13."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU of compute capability 8.9")
+    if not on_gpu and torch.__version__ < "2.13":
+        pytest.skip("needs torch 2.13 on a CPU")
+
+
 @pytest.fixture
 def cpu() -> Hardware:
     """A CPU that emulates everything but fp32: a value, not this machine."""

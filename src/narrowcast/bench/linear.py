@@ -64,9 +64,9 @@ def layer_builder(contender: Contender, *, device: torch.device) -> Made:
 
 
 def layer_plan(shape: Shape, device: torch.device, policy: str) -> Plan:
-    """Return what a policy chooses for a layer of this shape, on this device."""
-    layer = _layer(shape, torch.device("meta"))
-    return make_plan(layer, policy, hardware=probe(str(device)), gemm_rows=shape.tokens)
+    """Return what a policy chooses for a layer of this shape, replayed on this device."""
+    layer, hardware = _layer(shape, torch.device("meta")), probe(str(device))
+    return make_plan(layer, policy, hardware=hardware, gemm_rows=shape.tokens, running="captured")
 
 
 def _plain_builder(contender: Contender, *, device: torch.device) -> Made:

@@ -41,6 +41,11 @@ class Lane:
             tensor.record_stream(self._stream)
 
 
+def computing_on(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the queue that computes now, and from which memory is taken now."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def mark_now(device: torch.device) -> Mark:
     """Return where the computation is now."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

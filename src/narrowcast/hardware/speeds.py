@@ -2,8 +2,9 @@
 
 fp8 products are twice as fast as bf16 ones, but their operands must be scaled and cast first: on
 small shapes nothing is gained, or less than nothing. A table of shapes says which, for a forward
-and a backward pass together. `narrowcast doctor --measure` makes one for the GPU it runs on and
-keeps it; for some GPUs one comes with the package.
+and a backward pass together; beside it, what a layer costs the host in eager mode, where a GPU may
+wait for it. `narrowcast doctor --measure` makes one for the GPU it runs on and keeps it; for some
+GPUs one comes with the package.
 """
 
 import itertools
@@ -12,7 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ FROZEN = ("frozen-bf16", "frozen-wide", "frozen-row")
 """A frozen weight, which has no gradient: in bf16, kept in e4m3 and widened, multiplied in fp8."""
 KINDS = ("bf16", "tensor", "delayed", "row", "block", *FROZEN)
 """What is measured: bf16, and fp8 by its scaling; and the same of a frozen weight."""
+HIDDEN = 2.0
+"""So many times as long as the host is with a layer the device is with it, where that is never
+waited for: between layers, too, the host has work that the device does in no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +47,44 @@ class Speeds:
     outputs: tuple[int, ...]
     seconds: Mapping[str, tuple[float, ...]]
     """By kind; over tokens, inputs and outputs, the last fastest."""
+    host_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What a layer takes of the host in eager mode, by kind; nothing where that is not measured."""
 
     def gain(
         self, kind: str, *, tokens: int, inputs: int, outputs: int, against: str = "bf16"
     ) -> float | None:
         """Return the time of bf16 over that of a kind for a shape; None where it is not known."""
-        if kind not in self.seconds or against not in self.seconds:
+        shape = (tokens, inputs, outputs)
+        wide, narrow = self._log_seconds(against, shape), self._log_seconds(kind, shape)
+        return None if wide is None or narrow is None else math.exp(wide - narrow)
+
+    def waited_for(self, kind: str, *, tokens: int, inputs: int, outputs: int) -> bool | None:
+        """Say whether eager layers of a kind lose on the host more than the device saves by them.
+
+        None where it is not known. A layer of which the device is busy long enough hides its host.
+        """
+        shape = (tokens, inputs, outputs)
+        wide, narrow = self._log_seconds("bf16", shape), self._log_seconds(kind, shape)
+        host, plain = self.host_seconds.get(kind), self.host_seconds.get("bf16")
+        if wide is None or narrow is None or host is None or plain is None:
             return None
-        logs = [
-            math.log(wide / narrow)
-            for wide, narrow in zip(self.seconds[against], self.seconds[kind], strict=True)
-        ]
+        saved = math.exp(wide) - math.exp(narrow)
+        return saved < host - plain and math.exp(narrow) < HIDDEN * host
+
+    def _log_seconds(self, kind: str, shape: tuple[int, int, int]) -> float | None:
+        """Return the logarithm of a time, between those of the shapes around it in the table."""
+        if kind not in self.seconds:
+            return None
         axes = (self.tokens, self.inputs, self.outputs)
-        places = [_between(a, v) for a, v in zip(axes, (tokens, inputs, outputs), strict=True)]
+        places = [_between(axis, value) for axis, value in zip(axes, shape, strict=True)]
         total = 0.0
         for corner in itertools.product((0, 1), repeat=3):
             share, index = 1.0, 0
             for (low, above), side, axis in zip(places, corner, axes, strict=True):
                 share *= above if side else 1 - above
                 index = index * len(axis) + min(low + side, len(axis) - 1)
-            total += share * logs[index]
-        return math.exp(total)
+            total += share * math.log(self.seconds[kind][index])
+        return total
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -75,6 +96,7 @@ class Speeds:
             "inputs": list(self.inputs),
             "outputs": list(self.outputs),
             "seconds": {kind: list(values) for kind, values in self.seconds.items()},
+            "host_seconds": dict(self.host_seconds),
         }
 
     @classmethod
@@ -88,10 +110,12 @@ class Speeds:
             inputs=tuple(data["inputs"]),
             outputs=tuple(data["outputs"]),
             seconds={kind: tuple(values) for kind, values in data["seconds"].items()},
+            host_seconds=dict(data.get("host_seconds", {})),
         )
         axes = (found.tokens, found.inputs, found.outputs)
         shapes = math.prod(map(len, axes))
         times = [value for values in found.seconds.values() for value in values]
+        times += found.host_seconds.values()
         if (
             "bf16" not in found.seconds
             or any(len(values) != shapes or not values for values in found.seconds.values())

@@ -12,7 +12,11 @@ the same kernel as in eager mode. Where Triton has no kernels, plain torch does 
 passes.
 """
 
+import functools
+import importlib
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from types import ModuleType
 from typing import NamedTuple, final
 
 import torch
@@ -27,6 +31,12 @@ MULTIPLE = 16
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # Half of the smallest value, which rounds to zero.
 _FLUSHED = {448.0: 2.0**-10, 57344.0: 2.0**-17}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "gated_silu": F.silu,
+    "gated_gelu": F.gelu,
+    "gated_gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""Activations of a gate, by what `quantize` calls its product with what it lets through."""
 
 
 @final
@@ -106,9 +116,10 @@ def quantize(
     as bits if it is larger than what is there; to the others are added how many values were looked
     at (by a kernel, about one in eight), how many of these were beyond the format's range, and how
     many became zero that were not. What is not finite becomes NaN. With an activation the matrix is
-    quantised after it: `gelu` of x, or `gelu_backward`, x times the derivative at `beside`.
+    quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `beside`, or
+    `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `beside` times the activation of x.
     """
-    call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _quantize
+    call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _made
     found = call(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside)
     used = found[2] if scale_inv is None else scale_inv
     return Quantized(found[0], found[1], used, used)
@@ -125,9 +136,8 @@ def quantize_into(
         by_itself = DECIDED.first_use(into.scale_inv)
     work = _by_triton if not unsupported_reason(x.device) else _plainly
     largest = LARGEST[into.rowwise.dtype]
-    # As `.data`: other layers' counts lie in the same memory, and autograd may be keeping those.
-    scale, noted = into.scale_inv.data, None if cast_stats is None else cast_stats.data
-    work(x.contiguous(), into.rowwise, into.columnwise, scale, noted, by_itself, largest, "", None)
+    scale, rows, columns = into.scale_inv, into.rowwise, into.columnwise
+    work(x.contiguous(), rows, columns, scale, cast_stats, by_itself, largest, "", None)
 
 
 def scale_inv_for(amax: Tensor, largest: Tensor | float) -> Tensor:
@@ -157,23 +167,39 @@ def _quantize(
     activation: str,
     beside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what an operator may: no tensor that it was given."""
+    in_rows, in_columns, used = _made(
+        x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside
+    )
+    fresh = used if scale_inv is None else used.new_empty(0)
+    return in_rows, in_columns, fresh
+
+
+def _made(
+    x: Tensor,
+    target: torch.dtype,
+    scale_inv: Tensor | None,
+    cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    activation: str,
+    beside: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     beside = None if beside is None else beside.contiguous()
     count, width = x.shape
     padded = count + -count % MULTIPLE
     in_rows = torch.empty((padded, width) if rowwise else 0, dtype=target, device=x.device)
     in_columns = torch.empty((width, padded) if columnwise else 0, dtype=target, device=x.device)
-    fresh = torch.empty(1 if scale_inv is None else 0, dtype=torch.float32, device=x.device)
+    used = scale_inv
+    if used is None:
+        used = torch.empty(1, dtype=torch.float32, device=x.device)
     if not x.numel():
-        return in_rows, in_columns, fresh.fill_(1)
+        return in_rows, in_columns, used.fill_(1) if scale_inv is None else used
     by_itself = scale_inv is None or DECIDED.first_use(scale_inv)
-    given = fresh if scale_inv is None else scale_inv
     work = _by_triton if not unsupported_reason(x.device) else _plainly
-    # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
-    # they may be set for the first time.
-    given, noted = given.data, None if cast_stats is None else cast_stats.data
-    work(x, in_rows, in_columns, given, noted, by_itself, LARGEST[target], activation, beside)
-    return in_rows, in_columns, fresh
+    work(x, in_rows, in_columns, used, cast_stats, by_itself, LARGEST[target], activation, beside)
+    return in_rows, in_columns, used
 
 
 def _by_triton(
@@ -187,14 +213,14 @@ def _by_triton(
     activation: str,
     beside: Tensor | None,
 ) -> None:
-    from narrowcast.kernels.quantize import largest_magnitude, quantize_into
-
+    kernels = _kernels()
     measured = None
     if by_itself:
-        measured = largest_magnitude(x, activation=activation, beside=beside)
+        measured = kernels.largest_magnitude(x, activation=activation, beside=beside)
         if cast_stats is not None:
-            torch.maximum(cast_stats[:1], measured, out=cast_stats[:1])
-    quantize_into(
+            noted = cast_stats.data[:1]  # as `.data`, see below; kernels' writes are not counted
+            torch.maximum(noted, measured, out=noted)
+    kernels.quantize_into(
         rowwise,
         columnwise,
         x,
@@ -205,6 +231,12 @@ def _by_triton(
         activation=activation,
         beside=beside,
     )
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Return the kernels, which import Triton."""
+    return importlib.import_module("narrowcast.kernels.quantize")
 
 
 def _plainly(
@@ -219,12 +251,18 @@ def _plainly(
     beside: Tensor | None,
 ) -> None:
     """Do as the kernels do, in a pass for each operation."""
+    # As `.data`, whose writes autograd does not count: it keeps these for the backward pass, where
+    # they may be set for the first time; and other layers' counts lie in the same memory.
+    scale_inv, cast_stats = scale_inv.data, None if cast_stats is None else cast_stats.data
     value = x.float()
     if activation == "gelu":
         value = F.gelu(value)
     elif activation == "gelu_backward":
         assert beside is not None
         value = torch.ops.aten.gelu_backward(value, beside.float())
+    elif activation:
+        assert beside is not None
+        value = GATES[activation](value) * beside.float()
     amax = value.abs().amax()
     if by_itself:
         scale_inv.copy_(scale_inv_for(amax, largest))

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowcast.kernels.gelu_arithmetic import share_and_gauss
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.gelu_arithmetic import share_and_slope
+from narrowcast.kernels.launch import Launcher, interpreted
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -73,16 +73,11 @@ def _gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     result: Tensor = _product_shape(gate, value, activation)
     gate, value = _rows(gate, value)
     rows, width = gate.shape
-    _forward[(rows * triton.cdiv(width, _BLOCK),)](
-        gate,
-        value,
-        result,
-        width,
-        gate.stride(0),
-        value.stride(0),
-        ACTIVATION=activation,
-        BY_BITS=interpreted(),
-        BLOCK=_BLOCK,
+    _launch_forward(
+        (rows * -(-width // _BLOCK), 1, 1),
+        (gate, value, result),
+        (width, gate.stride(0), value.stride(0)),
+        (activation, interpreted(), _BLOCK),
         num_warps=4,
     )
     return result
@@ -93,19 +88,11 @@ def _gated_back(grad: Tensor, gate: Tensor, value: Tensor, activation: str, halv
     gate, value = _rows(gate, value, apart=halves)
     rows, width = gate.shape
     first, second = result.chunk(2, -1) if halves else result
-    _backward[(rows * triton.cdiv(width, _BLOCK),)](
-        grad.contiguous(),
-        gate,
-        value,
-        first,
-        second,
-        width,
-        gate.stride(0),
-        value.stride(0),
-        2 * width if halves else width,
-        ACTIVATION=activation,
-        BY_BITS=interpreted(),
-        BLOCK=_BLOCK,
+    _launch_backward(
+        (rows * -(-width // _BLOCK), 1, 1),
+        (grad.contiguous(), gate, value, first, second),
+        (width, gate.stride(0), value.stride(0), 2 * width if halves else width),
+        (activation, interpreted(), _BLOCK),
         num_warps=4,
     )
     return result
@@ -138,7 +125,7 @@ def _forward(
     here = place < width
     a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
     b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
-    share, _ = _share_and_slope(a, ACTIVATION, BY_BITS)
+    share, _ = share_and_slope(a, ACTIVATION, BY_BITS)
     product = a * share * b
     tl.store(out + row * width + place, product.to(out.dtype.element_ty), mask=here)
 
@@ -164,28 +151,13 @@ def _backward(
     down = tl.load(grad + row * width + place, mask=here, other=0.0).to(tl.float32)
     a = tl.load(gate + row * gate_row + place, mask=here, other=0.0).to(tl.float32)
     b = tl.load(value + row * value_row + place, mask=here, other=0.0).to(tl.float32)
-    share, slope = _share_and_slope(a, ACTIVATION, BY_BITS)
+    share, slope = share_and_slope(a, ACTIVATION, BY_BITS)
     at = row * grad_row + place
     tl.store(grad_gate + at, (down * b * slope).to(grad_gate.dtype.element_ty), mask=here)
     tl.store(grad_value + at, (down * a * share).to(grad_value.dtype.element_ty), mask=here)
 
 
-@triton.jit
-def _share_and_slope(x, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
-    """What x is multiplied by in its activation, and the derivative of the whole"""
-    if ACTIVATION == "gelu":
-        share, gauss = share_and_gauss(x, BY_BITS)
-        return share, share + x * gauss * 0.3989422804014327
-    elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh z) / 2 is the logistic function of 2z, with z = √(2/π) (x + 0.044715 x³).
-        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        return share, share + x * share * (1.0 - share) * inner
-    else:
-        share = tl.sigmoid(x)
-        return share, share * (1.0 + x * (1.0 - share))
-
-
+_launch_forward, _launch_backward = Launcher(_forward), Launcher(_backward)
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
     "gated(Tensor gate, Tensor value, str activation) -> Tensor",

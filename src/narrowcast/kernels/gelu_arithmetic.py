@@ -1,4 +1,4 @@
-"""The exact GELU and its derivative in few instructions, for every kernel that has one in it."""
+"""Activations and their derivatives in few instructions, for every kernel that has one in it."""
 
 import triton
 import triton.language as tl
@@ -29,13 +29,40 @@ def share_and_gauss(x, BY_BITS: tl.constexpr):
 
 
 @triton.jit
+def share_and_slope(x, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
+    """What x is multiplied by in its activation, and the derivative of the whole"""
+    if ACTIVATION == "gelu":
+        share, gauss = share_and_gauss(x, BY_BITS)
+        return share, share + x * gauss * 0.3989422804014327
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh z) / 2 is the logistic function of 2z, with z = √(2/π) (x + 0.044715 x³).
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return share, share + x * share * (1.0 - share) * inner
+    else:
+        share = tl.sigmoid(x)
+        return share, share * (1.0 + x * (1.0 - share))
+
+
+@triton.jit
 def activated(x, other, ACTIVATION: tl.constexpr, BY_BITS: tl.constexpr):
-    """Return x, its GELU, or x as a gradient taken back through the GELU of the other."""
+    """Return x, its GELU, x as a gradient taken back through the GELU of the other, or the product
+    of the other and the activation of x.
+    """
     if ACTIVATION == "gelu":
         share, gauss = share_and_gauss(x, BY_BITS)
         return x * share
     elif ACTIVATION == "gelu_backward":
         share, gauss = share_and_gauss(other, BY_BITS)
         return x * (share + other * gauss * 0.3989422804014327)
+    elif ACTIVATION == "gated_silu":
+        share, _ = share_and_slope(x, "silu", BY_BITS)
+        return x * share * other
+    elif ACTIVATION == "gated_gelu":
+        share, _ = share_and_slope(x, "gelu", BY_BITS)
+        return x * share * other
+    elif ACTIVATION == "gated_gelu_tanh":
+        share, _ = share_and_slope(x, "gelu_tanh", BY_BITS)
+        return x * share * other
     else:
         return x

@@ -6,12 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.gelu_arithmetic import activated
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.launch import Launcher, interpreted
 
 # Rows, columns and warps of a program: the best of six to fourteen, measured on an H200 over
 # matrices of 16384 × 4096 and 16384 × 16384; and the registers of a thread, which else go to
 # counting, for which few programs stop.
 _TILES = {"": (128, 64, 8, 64), "gelu": (64, 64, 4, 56), "gelu_backward": (64, 64, 4, 64)}
+# Of those with two tensors to read, as the last of these.
+_TILES |= dict.fromkeys(("gated_silu", "gated_gelu", "gated_gelu_tanh"), _TILES["gelu_backward"])
 _BLOCK = 16384
 _COUNTED = tl.constexpr(8)  # one tile in so many
 
@@ -59,30 +61,34 @@ def quantize_into(
     count, width = x.shape
     target = rowwise.dtype
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
-    exact = interpreted()  # its own casts to fp8 are wrong
+    in_rows, in_columns = bool(rowwise.numel()), bool(columnwise.numel())
+    counted = cast_stats is not None
     tile_rows, tile_columns, warps, registers = _TILES[activation]
-    _quantize_tile[(triton.cdiv(width, tile_columns), triton.cdiv(padded, tile_rows))](
-        x,
-        x if beside is None else beside,
-        rowwise.view(torch.uint8),
-        columnwise.view(torch.int32),
-        scale_inv,
-        scale_inv if measured is None else measured,
-        scale_inv if cast_stats is None else cast_stats,
-        count,
-        width,
-        padded,
-        LARGEST=largest,
-        FIXED=measured is None,
-        RECORD=measured is None and cast_stats is not None,
-        COUNT=cast_stats is not None,
-        ROWS=bool(rowwise.numel()),
-        COLUMNS=bool(columnwise.numel()),
-        ACTIVATION=activation,
-        BY_BITS=exact,
-        E5M2=target == torch.float8_e5m2,
-        FOURS=tile_rows // 4,
-        TILE_COLUMNS=tile_columns,
+    _launch_tile(
+        (-(-width // tile_columns), -(-padded // tile_rows), 1),
+        (
+            x,
+            x if beside is None else beside,
+            rowwise.view(torch.uint8) if in_rows else x,
+            columnwise.view(torch.int32) if in_columns else x,
+            scale_inv,
+            scale_inv if measured is None else measured,
+            scale_inv if cast_stats is None else cast_stats,
+        ),
+        (count, width, padded),
+        (
+            largest,
+            measured is None,
+            measured is None and counted,
+            counted,
+            in_rows,
+            in_columns,
+            activation,
+            interpreted(),  # whose own casts to fp8 are wrong
+            target == torch.float8_e5m2,
+            tile_rows // 4,
+            tile_columns,
+        ),
         num_warps=warps,
         maxnreg=registers,
     )
@@ -92,14 +98,11 @@ def largest_magnitude(x: Tensor, *, activation: str = "", beside: Tensor | None 
     """Return the bits of the largest magnitude as one int32; a NaN counts as larger than all."""
     seen = torch.zeros(1, dtype=torch.int32, device=x.device)
     if x.numel():
-        _largest_magnitude[(triton.cdiv(x.numel(), _BLOCK),)](
-            x,
-            x if beside is None else beside,
-            seen,
-            x.numel(),
-            ACTIVATION=activation,
-            BY_BITS=interpreted(),
-            BLOCK=_BLOCK,
+        _launch_largest(
+            (-(-x.numel() // _BLOCK), 1, 1),
+            (x, x if beside is None else beside, seen),
+            (x.numel(),),
+            (activation, interpreted(), _BLOCK),
             num_warps=8,
         )
     return seen
@@ -112,7 +115,7 @@ def _largest_magnitude(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     other = value
-    if ACTIVATION == "gelu_backward":
+    if ACTIVATION != "" and ACTIVATION != "gelu":
         other = tl.load(beside + place, mask=place < count, other=0.0).to(tl.float32)
     value = activated(value, other, ACTIVATION, BY_BITS)
     tl.atomic_max(seen, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
@@ -163,7 +166,7 @@ def _scaled(
     """Some elements, scaled and ready to be cast, and their magnitudes before that"""
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     other = value
-    if ACTIVATION == "gelu_backward":
+    if ACTIVATION != "" and ACTIVATION != "gelu":
         other = tl.load(beside + place, mask=inside, other=0.0).to(tl.float32)
     value = activated(value, other, ACTIVATION, BY_BITS)
     return _castable(value, scale, LARGEST, BY_BITS), tl.abs(value)
@@ -254,7 +257,7 @@ def _count(
         here = (row + k < count)[:, None] & within
         value = tl.load(x + at + k * width, mask=here, other=0.0).to(tl.float32)
         other = value
-        if ACTIVATION == "gelu_backward":
+        if ACTIVATION != "" and ACTIVATION != "gelu":
             other = tl.load(beside + at + k * width, mask=here, other=0.0).to(tl.float32)
         value = activated(value, other, ACTIVATION, BY_BITS)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -332,3 +335,6 @@ def _quantize_tile(
         _count(
             x, beside, cast_stats, at, row, count, width, within, inv, LARGEST, ACTIVATION, BY_BITS
         )
+
+
+_launch_tile, _launch_largest = Launcher(_quantize_tile), Launcher(_largest_magnitude)

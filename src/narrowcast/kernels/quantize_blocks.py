@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.launch import Launcher, interpreted
 from narrowcast.kernels.quantize import (
     _castable,
     _scale_inv_for,
@@ -33,24 +33,32 @@ def quantize_blocks_into(
     """
     count, width = x.shape
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
-    _quantize_block[(triton.cdiv(width, BLOCK), triton.cdiv(padded, BLOCK))](
-        x,
-        rowwise.view(torch.uint8),
-        columnwise.view(torch.int32),
-        rowwise_scale_inv,
-        columnwise_scale_inv,
-        count,
-        width,
-        padded,
-        rowwise_scale_inv.stride(0) if rowwise_scale_inv.numel() else 0,
-        columnwise_scale_inv.stride(0) if columnwise_scale_inv.numel() else 0,
-        LARGEST=largest,
-        ROWS=bool(rowwise.numel()),
-        COLUMNS=bool(columnwise.numel()),
-        SQUARE=square,
-        BY_BITS=interpreted(),
-        E5M2=rowwise.dtype == torch.float8_e5m2,
-        BLOCK=BLOCK,
+    in_rows, in_columns = bool(rowwise.numel()), bool(columnwise.numel())
+    _launch(
+        (-(-width // BLOCK), -(-padded // BLOCK), 1),
+        (
+            x,
+            rowwise.view(torch.uint8) if in_rows else x,
+            columnwise.view(torch.int32) if in_columns else x,
+            rowwise_scale_inv,
+            columnwise_scale_inv,
+        ),
+        (
+            count,
+            width,
+            padded,
+            rowwise_scale_inv.stride(0) if in_rows else 0,
+            columnwise_scale_inv.stride(0) if in_columns else 0,
+        ),
+        (
+            largest,
+            in_rows,
+            in_columns,
+            square,
+            interpreted(),
+            rowwise.dtype == torch.float8_e5m2,
+            BLOCK,
+        ),
         num_warps=8,
     )
 
@@ -143,3 +151,6 @@ def _quantize_block(
             tl.store(
                 columnwise_scale_inv + down * columns_stride + column, inv, mask=column < width
             )
+
+
+_launch = Launcher(_quantize_block)

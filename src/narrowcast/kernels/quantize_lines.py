@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.launch import Launcher, interpreted
 from narrowcast.kernels.quantize import (
     _castable,
     _scale_inv_for,
@@ -40,34 +40,40 @@ def quantize_lines_into(
     padded = rowwise.shape[0] if rowwise.numel() else columnwise.shape[-1]
     by_rows, by_columns = bool(rowwise.numel()), bool(columnwise.numel())
     measured = torch.zeros(padded + width, dtype=torch.int32, device=x.device)
-    across, down = triton.cdiv(width, _TILE_COLUMNS), triton.cdiv(padded, _TILE_ROWS)
-    shared = {
-        "ROWS": by_rows,
-        "COLUMNS": by_columns,
-        "FACTORS": factors is not None,
-        "TILE_COLUMNS": _TILE_COLUMNS,
-    }
+    across, down = -(-width // _TILE_COLUMNS), -(-padded // _TILE_ROWS)
     by = x if factors is None else factors  # something to point at
-    _largest_of_lines[(triton.cdiv(across, _STRIP.value), down)](
-        x, by, measured, count, width, padded, TILE_ROWS=_TILE_ROWS, num_warps=8, **shared
+    wanted = by_rows, by_columns, factors is not None
+    _launch_largest(
+        (-(-across // _STRIP.value), down, 1),
+        (x, by, measured),
+        (count, width, padded),
+        (*wanted, _TILE_ROWS, _TILE_COLUMNS),
+        num_warps=8,
     )
-    _quantize_tile[(across, down)](
-        x,
-        by,
-        rowwise.view(torch.uint8),
-        columnwise.view(torch.int32),
-        rowwise_scale_inv,
-        columnwise_scale_inv,
-        measured,
-        count,
-        width,
-        padded,
-        LARGEST=largest,
-        BY_BITS=interpreted(),
-        E5M2=rowwise.dtype == torch.float8_e5m2,
-        FOURS=_TILE_ROWS // 4,
+    e5m2 = rowwise.dtype == torch.float8_e5m2
+    _launch_tile(
+        (across, down, 1),
+        (
+            x,
+            by,
+            rowwise.view(torch.uint8) if by_rows else x,
+            columnwise.view(torch.int32) if by_columns else x,
+            rowwise_scale_inv,
+            columnwise_scale_inv,
+            measured,
+        ),
+        (count, width, padded),
+        (
+            largest,
+            by_rows,
+            by_columns,
+            factors is not None,
+            interpreted(),
+            e5m2,
+            _TILE_ROWS // 4,
+            _TILE_COLUMNS,
+        ),
         num_warps=16,  # with 8, half as many fit at once: two casts take registers
-        **shared,
     )
 
 
@@ -218,3 +224,6 @@ def _transpose_tile(codes, result, rows, width, TILE: tl.constexpr):
     tile = tl.load(codes + row[:, None] * width + column[None, :], mask=here, other=0)
     to = column[:, None] * rows + row[None, :]
     tl.store(result + to, tl.trans(tile), mask=tl.trans(here))
+
+
+_launch_tile, _launch_largest = Launcher(_quantize_tile), Launcher(_largest_of_lines)

@@ -12,6 +12,7 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import NarrowcastError, RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.precision.plan.diff import formats_text
+from narrowcast.precision.plan.gains import Running
 from narrowcast.precision.plan.memory import Memory
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.policy import Policy
@@ -74,7 +75,17 @@ def plan_recipe_model(
         only_faster=precision.only_faster,
         fuse=precision.fuse,
         memory=Memory(**recipe.memory.model_dump()),
+        running=_running(recipe),
     )
+
+
+def _running(recipe: Recipe) -> Running:
+    """Return how the steps of a recipe are run on a GPU that can capture them."""
+    captured = recipe.cuda_graph
+    if captured is None:  # too large a model is not, but of its layers no device waits for the host
+        saving = recipe.memory.checkpoint != "none"
+        captured = not (saving or recipe.deterministic or recipe.faults)
+    return "captured" if captured else "compiled" if recipe.compile else "eager"
 
 
 def each_phase(items: Iterable[_Item], ask: Callable[[_Item], _Answer]) -> tuple[_Answer, ...]:

@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import narrowcast as nc
 from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware
-from narrowcast.health.statistics.probes import Probes
+from narrowcast.health.statistics.probes import Probes, _ends_of_chains
 from narrowcast.health.statistics.reading import Reading
 from narrowcast.health.statistics.sampling import SAMPLE, sample
-from narrowcast.precision.swap import restore
+from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
+from narrowcast.precision.plan.known_pieces import GatedMlp
+from narrowcast.precision.swap import restore, swap
 from narrowcast.runs import ExponentRecord, HealthRecord
 
 EMULATING = Hardware(device="cpu", name="any CPU", memory_bytes=2**30)
@@ -384,3 +386,12 @@ def test_probes_of_a_model_that_was_released_since_have_nothing_to_take_off():
     run.release()
     probes.remove()
     assert {type(m) for m in model.modules()} == {Net, nn.Linear, nn.LayerNorm}
+
+
+def test_a_gated_chain_is_seen_where_it_begins_and_where_it_ends():
+    module = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("gate", "value", "down")})
+    swap(module, Fp8GatedMlp, nc_chain=GatedMlp("gate", "value", "down", "silu", "act"))
+    seen = {"gate": (module, None), "value": (None, None), "down": (None, module)}
+    assert _ends_of_chains(module) == seen
+    inside = {f"mlp.{name}": ends for name, ends in seen.items()}
+    assert _ends_of_chains(nn.ModuleDict({"mlp": module})) == inside

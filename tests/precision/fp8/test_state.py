@@ -17,18 +17,7 @@ from narrowcast.precision.fp8.state import Fp8Model
 
 DEVICE = "cpu" if interpreted() else "cuda"
 POLICIES = ["fp8-tensor", "fp8-delayed"]
-
-
-def needs_fp8_products():
-    if DEVICE == "cuda":
-        return torch.cuda.get_device_capability() < (8, 9)
-    return torch.__version__ < "2.13"
-
-
-pytestmark = pytest.mark.skipif(
-    needs_fp8_products(),
-    reason="needs torch 2.13 on a CPU, or a GPU of compute capability 8.9",
-)
+pytestmark = pytest.mark.usefixtures("fp8_products")
 
 
 def hardware():

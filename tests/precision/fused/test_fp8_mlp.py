@@ -25,18 +25,7 @@ POLICIES = {
     ),
 }
 SHAPES = [(32, 32), (20, 32), (2, 3, 32), (32,)]
-
-
-def needs_fp8_products():
-    if DEVICE == "cuda":
-        return torch.cuda.get_device_capability() < (8, 9)
-    return torch.__version__ < "2.13"
-
-
-pytestmark = pytest.mark.skipif(
-    needs_fp8_products(),
-    reason="needs torch 2.13 on a CPU, or a GPU of compute capability 8.9",
-)
+pytestmark = pytest.mark.usefixtures("fp8_products")
 
 
 class Feed(nn.Module):

@@ -6,6 +6,8 @@ carried out, with both places in the one memory there is, so that all but the co
 
 import contextlib
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -196,6 +198,145 @@ def test_a_pass_without_gradients_and_release_leave_nothing():
     model = run.release()
     assert type(model.layers[0]) is Block
     assert "nc_shelf" not in vars(model.layers[0])
+
+
+class Late:
+    """A device that copies as late as it may: when a copy is waited for, and no sooner.
+
+    Memory of its own that a copy is still to write to, or to read from for a host that is waiting,
+    must not be let go of before, unless it is kept from others. `lost` counts what was.
+    """
+
+    def __init__(self, monkeypatch):
+        self.lost, self.kept, self.waited = 0, 0, 0
+        monkeypatch.setattr(host_activations, "Lane", lambda _: LateLane(self))
+        monkeypatch.setattr(host_activations, "wait_for", self._wait_for)
+        monkeypatch.setattr(host_activations, "on_host", pinned)
+
+    def _wait_for(self, mark, _):
+        if mark is not None:
+            self.waited += 1
+            mark()
+
+
+def pinned(like):
+    """Memory of which torch sees to it that it outlives its copies."""
+    made = torch.empty_like(like)
+    made.is_of_the_host = True
+    return made
+
+
+class LateLane:
+    def __init__(self, device):
+        self._device, self._queue, self._kept = device, [], set()
+
+    def copy(self, pairs, *, after=()):
+        for into, source in pairs:
+            into.fill_(255)  # no number, in any float
+            copy = {"into": weakref.ref(into), "source": weakref.ref(source), "after": [*after]}
+            self._queue.append(copy)
+            if not getattr(into, "is_of_the_host", False):
+                weakref.finalize(into, self._let_go_of, copy, id(into))
+        last = self._queue[-1]
+        return lambda: self._until(last)
+
+    def uses(self, tensor):
+        self._kept.add(id(tensor))
+        self._device.kept += 1
+
+    def _let_go_of(self, copy, address):
+        unfinished = any(copy is each for each in self._queue)
+        self._device.lost += unfinished and address not in self._kept
+        self._kept.discard(address)
+
+    def _until(self, last):
+        while any(last is each for each in self._queue):
+            copy = self._queue.pop(0)
+            for mark in copy["after"]:
+                if mark is not None:
+                    mark()
+            into, source = copy["into"](), copy["source"]()
+            if into is not None:
+                self._device.lost += source is None
+                into.copy_(into if source is None else source)
+
+
+def backward_of_two_passes(run):
+    first, second = loss_of(run, 0), loss_of(run, 1)
+    run.backward(first)
+    run.backward(second)
+
+
+def backward_twice(run):
+    loss = loss_of(run, 0)
+    run.backward(loss, retain_graph=True)
+    run.backward(loss)
+
+
+def backward_of_a_part_first(run):
+    loss = loss_of(run, 0)
+    torch.autograd.grad(loss, [*run.model.layers[2].parameters()], retain_graph=True)
+    run.backward(loss)
+
+
+def backward_of_a_pass_before_from_its_middle(run):
+    """The last block of a pass is sent for by the next pass, and stepped over by another loss."""
+    outputs = []
+    hook = run.model.layers[2].register_forward_hook(lambda *seen: outputs.append(seen[-1]))
+    first, second = loss_of(run, 0), loss_of(run, 1)
+    hook.remove()
+    run.backward(second)
+    run.backward(outputs[0].square().mean(), retain_graph=True)
+    run.backward(first)
+
+
+on_one_memory = pytest.mark.skipif(DEVICE == "cuda", reason="a device of its own is here")
+
+
+@on_one_memory
+@pytest.mark.parametrize(
+    ("passes", "in_vain"),
+    [
+        (trained, False),
+        (backward_of_two_passes, False),
+        (backward_twice, False),
+        (backward_of_a_part_first, False),
+        (backward_of_a_pass_before_from_its_middle, True),
+    ],
+)
+def test_nothing_is_used_or_let_go_of_before_its_copy_is_waited_for(passes, in_vain, monkeypatch):
+    kept = prepared(offload=False)
+    torch.manual_seed(0)
+    passes(kept)
+    device = Late(monkeypatch)
+    run = prepared()
+    torch.manual_seed(0)
+    passes(run)
+    gc.collect()
+    assert device.waited > 0
+    # What is let go of can be taken again at once, unless it was sent for in vain.
+    assert (device.lost, device.kept > 0) == (0, in_vain)
+    values = [[p if p.grad is None else p.grad for p in r.model.parameters()] for r in (run, kept)]
+    assert same(*values)
+
+
+@on_one_memory
+def test_memory_of_a_pass_that_broke_off_is_kept_until_its_copies_are_done(monkeypatch):
+    device = Late(monkeypatch)
+    run = prepared()
+
+    def fail(_):
+        raise ArithmeticError("a hook of somebody's own")
+
+    run.model.layers[1].register_full_backward_hook(lambda *_: fail(_))
+    loss = loss_of(run, 0)
+    with pytest.raises(ArithmeticError):
+        run.backward(loss)
+    assert device.kept == 0
+    del loss
+    gc.collect()
+    assert device.lost == 0
+    assert device.kept > 0
 
 
 @pytest.mark.gpu

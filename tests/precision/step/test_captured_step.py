@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -365,10 +366,12 @@ def test_dropout_draws_anew_in_every_replay(cuda):
 @pytest.mark.parametrize("how", ["item", "mask", "host"])
 def test_a_loss_that_waits_for_the_device_is_refused_with_its_line(how, cuda):
     run = prepared("bf16", device="cuda")
+    losses = []
 
     def loss_of(x, y):
         loss = loss_with(run)(x, y)
-        if how == "item" and loss.item() > 1e9:
+        losses.append(weakref.ref(loss))
+        if how == "item" and loss.detach().item() > 1e9:
             return loss * 0
         if how == "mask":
             return loss + x[x > 0].sum() * 0
@@ -378,9 +381,13 @@ def test_a_loss_that_waits_for_the_device_is_refused_with_its_line(how, cuda):
     for step in range(WARM_UP - 1):
         fast(*batch(step, "cuda"))
     before = weights(run)
-    with pytest.raises(UnsupportedError, match=r"waits for the device at test_captured_step.py:"):
+    told = r"waits for the device at test_captured_step.py:"
+    with pytest.raises(UnsupportedError, match=told) as refused:
         fast(*batch(WARM_UP, "cuda"))
     assert_equal(weights(run), before)
+    # Whoever holds the error holds no graph: a step by hand would meet its nodes.
+    assert "synchronizing CUDA operation" in str(refused.value.__cause__)
+    assert [each() for each in losses] == [None] * WARM_UP
     assert run.steps_attempted == WARM_UP - 1
     assert stepped(run, *batch(0, "cuda"))[0].applied
 

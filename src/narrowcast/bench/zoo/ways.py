@@ -18,6 +18,7 @@ from narrowcast.bench.peers.float8 import convert
 from narrowcast.bench.zoo.built import Built
 from narrowcast.bench.zoo.models import entry_of
 from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.plan.gains import Running
 from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 
@@ -25,7 +26,11 @@ Kind = Literal["amp", "liger", "torchao", "ours"]
 Step = Callable[[], Tensor]
 """One training step; returns its loss, on the device."""
 
-MODES = ("eager", "compiled", "graphed")
+RUNNING: Mapping[str, Running] = {
+    "eager": "eager", "compiled": "compiled", "graphed": "captured",
+}  # fmt: skip
+"""What a plan is told of a mode."""
+MODES = tuple(RUNNING)
 CLIP_NORM, LR = 1.0, 1e-4
 SPLIT = "params=bf16, master=split"
 STEPS_TO_CAPTURE = 6
@@ -164,10 +169,12 @@ def _graphed_step(run: Prepared, built: Built) -> Step:
 
 def _our_step(built: Built, policy: str, mode: str) -> tuple[Step, dict[str, Any]]:
     model, loss_of, inputs = built.model, built.loss_of, built.inputs
-    run = prepare(model, _optimizer(model), policy=policy, clip_norm=CLIP_NORM)
+    optimizer, running = _optimizer(model), RUNNING[mode]
+    run = prepare(model, optimizer, policy=policy, clip_norm=CLIP_NORM, running=running)
     about = {
         "policy": str(run.plan.policy),
         "update_path": run.update_path,
+        "fp8_layers": sum("fp8" in module.bytes for module in run.plan.modules),
         "fused": [str(piece) for piece in run.plan.fused if piece.fused],
     }
     if mode == "graphed":

@@ -107,6 +107,7 @@ class Trials:
             emulate=plan.emulate or None,
             fuse=fuse,
             memory=plan.memory.asked,
+            running=plan.running,
         )
 
 

@@ -20,6 +20,7 @@ from narrowcast.health.statistics.watched import ATTRIBUTES, Switch, Watched
 from narrowcast.health.statistics.weight_samples import WeightSamples
 from narrowcast.health.statistics.what_if import WhatIf
 from narrowcast.precision.fused.declared import fused_mlp_layers
+from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp
 from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.plan.module_kinds import multiplies
@@ -125,4 +126,8 @@ def _ends_of_chains(model: nn.Module) -> dict[str, tuple[nn.Module | None, nn.Mo
             assert ends is not None
             first, last = (f"{name}.{end}".lstrip(".") for end in ends)
             seen[first], seen[last] = (module, None), (None, module)
+        elif isinstance(module, Fp8GatedMlp):
+            chain, where = module.nc_chain, f"{name}.".lstrip(".")
+            seen[where + chain.gate], seen[where + chain.value] = (module, None), (None, None)
+            seen[where + chain.down] = (None, module)
     return seen

@@ -26,6 +26,7 @@ COUNTS = ("looked at", "saturated", "flushed to zero")
 COUNTED = 8
 """An emulated product looks at one row in so many, as a kernel at one tile."""
 _APART = 4
+_INPUT = OPERANDS.index("input")
 
 
 class AmaxHistories:
@@ -39,12 +40,16 @@ class AmaxHistories:
         self.cast_stats = torch.zeros(*shape, _APART, dtype=torch.int32, device=device)
         self.scale_inv = torch.zeros(*shape, _APART, device=device)[..., 0]
         self._largest = torch.tensor([_largest(each) for each in formats], device=device)
+        self.input_formats = [each.forward for each in formats]
         self.counts = torch.zeros(*shape, len(COUNTS), dtype=torch.int64, device=device)
         """What casts to fp8 of applied steps have lost since the counts were last taken."""
         self.peak = torch.zeros(*shape, device=device)
         """The largest magnitude they have met since then."""
         self.moves = 0
         """How often the scales may have changed."""
+        self.reads_of = list(range(len(formats)))
+        """Whose scale and counts a module's inputs have: often its own."""
+        self._reads_of = torch.arange(len(formats), device=device)
         self._where = self._addresses
         DECIDED.remove(self._where)
         weakref.finalize(self, DECIDED.remove, self._where)
@@ -66,6 +71,9 @@ class AmaxHistories:
         Where the loss is multiplied by so much more from then on, so are all gradients of the past:
         else those of the next step would saturate whenever a loss scale doubles.
         """
+        if self.reads_of != list(range(len(self.reads_of))):
+            # Of inputs that are one tensor everybody remembers what one has noted.
+            self.cast_stats[:, _INPUT] = self.cast_stats[self._reads_of, _INPUT]
         amax = self.cast_stats[..., 0].contiguous().view(torch.float32)
         amax = torch.where(finite & amax.isfinite(), amax, 0.0)
         moved = torch.cat([amax[..., None], self.amax[..., :-1]], dim=-1)
@@ -80,6 +88,11 @@ class AmaxHistories:
         self.scale_inv.copy_(
             torch.where(past > 0, scale_inv_for(past, self._largest), self.scale_inv)
         )
+
+    def join(self, module: int, other: int) -> None:
+        """Let the inputs of a module have the scale and the counts of another's."""
+        self.reads_of[module] = other
+        self._reads_of[module] = other
 
     @property
     def decided(self) -> frozenset[int]:
@@ -173,12 +186,34 @@ class AmaxHistory:
     def __init__(self, whole: AmaxHistories, module: int) -> None:
         self.whole, self.module = whole, module  # the whole holds the memory
         self.amax = whole.amax[module]
-        self._scale_inv = [_single(whole.scale_inv[module, i]) for i in range(len(OPERANDS))]
-        self._cast_stats = list(whole.cast_stats[module])
+        self._scale_inv: dict[str, Tensor] = {
+            role: _single(whole.scale_inv[module, i]) for i, role in enumerate(OPERANDS)
+        }
+        self._cast_stats: dict[str, Tensor] = dict(
+            zip(OPERANDS, whole.cast_stats[module], strict=True)
+        )
+
+    def reads_with(self, other: "AmaxHistory") -> bool:
+        """Have one scale with another module for inputs, which are the same tensors; or say no.
+
+        What both remember stays what each would by itself. Waits for nothing.
+        """
+        whole, leader = self.whole, other.whole.reads_of[other.module]
+        if (
+            whole is not other.whole
+            or whole.input_formats[self.module] != whole.input_formats[other.module]
+        ):
+            return False
+        if whole.reads_of[self.module] != self.module or whole.reads_of.count(self.module) > 1:
+            return leader == whole.reads_of[self.module]  # it has one with somebody already
+        self._scale_inv["input"] = other._scale_inv["input"]
+        self._cast_stats["input"] = other._cast_stats["input"]
+        whole.join(self.module, leader)
+        return True
 
     def scale_inv(self, role: str) -> Tensor:
         """Return the inverse scale of a role: one number, zero until it is first used."""
-        return self._scale_inv[OPERANDS.index(role)]
+        return self._scale_inv[role]
 
     def is_decided(self, role: str) -> bool:
         """Say whether native products use the scale of a role as it is."""
@@ -187,7 +222,7 @@ class AmaxHistory:
     def cast_stats(self, role: str) -> Tensor | None:
         """Return where a cast notes what it met in a role; of inputs, only in training."""
         noted = torch.is_grad_enabled() or role != "input"
-        return self._cast_stats[OPERANDS.index(role)] if noted else None
+        return self._cast_stats[role] if noted else None
 
     @property
     def moves(self) -> int:

@@ -2,8 +2,9 @@
 
 The weight is kept in fp8 as well, in both layouts, and made anew only when it changes: once a step,
 whatever the number of micro-batches. An input is read once to be quantised for the output and,
-transposed, for the gradient of the weight; only the latter is kept for the backward pass. The
-gradient of the output is read once for both backward products.
+transposed, for the gradient of the weight, whatever the number of layers that read it; only the
+latter is kept for the backward pass. The gradient of the output is read once for both backward
+products.
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ from narrowcast.precision.fp8.blockwise import BlockScaling
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.fp8.rowwise import RowScaling
 from narrowcast.precision.fp8.scaling import OWN, Scale, Scaling, dtype_of
+from narrowcast.precision.fp8.shared_inputs import Wanted, quantized_input
 from narrowcast.precision.fp8.tensorwise import TensorScaling
 from narrowcast.precision.products import differentiable
 from narrowcast.precision.products.autocast import autocast_off
@@ -63,11 +65,34 @@ class Fp8Linear(Mixin, nn.Linear):
             self.nc_refresh()
         made = self.nc_weight
         assert made is not None, "the weight was never quantised; call the model inside compute()"
-        rows = input.reshape(-1, input.shape[-1])
+        weight = self.weight
+        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
         x_scale, grad_scale = self.nc_scales()
-        output = _apply(rows, self.weight, self.bias, *made, *x_scale, *grad_scale, self.nc_formats)
-        shaped: Tensor = output.view(*input.shape[:-1], self.out_features)
-        return shaped
+        found = self.nc_quantized(input, rows, scale=x_scale, learns=weight.requires_grad)
+        formats = self.nc_formats
+        product: Tensor = _apply(
+            rows, weight, self.bias, *_once(made), *_once(found), *grad_scale, formats
+        )
+        return product if rows is input else product.view(*input.shape[:-1], self.out_features)
+
+    def nc_quantized(self, given: Tensor, rows: Tensor, *, scale: Scale, learns: bool) -> Quantized:
+        """Return the rows of what this layer is given in fp8, made here or by a layer before it.
+
+        Transposed as well where a weight `learns` from them.
+        """
+        formats, learns = self.nc_formats, learns and torch.is_grad_enabled()
+        return quantized_input(
+            given,
+            rows,
+            SCALINGS[formats.scaling],
+            wanted=Wanted(
+                dtype_of(formats.forward),
+                formats.scaling,
+                learns and needs_scale(formats.grad_weight.name),
+            ),
+            scale=scale,
+            history=self.nc_history,
+        )
 
     def nc_scales(self) -> tuple[Scale, Scale]:
         """Return the scales of the input and of the gradient of the output."""
@@ -85,21 +110,15 @@ class Fp8Linear(Mixin, nn.Linear):
 
         In eager mode every call asks; before a compiled forward pass `compute()` does.
         """
-        weight = self.weight.detach()
+        weight = self.weight
         # A weight that never moves has its scale once and for all.
-        history = self.nc_history if self.weight.requires_grad else None
+        history = self.nc_history if weight.requires_grad else None
         moves = 0 if history is None else history.moves
-        before, now = (
-            self.nc_weight_is_of,
-            (
-                weight.data_ptr(),
-                self.weight._version,
-                moves,
-                self.training,
-            ),
-        )
+        before = self.nc_weight_is_of
+        now = weight.data_ptr(), weight._version, moves, self.training
         if now == before:
             return
+        weight = weight.detach()
         with torch.inference_mode(mode=False), torch.no_grad():  # kept for training too
             made = self.nc_weight = self._nc_made(weight, history)
         if before is not None and before[:-1] != now[:-1]:
@@ -127,6 +146,18 @@ class Fp8Linear(Mixin, nn.Linear):
         return f"{super().extra_repr()}, {self.nc_formats}, native"
 
 
+def _once(made: Quantized) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return a matrix with a scale of both layouts only once: a compiler takes no tensor twice."""
+    rowwise, columnwise, scale_inv, other = made
+    return rowwise, columnwise, scale_inv, None if other is scale_inv else other
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    """Return the first so many rows; a view costs the host more than to look whether it is all."""
+    whole = not torch.compiler.is_compiling() and rows.shape[0] == count
+    return rows if whole else rows[:count]
+
+
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -137,9 +168,11 @@ class _Fp8Product(torch.autograd.Function):
         weight_rowwise: Tensor,
         weight_columnwise: Tensor,
         weight_rowwise_scale_inv: Tensor,
-        weight_columnwise_scale_inv: Tensor,
-        x_scale_inv: Tensor | None,
-        x_cast_stats: Tensor | None,
+        weight_columnwise_scale_inv: Tensor | None,
+        x_rowwise: Tensor,
+        x_columnwise: Tensor,
+        x_rowwise_scale_inv: Tensor,
+        x_columnwise_scale_inv: Tensor | None,
         grad_scale_inv: Tensor | None,
         grad_cast_stats: Tensor | None,
         formats: ProductFormats,
@@ -149,24 +182,24 @@ class _Fp8Product(torch.autograd.Function):
             needs_scale(formats.grad_weight.name),
             needs_scale(formats.grad_input.name),
         )
-        found = scaling.quantize(
-            x, dtype_of(formats.forward), scale=(x_scale_inv, x_cast_stats), columnwise=fp8_x
-        )
         output = scaling.product(
-            found.rowwise,
+            x_rowwise,
             weight_rowwise,
-            (found.rowwise_scale_inv, weight_rowwise_scale_inv),
+            (x_rowwise_scale_inv, weight_rowwise_scale_inv),
             dtype=dtype_of(formats.output),
             by_weight=True,
             fast=formats.fast,
-        )[: x.shape[0]]
+        )
+        output = _first(output, x.shape[0])
         if bias is not None:
             output = output + bias.to(output.dtype)
         ctx.save_for_backward(
-            found.columnwise if fp8_x else x,
-            found.columnwise_scale_inv,
+            x_columnwise if fp8_x else x,
+            x_rowwise_scale_inv if x_columnwise_scale_inv is None else x_columnwise_scale_inv,
             weight_columnwise if fp8_weight else weight,
-            weight_columnwise_scale_inv,
+            weight_rowwise_scale_inv
+            if weight_columnwise_scale_inv is None
+            else weight_columnwise_scale_inv,
             grad_scale_inv,
             grad_cast_stats,
         )
@@ -233,7 +266,7 @@ class _Fp8Product(torch.autograd.Function):
                 scales = (found.rowwise_scale_inv, weight_scale_inv)
                 dtype = dtype_of(formats.output)
                 grad_x = scaling.product(found.rowwise, weight, scales, dtype=dtype, by_weight=True)
-            grad_x = grad_x[: grad.shape[0]].to(ctx.x_dtype)
+            grad_x = _first(grad_x, grad.shape[0]).to(ctx.x_dtype)
         if needs_weight and not needs_scale(to_weight.name):
             grad_weight = grad.to(BF16.dtype).t() @ x.to(BF16.dtype)
         elif needs_weight:
@@ -246,7 +279,7 @@ class _Fp8Product(torch.autograd.Function):
             )
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, *[None] * 9
+        return grad_x, grad_weight, grad_bias, *[None] * 11
 
 
 class _Final(torch.autograd.Function):

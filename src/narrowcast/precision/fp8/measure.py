@@ -2,12 +2,14 @@
 
 A forward and a backward pass of one layer, with the weight quantised anew as after every step,
 captured as a CUDA graph and replayed: what the device takes, whatever the host does. A frozen layer
-has no gradient of the weight, and nothing to quantise anew.
+has no gradient of the weight, and nothing to quantise anew. What the host takes is that of a layer
+so small that the device waits for it, in eager mode.
 """
 
 import datetime
 import itertools
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -27,6 +29,9 @@ from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 
 REPEATS = 7
+HOST_CALLS = 50
+SMALL = (256, 256, 256)
+"""Tokens, inputs and outputs of a layer with which the device is done before the host is."""
 
 
 def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
@@ -38,9 +43,12 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
         )
     shapes = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
     seconds: dict[str, tuple[float, ...]] = {}
+    host_seconds: dict[str, float] = {}
     for kind in _kinds(torch.cuda.get_device_capability(device)):
         tell(f"linear layers: {_WORDS.get(kind, f'fp8, scaled by {kind}')}")
         seconds[kind] = tuple(_seconds(kind, *shape, device=device) for shape in shapes)
+        if kind not in FROZEN:
+            host_seconds[kind] = _host_seconds(kind, device=device)
     return Speeds(
         gpu=torch.cuda.get_device_name(device),
         torch=torch.__version__,
@@ -49,6 +57,7 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
         inputs=WIDTHS,
         outputs=WIDTHS,
         seconds=seconds,
+        host_seconds=host_seconds,
     )
 
 
@@ -66,6 +75,36 @@ def _kinds(capability: tuple[int, int]) -> list[str]:
 
 
 def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device) -> float:
+    step = _step(kind, tokens, inputs, outputs, device=device)
+    replay = captured(step, device=device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    replay()
+    for event in events:
+        event.record()
+        replay()
+    torch.cuda.synchronize(device)
+    milliseconds: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return statistics.median(milliseconds) / 1e3
+
+
+def _host_seconds(kind: str, *, device: torch.device) -> float:
+    """Return how long the host takes to queue both passes of a layer. Waits for the device."""
+    step = _step(kind, *SMALL, device=device)
+    rounds = []
+    for _ in range(REPEATS + 1):  # the first compiles
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            step()
+        rounds.append((time.perf_counter() - begin) / HOST_CALLS)
+    torch.cuda.synchronize(device)
+    return min(rounds)
+
+
+def _step(
+    kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device
+) -> Callable[[], None]:
+    """Return a forward and a backward pass of a layer."""
     layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
     trained = kind not in FROZEN
     if not trained:
@@ -82,15 +121,7 @@ def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch
             torch.autograd.graph.increment_version([layer.weight])  # as an update would
         torch.autograd.grad(layer(x), (x, layer.weight) if trained else (x,), grad)
 
-    replay = captured(step, device=device)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    replay()
-    for event in events:
-        event.record()
-        replay()
-    torch.cuda.synchronize(device)
-    milliseconds: list[float] = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    return statistics.median(milliseconds) / 1e3
+    return step
 
 
 def _freeze(layer: nn.Linear, kind: str) -> None:

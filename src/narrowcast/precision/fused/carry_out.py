@@ -12,9 +12,10 @@ from narrowcast.precision.fused.elementwise import (
     OnePassTurn,
     forward_turning,
 )
+from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp, can_chain
 from narrowcast.precision.plan.causal_loss import causal_models
 from narrowcast.precision.plan.fusing import pieces_asked
-from narrowcast.precision.plan.known_pieces import gated_mlp_of, rms_norm_of
+from narrowcast.precision.plan.known_pieces import GatedMlp, gated_mlp_of, rms_norm_of
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import swap
 
@@ -47,6 +48,9 @@ def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None
             widened = plan.policy.params != "fp32"  # a norm in fp32 between 16-bit neighbours
             swap(module, OnePassNorm, nc_norm=rms_norm_of(module), nc_widened=widened, **where)
         case "swiglu":
-            swap(module, OnePassGate, nc_mlp=gated_mlp_of(module), **where)
+            known = gated_mlp_of(module)
+            swap(module, OnePassGate, nc_mlp=known, **where)
+            if isinstance(known, GatedMlp) and can_chain(module, known):
+                swap(module, Fp8GatedMlp, nc_chain=known)
         case _:
             swap(module, OnePassTurn, nc_turning=forward_turning(module, device), **where)

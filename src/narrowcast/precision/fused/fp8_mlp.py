@@ -40,8 +40,8 @@ class Fp8Mlp(Mixin):
             rows,
             first.weight,
             last.weight,
-            *_layouts_and_scale(first),
-            *_layouts_and_scale(last),
+            *layouts_and_scale(first),
+            *layouts_and_scale(last),
             *x_scale,
             *between,
             *back,
@@ -72,7 +72,8 @@ def can_fuse(module: nn.Module) -> bool:
     )
 
 
-def _layouts_and_scale(layer: Fp8Linear) -> tuple[Tensor, Tensor, Tensor]:
+def layouts_and_scale(layer: Fp8Linear) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a layer's weight in fp8, as it is and transposed, and the inverse of its scale."""
     made = layer.nc_weight
     assert made is not None, "the weight was never quantised; call the model inside compute()"
     return made.rowwise, made.columnwise, made.scale_inv

@@ -5,6 +5,10 @@ compute, and let go of; when the backward pass comes to a block, its storages ar
 already, sent for by the block after it. So those of two blocks are on the device at a time. Queues
 wait for one another's marks, and the host for none. The last block's never leave: they are needed
 at once.
+
+The computation waits for a copy before it lets go of the memory that is copied. So what it takes
+next may be that memory, at once and however far ahead the host is: the peak is that of the order of
+the work. Only memory that was sent for and never used is kept from others until its copy is done.
 """
 
 import weakref
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
-from narrowcast.hardware.lane import Lane, Mark, mark_now, on_host, wait_for
+from narrowcast.hardware.lane import Lane, Mark, computing_on, mark_now, on_host, wait_for
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.nested import tensors_in
 from narrowcast.precision.plan.memory import MemoryPlan
@@ -101,6 +105,13 @@ class Kept:
         self._sent: Mark = None
         self._ready: Mark = None
         self._begun = False
+        self._arriving = False
+        """Whether storages were sent for, and the queue they were taken from has not waited yet."""
+        self._home: torch.cuda.Stream | None = None
+
+    def __del__(self) -> None:
+        """Keep what nobody waited for from others: this may run at any time, on any queue."""
+        self._keep_arriving()
 
     def pack(self, tensor: Tensor) -> Any:
         """Take what autograd keeps, unless it is small or somebody else's."""
@@ -124,24 +135,24 @@ class Kept:
 
     def let_go(self) -> None:
         """Leave the device; the computation waits until the copies are done."""
-        if self._there is not None and not self._begun:
-            wait_for(self._sent, self._shelf.device)
-            self._there, self._seen = None, []
+        if not self._begun:
+            self._leave()
 
     def storage(self, place: int) -> Tensor:
         """Return the bytes of a storage on the device, for the backward pass of the block."""
         if not self._begun or self._there is None:
             self._begun = True
             if any(tensor._version != version for tensor, version in self._seen):
-                self._there = None  # written to since: the copy has what was kept
+                self._leave()  # written to since: the copy has what was kept
             self._seen = []
             self.fetch()
             later = None if self._after is None else self._after()
             if later is not None:
-                later._there = None
+                later._leave()
             if self._before is not None and (earlier := self._before()) is not None:
                 earlier.fetch()
         wait_for(self._ready, self._shelf.device)
+        self._arriving &= computing_on(self._shelf.device) != self._home
         assert self._there is not None
         return self._there[place]
 
@@ -153,8 +164,19 @@ class Kept:
         now = mark_now(self._shelf.device)  # who had this memory before is done with it by then
         pairs = list(zip(self._there, self._hosts, strict=True))
         self._ready = self._shelf.up.copy(pairs, after=[now])
-        for there in self._there:
-            self._shelf.up.uses(there)
+        self._arriving, self._home = True, computing_on(self._shelf.device)
+
+    def _leave(self) -> None:
+        """Let go of the storages on the device; the computation waits for their copies first."""
+        self._keep_arriving()
+        wait_for(self._sent, self._shelf.device)
+        self._there, self._seen = None, []
+
+    def _keep_arriving(self) -> None:
+        if self._arriving:
+            for there in self._there or ():
+                self._shelf.up.uses(there)
+            self._arriving = False
 
     def _is_mine(self, tensor: Tensor) -> bool:
         return (

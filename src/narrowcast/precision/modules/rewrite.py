@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
-from narrowcast.precision.fp8.delayed import AmaxHistories
+from narrowcast.precision.fp8.delayed import AmaxHistories, AmaxHistory
 from narrowcast.precision.fp8.kept_products import KeptProducts
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.carry_out import fuse_pieces
@@ -19,6 +19,7 @@ from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
 from narrowcast.precision.memory.checkpointing import recompute_blocks
 from narrowcast.precision.memory.host_activations import offload_blocks
+from narrowcast.precision.modules.siblings import siblings_in
 from narrowcast.precision.modules.wrappers import (
     Bf16Recurrent,
     EmulatedLinear,
@@ -190,6 +191,12 @@ def _give_histories(model: nn.Module, plan: Plan) -> None:
     histories = AmaxHistories([module.nc_formats for module in delayed], device)
     for i, module in enumerate(delayed):
         module.nc_history = histories.of(i)
+    # A compiler makes one cast of those that have one scale; eager layers find it out themselves.
+    for siblings in siblings_in(model):
+        found = [each.__dict__.get("nc_history") for each in siblings]
+        kept = [each for each in found if isinstance(each, AmaxHistory)]
+        for each in kept[1:]:
+            each.reads_with(kept[0])
 
 
 def _fuse_mlps(model: nn.Module, plan: Plan) -> None:

@@ -15,6 +15,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.numerics import FORMATS, BlockFormat, plain_format
 from narrowcast.precision.kept import KeptLayer
+from narrowcast.precision.plan.gains import MIN_SPEEDUP, Gain, Measured, gain_of
 from narrowcast.precision.plan.kept_plan import KeptPlan, asked_of_products, speed_of
 from narrowcast.precision.plan.module_kinds import Kind, may_be_complex, multiplies, needs_one_dtype
 from narrowcast.precision.plan.policy import FP8_FORMATS, PRODUCTS, Policy
@@ -22,9 +23,6 @@ from narrowcast.precision.plan.widening import in_one_format
 from narrowcast.precision.swap import has_own_forward, plain_class
 
 How = Literal["native", "emulated", "unchanged"]
-
-MIN_SPEEDUP = 1.02
-"""Below this gain two measurements of the same thing differ."""
 
 BLOCKS_AT = (9, 0)
 _NO_BLOCKS = "only compute capability 9.0 has products with a scale for each block of 128"
@@ -50,6 +48,8 @@ class ModulePlan:
     bytes: Mapping[str, int]
     kept: KeptPlan | None = None
     """How a frozen weight is kept in fewer bits than any that is trained; often not at all."""
+    spares_host: bool = False
+    """Whether it is kept wider only for what fp8 would cost the host in eager mode."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -78,12 +78,11 @@ class ModulePlanner:
         hardware: Hardware,
         emulate: bool | None,
         *,
-        gemm_rows: int,
-        only_faster: bool,
+        measured: Measured,
     ) -> None:
         self._policy, self._hardware, self._emulate = policy, hardware, emulate
         self._unexcepted = replace(policy, exceptions=(), head="")
-        self._gemm_rows, self._only_faster = gemm_rows, only_faster
+        self._measured = measured
 
     def plan_module(
         self,
@@ -98,7 +97,7 @@ class ModulePlanner:
         """Return the plan of one module, which is the first to hold the `fresh` parameters."""
         policy = self._policy.for_module(name)
         excepted = policy != self._unexcepted
-        reason = ""
+        reason, gain = "", Gain(policy=policy)
         if kind == "normalisation":
             if policy.reduce == "fp32" or next(module.buffers(), None) is not None:
                 # Running statistics are fp32, and torch wants weights of their dtype.
@@ -119,11 +118,14 @@ class ModulePlanner:
         else:
             kept, policy = _within_shape(policy, module, kind)
             how, why = self._product_support(policy)
-            speed = ""
-            if how == "native":  # what is emulated is not asked for because it is fast
-                speed, policy = self._where_it_gains(policy, module)
+            narrow = how == "native" and not is_uniform(policy)
+            # What is emulated is not asked for because it is fast.
+            if narrow and isinstance(module, nn.Linear):
+                asked = bool(self._policy.exception_for(name)[1])
+                gain = gain_of(module, policy, self._measured, asked=asked)
+                policy = gain.policy
                 how, why = self._product_support(policy)
-            reason = "; ".join(filter(None, [kept, why, speed]))
+            reason = "; ".join(filter(None, [kept, why, gain.why]))
         notes = ["exception"] if excepted else []
         if policy.params != "fp32" and may_be_complex(module, kind):
             policy = replace(policy, params="fp32", grads="", master="none", moments="")
@@ -143,6 +145,7 @@ class ModulePlanner:
             parameters=sum(p.numel() for p in fresh),
             bytes=_bytes(policy, self._policy, fresh, moments) | _fp8_bytes(policy, module, how),
             kept=KeptPlan.of(module, policy) if isinstance(module, KeptLayer) else None,
+            spares_host=gain.spares_host,
         )
 
     def support(self, format_name: str) -> Support:
@@ -172,11 +175,16 @@ class ModulePlanner:
         how, why = self._product_support(policy)
         speed = ""
         if how == "native":
-            rows, speeds = self._gemm_rows, self._hardware.speeds
+            rows, speeds = self._measured.rows, self._measured.speeds
             gain, speed = speed_of(module, policy, speeds, rows=rows)
             gainless = gain is not None and gain <= MIN_SPEEDUP
             asked = module.kept.products == "fp8"
-            if policy.forward in FP8_FORMATS and gainless and self._only_faster and not asked:
+            if (
+                policy.forward in FP8_FORMATS
+                and gainless
+                and self._measured.only_faster
+                and not asked
+            ):
                 narrow = f"fp8 gains nothing: {speed}"
                 policy = in_one_format(policy, policy.functional)
                 how, why = self._product_support(policy)
@@ -184,28 +192,6 @@ class ModulePlanner:
         done = "" if policy.forward in FP8_FORMATS else f", widened to {policy.forward} to multiply"
         stored = f"kept in e4m3 with row scales{done}"
         return how, "; ".join(filter(None, [why, stored, narrow, speed])), policy
-
-    def _where_it_gains(self, policy: Policy, module: nn.Module) -> tuple[str, Policy]:
-        """Return the policy that is the faster one for a linear layer, and what was measured."""
-        speeds = self._hardware.speeds
-        if is_uniform(policy) or not isinstance(module, nn.Linear):
-            return "", policy
-        shape = f"{self._gemm_rows}×{module.in_features}×{module.out_features}"
-        gain = None
-        if speeds is not None:
-            gain = speeds.gain(
-                policy.scaling,
-                tokens=self._gemm_rows,
-                inputs=module.in_features,
-                outputs=module.out_features,
-            )
-        if gain is None:
-            return "its speed is not measured here", policy
-        if gain > MIN_SPEEDUP or not self._only_faster:
-            return f"{gain:.2f} × {policy.functional} at {shape}", policy
-        return f"kept {policy.functional}: {shape} gains nothing ({gain:.2f} ×)", in_one_format(
-            policy, policy.functional
-        )
 
     def _product_support(self, policy: Policy) -> tuple[How, str]:
         names = sorted({policy.forward, policy.grad_input, policy.grad_weight})

@@ -14,6 +14,8 @@ from narrowcast.errors import RecipeError
 from narrowcast.hardware import Hardware, Support
 from narrowcast.precision.kept import KeptLayer
 from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
+from narrowcast.precision.plan.gains import Measured, Running, running_of
+from narrowcast.precision.plan.gains import lines_of as running_lines
 from narrowcast.precision.plan.memory import AS_IT_IS, Memory, MemoryPlan, plan_memory
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.plan.module_plan import ModulePlan, ModulePlanner, widens
@@ -48,6 +50,8 @@ class Plan:
     """What is, and what is left as it is though it could be, each with the reason."""
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     """What is computed again, and what waits in the host's memory, to need less on the device."""
+    running: Running = "eager"
+    """How the model's passes were taken to be run."""
 
     @property
     def emulated(self) -> bool:
@@ -67,7 +71,16 @@ class Plan:
     @property
     def _table(self) -> Table:
         whole = table_of(self.policy, self.hardware, self.modules, self.functional, self.bytes)
-        return whole._replace(notes=[*whole.notes, *self.memory.lines, *lines_of(self.fused)])
+        speeds, narrow = self.hardware.speeds, any("fp8" in each.bytes for each in self.modules)
+        weighed = narrow and speeds is not None and bool(speeds.host_seconds)
+        running = running_lines(self.running, spared=self.spares_host, weighed=weighed)
+        notes = [*whole.notes, *running, *self.memory.lines, *lines_of(self.fused)]
+        return whole._replace(notes=notes)
+
+    @property
+    def spares_host(self) -> int:
+        """How many modules are kept wider only for what fp8 would cost the host in eager mode."""
+        return sum(each.spares_host for each in self.modules)
 
     def module(self, name: str) -> ModulePlan:
         """Return the plan of one module."""
@@ -87,6 +100,7 @@ class Plan:
             "bytes": dict(self.bytes),
             "fused": [each.to_json() for each in self.fused],
             "memory": self.memory.to_json(),
+            "running": self.running,
         }
 
 
@@ -102,6 +116,7 @@ def make_plan(
     only_faster: bool = True,
     fuse: Fuse = AUTO,
     memory: Memory = AS_IT_IS,
+    running: Running | None = None,
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
@@ -111,11 +126,22 @@ def make_plan(
     nothing from fp8 at that number, as measured on this GPU, is kept in the wider format. `fuse`
     says which pieces are computed as one, where a model is known to have them: `auto` in 16 bits on
     a GPU, `none`, or names of pieces, which are done or refused. `memory` says what is computed
-    again or kept on the host, to need less memory on the device.
+    again or kept on the host, to need less memory on the device. `running` says how the model will
+    run: `eager`, where a layer that costs the host more time than fp8 saves the device is kept
+    wider too, unless an exception asks for it; `compiled`; or `captured` as a CUDA graph. Left out,
+    a model that is not compiled yet is taken to run as it is.
     """
+    running = running_of(model, running)
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
-    planner = ModulePlanner(whole, hardware, emulate, gemm_rows=gemm_rows, only_faster=only_faster)
+    planner = ModulePlanner(
+        whole,
+        hardware,
+        emulate,
+        measured=Measured(
+            speeds=hardware.speeds, rows=gemm_rows, running=running, only_faster=only_faster
+        ),
+    )
     seen: set[int] = set()
     inside_attention: set[int] = set()
     uncalled: set[str] = set()
@@ -165,6 +191,7 @@ def make_plan(
         fuse=fuse if isinstance(fuse, str) else tuple(fuse),
         fused=fused,
         memory=saving,
+        running=running,
     )
 
 

@@ -5,6 +5,9 @@ A module that finds its own here computes as it is; any other enters its own fir
 """
 
 import threading
+from typing import Any
+
+import torch
 
 _here = threading.local()
 
@@ -18,3 +21,15 @@ def in_force() -> str | None:
 def put_in_force(name: str | None) -> None:
     """Let a region be in force, or none; whoever does so puts back what was."""
     _here.name = name
+    if not torch.compiler.is_compiling():
+        _here.kept = None if name is None else {}
+
+
+def kept_in_force() -> dict[int, Any] | None:
+    """Return what modules keep for one another while this region is in force; None outside.
+
+    Gone when another is put in its place: nothing is kept from pass to pass, nor from an eager pass
+    to one that a CUDA graph captures. Not for what is compiled.
+    """
+    kept: dict[int, Any] | None = getattr(_here, "kept", None)
+    return kept

@@ -10,6 +10,7 @@ device, because a capture that breaks off leaves torch unable to go on. Where th
 step is launched, and `why` says so.
 """
 
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, final
@@ -79,7 +80,13 @@ class CapturedStep:
         """Say what is captured, and how the last step was taken."""
         name = getattr(self._loss_of, "__qualname__", type(self._loss_of).__name__)
         held = f"{len(self._graphs)} of at most {self._most} signatures captured"
-        return f"<graphed step of {name}: {held}; {self.why or 'the last step was replayed'}>"
+        last = self.why or "the last step was replayed"
+        if spared := self._engine.plan.spares_host:
+            last += (
+                f"; the plan is for eager steps, and keeps {spared} of the modules wider for what "
+                'fp8 costs the host, which a replay does not: run.change(…, running="captured")'
+            )
+        return f"<graphed step of {name}: {held}; {last}>"
 
     @property
     def captured(self) -> bool:
@@ -198,6 +205,9 @@ class CapturedStep:
             if "synchronizing CUDA operation" not in str(error):
                 raise
             why, waited = f"it waits for the device at {synchronizing_line(error)}", error
+            # Frames that have ended hold the loss, and with it the nodes that add gradients up on
+            # the stream of captures: a step by hand would find those, and torch would warn of it.
+            traceback.clear_frames(error.__traceback__)
         finally:
             _set_sync_debug_mode(before)
         why = why or self._terms.changed_by_passes(buffers)

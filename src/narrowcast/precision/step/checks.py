@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.plan.gains import Running
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import Onlooker, is_swapped
 from narrowcast.precision.weights.frozen_base import refuse_to_train_kept
@@ -200,6 +201,15 @@ def refuse_senseless_rates(optimizer: torch.optim.Optimizer) -> None:
                 f"the learning rate is {rate}, which would make every weight so; "
                 "look at the learning-rate schedule"
             )
+
+
+def refuse_another_running(plan: Plan, running: Running | None) -> None:
+    """Refuse to be told how the model runs beside a plan that was made for another way."""
+    if running not in (None, plan.running):
+        raise RecipeError(
+            f"running={running!r} was given beside a plan that was made for {plan.running} passes; "
+            f"make it with plan(…, running={running!r}), or leave running out"
+        )
 
 
 def refuse_foreign_plan(model: nn.Module, plan: Plan, *, mine: Plan) -> None:

@@ -9,10 +9,12 @@ from narrowcast.hardware import probe
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.fusing import AUTO, Fuse
+from narrowcast.precision.plan.gains import Running
 from narrowcast.precision.plan.memory import AS_IT_IS, Memory
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.checks import (
+    refuse_another_running,
     refuse_buckets,
     refuse_senseless,
     refuse_what_cannot_be,
@@ -46,6 +48,7 @@ def prepare(
     fused_optimizer: bool | None = None,
     fuse: Fuse = AUTO,
     memory: Memory = AS_IT_IS,
+    running: Running | None = None,
 ) -> Prepared:
     """Make a model train in a policy's formats, with any torch optimizer.
 
@@ -57,11 +60,13 @@ def prepare(
     default. `scale_groups` are globs of modules that have a further scale of their own.
     A `lookahead` point has gradients taken ahead of an average of the weights, which is the answer:
     evaluate inside `Prepared.answering()`, and keep `Prepared.answer_weights()`.
-    `meter_every=0` turns off the lost-update meter. `emulate`, `fuse` and `memory` are as for
-    `plan`, unless a plan is given. `fused_optimizer` says whether AdamW and Adam are taken over by
-    a kernel that updates all weights in one pass over memory: None where that runs and can stand
-    in, False nowhere, True or it is refused (without a GPU its arithmetic is then done in plain
-    torch). `Prepared.update_path` tells what is in force.
+    `meter_every=0` turns off the lost-update meter. `emulate`, `fuse`, `memory` and `running` are
+    as for `plan`, unless a plan is given: a model that is compiled or captured only later says so
+    now (`running="compiled"`, or "captured" for `Prepared.graphed`), for the fp8 that gains there.
+    `fused_optimizer` says whether AdamW and Adam are taken over by a kernel that updates all
+    weights in one pass over memory: None where that runs and can stand in, False nowhere, True or
+    it is refused (without a GPU its arithmetic is then done in plain torch).
+    `Prepared.update_path` tells what is in force.
     """
     optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     for each in optimizers:
@@ -73,10 +78,16 @@ def prepare(
     settings = settings_from(loss_scale)
     if isinstance(policy, Plan):
         plan = policy
+        refuse_another_running(plan, running)
     else:
-        hardware = probe(str(next(model.parameters()).device))
         plan = make_plan(
-            model, policy, hardware=hardware, emulate=emulate, fuse=fuse, memory=memory
+            model,
+            policy,
+            hardware=probe(str(next(model.parameters()).device)),
+            emulate=emulate,
+            fuse=fuse,
+            memory=memory,
+            running=running,
         )
     refuse_buckets(model, plan)
     if settings is None and plan.policy.needs_loss_scale:

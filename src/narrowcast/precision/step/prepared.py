@@ -18,10 +18,15 @@ from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
+from narrowcast.precision.plan.gains import Running
 from narrowcast.precision.plan.plan import Plan, make_plan
 from narrowcast.precision.plan.presets import AnyPolicy
 from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
-from narrowcast.precision.step.checks import refuse_no_gradients, refuse_no_loss
+from narrowcast.precision.step.checks import (
+    refuse_another_running,
+    refuse_no_gradients,
+    refuse_no_loss,
+)
 from narrowcast.precision.step.describe import described
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.step.outcome import Outcome
@@ -88,6 +93,7 @@ class Prepared:
         *,
         loss_scale: Asked | None = None,
         keep_scale: bool = False,
+        running: Running | None = None,
     ) -> list[PrecisionChange]:
         """Carry out another policy or plan from the next step on; return the modules it changes.
 
@@ -99,8 +105,8 @@ class Prepared:
         default; one that the new one does not need ends, unless `keep_scale` is set. Delayed fp8
         scales go on in the modules that have had them. Waits for the device.
 
-        Of a policy a plan is made for this run's device, emulated as `prepare` was told. Plans of
-        your own are made with `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
+        Of a policy a plan is made for this run's device, emulated and `running` as `prepare` was
+        told. Plans of your own: `plan(prepared.model, …, hardware=prepared.plan.hardware)`.
         """
         weights = self.engine.weights
         weights.ownership.refuse_swapped_in(doing="change()")
@@ -109,7 +115,7 @@ class Prepared:
                 "change() was called between backward() and step(), and gradients have the formats "
                 "and the scale of the old policy; call it after step()"
             )
-        before, plan = self.plan, _plan_of(policy, self.engine)
+        before, plan = self.plan, _plan_of(policy, self.engine, running)
         self.engine.change(plan, loss_scale=settings_from(loss_scale), keep_scale=keep_scale)
         return changes_between(before, plan)
 
@@ -284,11 +290,14 @@ class Prepared:
         load_state(self.engine, state)
 
 
-def _plan_of(policy: AnyPolicy | Plan, engine: Engine) -> Plan:
+def _plan_of(policy: AnyPolicy | Plan, engine: Engine, running: Running | None) -> Plan:
     """Return a plan, or that of a policy for the device that is trained on."""
     if isinstance(policy, Plan):
+        refuse_another_running(policy, running)
         return policy
     now = engine.plan
+    if running is None and now.running != "eager":  # a model may have been compiled since
+        running = now.running
     return make_plan(
         engine.model,
         policy,
@@ -296,4 +305,5 @@ def _plan_of(policy: AnyPolicy | Plan, engine: Engine) -> Plan:
         emulate=engine.emulate,
         fuse=now.fuse,
         memory=now.memory.asked,
+        running=running,
     )

@@ -1,0 +1,194 @@
+"""What an fp8 linear layer costs the host in eager mode, and its casts the device.
+
+Run on a GPU: python benchmarks/fp8_host.py [--json PATH] [--profile]
+
+A layer, forward and backward, of widths 1024, 2048 and 4096 with 16,384 rows: microseconds that the
+host takes to queue the work, in bf16 and by each scaling of fp8, and how many more those are than
+bf16's; the milliseconds of the device for the whole, and for the casts in it. Then two blocks of a
+Llama of transformers (seven linear layers each, width 1024 and 2048, 16 × 1024 tokens), prepared:
+host and wall clock of a forward and a backward pass, launches, device time by kind of kernel, and
+how many casts there were. `--profile` adds the functions in which the host spends its time.
+"""
+
+import argparse
+import cProfile
+import itertools
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import narrowcast as nc
+from narrowcast.precision.fp8.delayed import AmaxHistories
+from narrowcast.precision.fp8.linear import Fp8Linear
+from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
+from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.swap import swap
+from narrowcast.runs import describe_environment
+
+ROWS, WIDTHS = 16384, (1024, 2048, 4096)
+KINDS = ("bf16", "tensor", "delayed", "row", "block")
+WARM_UP, CALLS, ROUNDS = 5, 10, 7
+CASTS = ("quantize", "largest_magnitude", "largest_of_both", "back_tile", "lines", "blocks")
+"""In the names of the kernels that scale and cast."""
+PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "xmma")
+
+
+def microseconds(step: Callable[[], Any]) -> float:
+    """Return what the host takes to queue a step: the median of rounds, each begun with nothing."""
+    for _ in range(WARM_UP):
+        step()
+    rounds = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            step()
+        rounds.append((time.perf_counter() - begin) / CALLS * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(rounds)
+
+
+def on_device(step: Callable[[], Any]) -> dict[str, float]:
+    """Return milliseconds of the device in a step by kind of kernel, and how many kernels."""
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        step()
+        torch.cuda.synchronize()
+    found = {"casts": 0.0, "products": 0.0, "other": 0.0}
+    launches = casts = 0
+    for event in seen.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        name = event.name.lower()
+        kind = "products" if any(word in name for word in PRODUCTS) else "other"
+        kind = "casts" if any(word in name for word in CASTS) else kind
+        found[kind] += event.self_device_time_total / 1e3
+        launches, casts = launches + 1, casts + (kind == "casts")
+    return {**{kind: round(ms, 3) for kind, ms in found.items()}, "kernels": launches} | {
+        "cast_kernels": casts
+    }
+
+
+def layer_step(kind: str, width: int) -> Callable[[], Any]:
+    """Return a forward and a backward pass of one layer whose weight stays as it is."""
+    layer = nn.Linear(width, width, bias=False, device="cuda", dtype=torch.bfloat16)
+    if kind != "bf16":
+        formats = ProductFormats.of(PRESETS[f"fp8-{kind}"])
+        whole = AmaxHistories([formats], torch.device("cuda"))
+        history = whole.of(0) if kind == "delayed" else None
+        swap(layer, Fp8Linear, nc_formats=formats, nc_history=history)
+    x = torch.randn(ROWS, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(ROWS, width, device="cuda", dtype=torch.bfloat16)
+    return lambda: torch.autograd.grad(layer(x), (x, layer.weight), grad)
+
+
+def measure_layers() -> list[dict[str, Any]]:
+    rows = []
+    for width in WIDTHS:
+        plain = 0.0
+        for kind in KINDS:
+            step = layer_step(kind, width)
+            host = microseconds(step)
+            plain = host if kind == "bf16" else plain
+            told = {"width": width, "kind": kind, "host_us": round(host, 1)}
+            rows.append(told | {"above_bf16_us": round(host - plain, 1), **on_device(step)})
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def blocks(width: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        num_hidden_layers=2,
+        intermediate_size=width * 11 // 4,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=1024,
+        max_position_embeddings=1024,
+        use_cache=False,
+    )
+    return LlamaModel(config).cuda().train()
+
+
+def measure_blocks(policy: str, width: int, *, profiled: bool) -> dict[str, Any]:
+    model = blocks(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    # Whatever gains: what is asked here is what each costs.
+    plan = nc.plan(model, policy, hardware=nc.probe("cuda"), only_faster=False)
+    run = nc.prepare(model, optimizer, policy=plan)
+    ids = torch.randint(0, 1024, (16, 1024), device="cuda")
+
+    def passes() -> None:
+        with run.compute():
+            loss = model(input_ids=ids).last_hidden_state.float().square().mean()
+        run.backward(loss)
+
+    for _ in range(2):  # scales are decided by a step
+        with run.compute():
+            loss = model(input_ids=ids).last_hidden_state.float().square().mean()
+        run.step(loss)
+    host = microseconds(passes)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        passes()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - begin) / CALLS * 1e3
+    chains = sum(isinstance(module, Fp8GatedMlp) for module in model.modules())
+    told = {"policy": policy, "width": width, "host_ms": round(host / 1e3, 3)}
+    told |= {"wall_ms": round(wall, 3), "chains": chains, **on_device(passes)}
+    if profiled:
+        told["host_functions"] = hottest(passes)
+    run.release()
+    return told
+
+
+def hottest(step: Callable[[], Any], *, count: int = 15) -> list[str]:
+    """Return where the host spends its time in ten steps."""
+    profiler = cProfile.Profile()
+    torch.cuda.synchronize()
+    profiler.enable()
+    for _ in range(CALLS):
+        step()
+    profiler.disable()
+    torch.cuda.synchronize()
+    entries: Any = pstats.Stats(profiler)
+    found = sorted(entries.stats.items(), key=lambda each: -each[1][2])[:count]
+    return [
+        f"{Path(where).name}:{line} {name}: {calls // CALLS} calls, {own / CALLS * 1e6:.0f} µs"
+        for (where, line, name), (_, calls, own, _, _) in found
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--profile", action="store_true", help="say where the host is")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {"environment": describe_environment(), "layers": measure_layers()}
+    figures["blocks"] = []
+    policies = ("bf16", "fp8-tensor", "fp8-delayed", "fp8-row")
+    for width, policy in itertools.product((1024, 2048), policies):
+        figures["blocks"].append(measure_blocks(policy, width, profiled=options.profile))
+        print(figures["blocks"][-1], file=sys.stderr, flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

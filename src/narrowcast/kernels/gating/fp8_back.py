@@ -1,0 +1,172 @@
+"""A gradient taken back through a gated activation, and cast to fp8 in the same read.
+
+The gradients of gate and value are functions of the same three tensors. One pass reads these, 6
+bytes an element of 16 bits, and writes both gradients in both layouts, 4 bytes; composed of one
+pass that writes them in 16 bits and two that cast, it is 10 and 8 more. Each has a scale of its
+own, from the past or of itself. Inside `torch.compile` this is one opaque operator,
+`narrowcast::quantize_gated_back_fp8`; where Triton has no kernels, plain torch does the same.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowcast.kernels.fp8 import (
+    DECIDED,
+    LARGEST,
+    MULTIPLE,
+    Quantized,
+    quantize,
+)
+from narrowcast.kernels.launch import unsupported_reason
+
+Scale = tuple[Tensor | None, Tensor | None]
+"""The inverse scale to use and where to count what a cast loses; none: of the matrix itself."""
+
+
+def quantize_gated_back(
+    grad: Tensor,
+    gate: Tensor,
+    value: Tensor,
+    target: torch.dtype,
+    *,
+    activation: str,
+    gate_scale: Scale = (None, None),
+    value_scale: Scale = (None, None),
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[Quantized, Quantized]:
+    """Return the gradients of gate and value in fp8, from that of activation(gate) · value.
+
+    All matrices of one shape. Scales, counts and layouts are as for `quantize`, of each gradient.
+    """
+    op = torch.ops.narrowcast.quantize_gated_back_fp8
+    call = op if torch.compiler.is_compiling() else _back
+    found = call(
+        grad, gate, value, target, activation, *gate_scale, *value_scale, rowwise, columnwise
+    )
+    scales = [
+        fresh if scale[0] is None else scale[0]
+        for fresh, scale in ((found[2], gate_scale), (found[5], value_scale))
+    ]
+    return (
+        Quantized(found[0], found[1], scales[0], scales[0]),
+        Quantized(found[3], found[4], scales[1], scales[1]),
+    )
+
+
+_Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _back(
+    grad: Tensor,
+    gate: Tensor,
+    value: Tensor,
+    target: torch.dtype,
+    activation: str,
+    gate_scale_inv: Tensor | None,
+    gate_cast_stats: Tensor | None,
+    value_scale_inv: Tensor | None,
+    value_cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> _Six:
+    scales = (gate_scale_inv, gate_cast_stats), (value_scale_inv, value_cast_stats)
+    grad, gate, value = grad.contiguous(), gate.contiguous(), value.contiguous()
+    if unsupported_reason(grad.device) or not grad.numel():
+        return _plainly(grad, gate, value, target, activation, scales, rowwise, columnwise)
+    from narrowcast.kernels.gating.back_tiles import back_into
+
+    made: _Six = _shapes(
+        grad, gate, value, target, activation, *scales[0], *scales[1], rowwise, columnwise
+    )
+    fresh = made[2], made[5]
+    # As `.data`, whose writes autograd does not count: it keeps these for the backward pass.
+    given = [
+        (own if scale is None else scale).data
+        for own, (scale, _) in zip(fresh, scales, strict=True)
+    ]
+    noted = [None if stats is None else stats.data for _, stats in scales]
+    by_itself = [scale is None or DECIDED.first_use(scale) for scale, _ in scales]
+    back_into(
+        (made[0], made[3]),
+        (made[1], made[4]),
+        (grad, gate, value),
+        scale_inv=(given[0], given[1]),
+        cast_stats=(noted[0], noted[1]),
+        by_itself=(by_itself[0], by_itself[1]),
+        largest=LARGEST[target],
+        activation=activation,
+    )
+    return made
+
+
+def _plainly(
+    grad: Tensor,
+    gate: Tensor,
+    value: Tensor,
+    target: torch.dtype,
+    activation: str,
+    scales: tuple[Scale, Scale],
+    rowwise: bool,
+    columnwise: bool,
+) -> _Six:
+    """Do as the kernel does, in a pass for each operation."""
+    a, b, down = gate.float(), value.float(), grad.float()
+    if activation == "silu":
+        gradients = torch.ops.aten.silu_backward(down * b, a), down * F.silu(a)
+    else:
+        how = "tanh" if activation == "gelu_tanh" else "none"
+        through = torch.ops.aten.gelu_backward(down * b, a, approximate=how)
+        gradients = through, down * F.gelu(a, approximate=how)
+    found: list[Tensor] = []
+    for each, (scale_inv, cast_stats) in zip(gradients, scales, strict=True):
+        made = quantize(
+            each,
+            target,
+            scale_inv=scale_inv,
+            cast_stats=cast_stats,
+            rowwise=rowwise,
+            columnwise=columnwise,
+        )
+        fresh = made.scale_inv if scale_inv is None else made.scale_inv.new_empty(0)
+        found += [made.rowwise, made.columnwise, fresh]
+    return found[0], found[1], found[2], found[3], found[4], found[5]
+
+
+_library = torch.library.Library("narrowcast", "FRAGMENT")
+_library.define(
+    "quantize_gated_back_fp8(Tensor grad, Tensor gate, Tensor value, ScalarType target, "
+    "str activation, Tensor? gate_scale_inv, Tensor? gate_cast_stats, Tensor? value_scale_inv, "
+    "Tensor? value_cast_stats, bool rowwise, bool columnwise) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
+)
+_library.impl("quantize_gated_back_fp8", _back, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("narrowcast::quantize_gated_back_fp8")
+def _shapes(
+    grad: Tensor,
+    gate: Tensor,
+    value: Tensor,
+    target: torch.dtype,
+    activation: str,
+    gate_scale_inv: Tensor | None,
+    gate_cast_stats: Tensor | None,
+    value_scale_inv: Tensor | None,
+    value_cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+) -> _Six:
+    count, width = gate.shape
+    padded = count + -count % MULTIPLE
+
+    def made(scale_inv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            gate.new_empty((padded, width) if rowwise else 0, dtype=target),
+            gate.new_empty((width, padded) if columnwise else 0, dtype=target),
+            gate.new_empty(1 if scale_inv is None else 0, dtype=torch.float32),
+        )
+
+    return *made(gate_scale_inv), *made(value_scale_inv)

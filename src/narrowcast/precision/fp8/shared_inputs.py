@@ -1,0 +1,143 @@
+"""An input that several fp8 layers read is scaled and cast once: by the first of them.
+
+Queries, keys and values are products of one tensor, and so are the gate and the value of an MLP. In
+eager mode the first layer's codes are kept, in both layouts, for as long as the tensor is there and
+its region in force; a layer that is given the very same tensor, of the same version, takes them. In
+a compiled graph equal casts are one by themselves: the compiler sees that their arguments are.
+
+Layers with delayed scales have to share one for that. Theirs are equal anyway, made of the
+magnitudes of the same tensors, so those who meet in one tensor have one scale from then on.
+"""
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.kernels.fp8 import Quantized
+from narrowcast.kernels.launch import is_capturing
+from narrowcast.precision.fp8.delayed import AmaxHistory
+from narrowcast.precision.fp8.scaling import Scale, Scaling
+from narrowcast.precision.products.in_force import kept_in_force
+
+SHARED = 2
+"""Inputs whose codes are kept after a second layer has taken them: what attention reads from
+elsewhere, and what comes along in the meantime."""
+
+_PLAIN = (Tensor, nn.Parameter)  # any other may be several, or stand for one elsewhere
+
+
+class Wanted(NamedTuple):
+    """What a layer wants of its input in fp8."""
+
+    target: torch.dtype
+    scaling: str
+    columnwise: bool
+    """Whether transposed as well, for the gradient of its weight."""
+
+
+class _Made:
+    """What a layer has made of an input, and what that was."""
+
+    __slots__ = ("capturing", "found", "history", "moves", "noted", "of", "scale_inv", "stream",
+                 "taken", "version", "wanted")  # fmt: skip
+
+    def __init__(
+        self,
+        of: "weakref.ref[Tensor]",
+        version: int,
+        wanted: Wanted,
+        scale: Scale,
+        history: AmaxHistory | None,
+        where: tuple[int, bool],
+        found: Quantized,
+    ) -> None:
+        self.of, self.version, self.wanted, self.found = of, version, wanted, found
+        self.scale_inv, self.noted = scale[0], scale[1] is not None
+        self.history, self.moves = history, 0 if history is None else history.moves
+        self.stream, self.capturing = where
+        self.taken = False
+
+
+def quantized_input(
+    given: Tensor,
+    rows: Tensor,
+    scaling: Scaling,
+    *,
+    wanted: Wanted,
+    scale: Scale,
+    history: AmaxHistory | None,
+) -> Quantized:
+    """Return the rows of what a layer was given in fp8, which another may have made before it."""
+    kept = None if torch.compiler.is_compiling() else kept_in_force()
+    if kept is None or type(given) not in _PLAIN or given.is_inference():
+        return _quantized(rows, scaling, wanted, scale)
+    where = _where(given)
+    if where[1] and given.grad_fn is None:
+        # It may be from before the capture, where what is made of it would not be captured.
+        return _quantized(rows, scaling, wanted, scale)
+    made: _Made | None = kept.get(id(given))
+    if made is not None and _fits(made, given, wanted, scale, history, where):
+        made.taken = True
+        return made.found
+    found = _quantized(rows, scaling, wanted, scale)
+    _make_room(kept)
+    key = id(given)
+    of = weakref.ref(given, lambda gone: _forget(kept, key, gone))
+    kept[key] = _Made(of, given._version, wanted, scale, history, where, found)
+    return found
+
+
+def _quantized(rows: Tensor, scaling: Scaling, wanted: Wanted, scale: Scale) -> Quantized:
+    return scaling.quantize(rows.detach(), wanted.target, scale=scale, columnwise=wanted.columnwise)
+
+
+def _fits(
+    made: _Made,
+    given: Tensor,
+    wanted: Wanted,
+    scale: Scale,
+    history: AmaxHistory | None,
+    where: tuple[int, bool],
+) -> bool:
+    """Say whether what was made is what this layer would make; let it have the same scale if so."""
+    mine = made.wanted
+    if (
+        made.of() is not given
+        or made.version != given._version
+        or (made.stream, made.capturing) != where
+        or mine.target != wanted.target
+        or mine.scaling != wanted.scaling
+        or (wanted.columnwise and not mine.columnwise)
+        or (scale[1] is not None and not made.noted)
+        or made.moves != (0 if history is None else history.moves)
+    ):
+        return False
+    if made.scale_inv is scale[0]:
+        return True
+    if history is None or made.history is None or scale[0] is None or made.scale_inv is None:
+        return False
+    return not made.capturing and history.reads_with(made.history)
+
+
+def _where(given: Tensor) -> tuple[int, bool]:
+    """Return the stream in use, and whether it is captured: another knows nothing of this one."""
+    device = given.device
+    if device.type != "cuda":
+        return 0, False
+    return torch._C._cuda_getCurrentRawStream(device.index), is_capturing(device)
+
+
+def _make_room(kept: dict[int, _Made]) -> None:
+    """Let go of what nobody has taken, and of the oldest that somebody has."""
+    taken = [key for key, made in kept.items() if made.taken]
+    stays = set(taken[-SHARED:])
+    for key in [key for key in kept if key not in stays]:
+        del kept[key]
+
+
+def _forget(kept: dict[int, _Made], key: int, gone: "weakref.ref[Tensor]") -> None:
+    made = kept.get(key)
+    if made is not None and made.of is gone:
+        del kept[key]

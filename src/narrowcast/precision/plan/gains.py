@@ -1,0 +1,94 @@
+"""What fp8 gains a linear layer, as measured on the GPU, and whether that is worth it as it is run.
+
+In eager mode a layer in fp8 costs the host more than one in 16 bits; where the device would wait
+for that, it is kept wider. Compiled and captured, the host takes no part in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from narrowcast.errors import RecipeError
+from narrowcast.hardware import Speeds
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.widening import in_one_format
+
+Running = Literal["eager", "compiled", "captured"]
+"""How a model's passes are run: launched from Python, by a compiler, replayed as a CUDA graph."""
+
+MIN_SPEEDUP = 1.02
+"""Below this gain two measurements of the same thing differ."""
+
+
+def running_of(model: nn.Module, asked: Running | None = None) -> Running:
+    """Return how a model will run, as asked; else whether it, or a part, was given to a compiler.
+
+    A model that is compiled after it was planned has to say so.
+    """
+    if asked is not None:
+        if asked not in get_args(Running):
+            words = " or ".join(f'"{word}"' for word in get_args(Running))
+            raise RecipeError(f"running={asked!r}: passes are run in other ways; write {words}")
+        return asked
+    compiled = any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        for module in model.modules()
+    )
+    return "compiled" if compiled else "eager"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What decides whether a layer gains by fp8."""
+
+    speeds: Speeds | None
+    rows: int
+    """How many rows a layer multiplies at once."""
+    running: Running
+    only_faster: bool
+    """Whether a layer that gains nothing is kept wider."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """What a layer gets, and why."""
+
+    policy: Policy
+    why: str = ""
+    spares_host: bool = False
+    """Whether fp8 was left out for what it costs the host alone."""
+
+
+def gain_of(layer: nn.Linear, policy: Policy, measured: Measured, *, asked: bool) -> Gain:
+    """Return the policy that is the faster one for a layer, and what was measured.
+
+    Where an exception has `asked` for fp8, nothing is left out for what it costs the host.
+    """
+    kind, wide, speeds = policy.scaling, policy.functional, measured.speeds
+    rows, inputs, outputs = measured.rows, layer.in_features, layer.out_features
+    named, gain, late = f"{rows}×{inputs}×{outputs}", None, None
+    if speeds is not None:
+        gain = speeds.gain(kind, tokens=rows, inputs=inputs, outputs=outputs)
+        late = speeds.waited_for(kind, tokens=rows, inputs=inputs, outputs=outputs)
+    if gain is None:
+        return Gain(policy=policy, why="its speed is not measured here")
+    if gain <= MIN_SPEEDUP and measured.only_faster:
+        why = f"kept {wide}: {named} gains nothing ({gain:.2f} ×)"
+        return Gain(policy=in_one_format(policy, wide), why=why)
+    if late and measured.running == "eager" and measured.only_faster and not asked:
+        why = f"kept {wide}: eager, the host takes longer over {named} than fp8 saves"
+        why = f"{why} (else {gain:.2f} ×)"
+        return Gain(policy=in_one_format(policy, wide), why=why, spares_host=True)
+    return Gain(policy=policy, why=f"{gain:.2f} × {wide} at {named}")
+
+
+def lines_of(running: Running, *, spared: int, weighed: bool) -> Sequence[tuple[str, str]]:
+    """Say how a model is taken to run, where layers are spared fp8 for it or others might be."""
+    if not spared and not weighed:
+        return []
+    if running != "eager":
+        return [("running", f"{running}: what fp8 costs the host is not counted")]
+    kept = f"{spared} layer{'s are' if spared > 1 else ' is'}" if spared else "no layer is"
+    return [("running", f"eager: {kept} kept wider for what fp8 costs the host")]

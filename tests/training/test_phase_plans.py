@@ -1,0 +1,30 @@
+"""What a recipe's plan is told of the run."""
+
+import pytest
+from torch import nn
+
+from narrowcast.hardware import probe
+from narrowcast.training.phase_plans import plan_phases
+from narrowcast.workloads import load_recipe
+
+FAULT = "faults=[{step: 1, module: head, role: output, value: nan}]"
+
+
+@pytest.mark.parametrize(
+    ("words", "running"),
+    [
+        ([], "captured"),
+        (["cuda_graph=true", "compile=true"], "captured"),
+        (["cuda_graph=false"], "eager"),
+        (["cuda_graph=false", "compile=true"], "compiled"),
+        (["memory.checkpoint=blocks"], "eager"),
+        (["cuda_graph=true", "memory.checkpoint=blocks"], "captured"),
+        (["deterministic=true", "compile=true"], "compiled"),
+        ([FAULT], "eager"),
+    ],
+)
+def test_a_plan_takes_the_model_to_run_as_its_steps_will(words, running):
+    recipe = load_recipe("quickstart", words).recipe
+    model = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(2))
+    plan = plan_phases(recipe, model, hardware=probe("cpu"), gemm_rows=16)[0]
+    assert plan.running == running
