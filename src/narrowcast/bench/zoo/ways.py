@@ -115,7 +115,6 @@ def trials(models: Iterable[str], *, kinds: Iterable[str], modes: Iterable[str])
         for mode in MODES
         if way.kind in kinds and mode in modes and mode in way.modes
         if way.kind != "liger" or entry_of(model).liger
-        if mode != "graphed" or graphs_there_are()
     ]
     if not found:
         raise RecipeError(
@@ -145,15 +144,9 @@ def step_of(built: Built, trial: Trial, device: torch.device) -> tuple[Step, dic
     return _amp_step(built, device, compiled=trial.mode == "compiled"), about
 
 
-def graphs_there_are() -> bool:
-    """Say whether a prepared model can capture its whole step as a CUDA graph."""
-    return getattr(Prepared, "graphed", None) is not None
-
-
 def _graphed_step(run: Prepared, built: Built) -> Step:
-    """Return the whole step as one CUDA graph; where there is no GPU it is launched."""
-    graphed: Any = getattr(run, "graphed", None)
-    fast: Any = graphed(lambda *inputs: built.loss_of(built.model, *inputs))
+    """Return the whole step as CUDA graphs; where there is no GPU it is launched."""
+    fast = run.graphed(lambda *inputs: built.loss_of(built.model, *inputs))
     on_gpu = next(built.model.parameters()).is_cuda
     taken = count(1)
 
@@ -161,8 +154,8 @@ def _graphed_step(run: Prepared, built: Built) -> Step:
         fast(*built.inputs)
         if next(taken) > STEPS_TO_CAPTURE and on_gpu and fast.why:
             raise UnsupportedError(f"the step is not captured: {fast.why}")
-        loss: Tensor = fast.loss
-        return loss
+        assert fast.loss is not None
+        return fast.loss
 
     return step
 
