@@ -10,11 +10,19 @@ from narrowcast.workloads import build_task, load_recipe
 
 
 @pytest.fixture
-def steps_in(tiny):
+def text(tmp_path):
+    """Return the words for a text of which an epoch takes a few steps."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {number} of a short text\n" for number in range(2000)))
+    return f"data.text={path}"
+
+
+@pytest.fixture
+def steps_in(tiny, text):
     """Return how many steps some epochs have."""
     import torch
 
-    recipe = load_recipe(tiny, ["batch_size=64"]).recipe
+    recipe = load_recipe(tiny, ["batch_size=64", text]).recipe
     samples = len(build_task(recipe, device=torch.device("cpu")).train_data)
     return lambda epochs: math.ceil(samples * epochs / (64 * 16))
 
@@ -31,9 +39,9 @@ def steps_of(out):
         return [r.step for r in run.records() if isinstance(r, StepRecord)]
 
 
-def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, tmp_path, steps_in):
+def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, text, tmp_path, steps_in):
     out = tmp_path / "run"
-    words = (*WORDS, "epochs=2", "lr_schedule.warmup_ratio=1", "lr_schedule.name=linear")
+    words = (*WORDS, text, "epochs=2", "lr_schedule.warmup_ratio=1", "lr_schedule.name=linear")
     said = narrowcast("train", tiny, *words, "--out", out)
     assert (said.code, said.err) == (0, "")
     steps = steps_in(2)
@@ -53,8 +61,10 @@ def test_a_run_is_as_long_as_its_epochs(narrowcast, tiny, tmp_path, steps_in):
     assert steps_of(out)[-1] == steps_in(3) + 1
 
 
-def test_a_run_of_epochs_that_is_killed_and_resumed_is_the_same_run(narrowcast, tiny, tmp_path):
-    words = ("epochs=1", "batch_size=64", "accumulate=4")
+def test_a_run_of_epochs_that_is_killed_and_resumed_is_the_same_run(
+    narrowcast, tiny, text, tmp_path
+):
+    words = (text, "epochs=1", "batch_size=64", "accumulate=4")
     verified = narrowcast("verify-resume", tiny, *words, "--out", tmp_path / "both")
     assert (verified.code, verified.err) == (0, "")
     assert resolved(tmp_path / "both/resumed")["steps"]["origin"] == "epochs"
