@@ -44,9 +44,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that it has started
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; for fresh processes, too
     preload()
-    from narrowcast.runs import describe_environment
+    from narrowcast.runs import describe_machine
 
-    environment = describe_environment()
+    environment = describe_machine()
     kinds = options.only or list(KINDS)
     began = time.perf_counter()
     results: list[Result] = []

@@ -33,7 +33,7 @@ from decompose_reference.cases import SMALL, Case, Size, language_case, toy_case
 from decompose_reference.kept import Figures
 from decompose_reference.measuring import Measured, median
 from narrowcast.errors import Interrupted
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 TOY_FASTER = {"cuda": 8.0, "cpu": 2.0}
 """Times the reference's steps a second that are asked for."""
@@ -190,7 +190,7 @@ def main() -> None:
     options.less = 5 if options.quick else 1
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.words = tuple(options.words)
-    environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+    environment = describe_machine()
     figures = Figures(options.json, {"environment": environment, "device": options.device})
     try:
         measure(options, figures)

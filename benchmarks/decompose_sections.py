@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from decompose_reference.cases import Case, Size, language_case
 from decompose_reference.measuring import QUIET
-from narrowcast.runs import StepRecord, describe_environment
+from narrowcast.runs import StepRecord, describe_machine
 from narrowcast.workloads.decompose.components.folded import masked_output
 from narrowcast.workloads.decompose.components.mask import SiteMask
 from narrowcast.workloads.decompose.targets.windows import TokenWindows
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    figures: dict[str, Any] = {"environment": describe_environment(), "size": vars(SIZE)}
+    figures: dict[str, Any] = {"environment": describe_machine(), "size": vars(SIZE)}
     with tempfile.TemporaryDirectory() as scratch:
         case = language_case(Path(scratch), SIZE, device=torch.device("cpu"), bf16=False)
         for name in options.only:

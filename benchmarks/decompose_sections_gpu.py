@@ -24,7 +24,7 @@ import torch
 
 from decompose_reference import measuring
 from decompose_reference.cases import SMALL, Case, Size, language_case, toy_cases
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.decompose.targets.windows import TokenWindows
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ class Bench:
         for _ in range(self.rounds):
             for words in ways.values():
                 known = self._known.setdefault((case.name, words), [])
-                if len(known) < self.rounds and not isinstance(known, str):
+                if not isinstance(known, str) and len(known) < self.rounds:
                     self._known[case.name, words] = self._timed(case, words, known)
         return [
             {"way": about + name, **told(self._known[case.name, words])}
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+    environment = describe_machine()
     figures: dict[str, Any] = {"environment": environment}
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(Path(scratch), quick=options.quick, rounds=options.rounds)

@@ -21,7 +21,7 @@ import narrowcast as nc
 from narrowcast.numerics import E4M3, FP16, cast, cast_counts, round_to
 from narrowcast.precision.gradients.check import check_gradients
 from narrowcast.precision.gradients.loss_scale import LossScale, RunningScale
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.workloads import build_task, load_recipe
 
@@ -255,7 +255,7 @@ def main() -> None:
     for title, rows in tables.items():
         show(title, rows)
     if options.json:
-        figures = {"environment": describe_environment(), "tables": tables}
+        figures = {"environment": describe_machine(), "tables": tables}
         options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -38,7 +38,7 @@ from narrowcast.health.faults.faults import Fault, Faults
 from narrowcast.precision.plan.plan import make_plan
 from narrowcast.precision.plan.roles import ROLES
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import FindingRecord, Record, StepRecord, describe_environment
+from narrowcast.runs import FindingRecord, Record, StepRecord, describe_machine
 from narrowcast.training.data import Order
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.task import Task
@@ -321,7 +321,7 @@ def main() -> None:
     print("Not visible, by value:", dict(hidden))
     if options.json:
         figures: dict[str, Any] = {
-            "environment": describe_environment(),
+            "environment": describe_machine(),
             "seconds": round(seconds, 1),
             "rows": [result.to_json() for result in results],
         }

@@ -40,7 +40,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.data.templates import template_of
@@ -372,8 +372,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = arguments().parse_args()
-    environment = describe_environment()
-    environment.pop("folder", None)  # of this machine, and of no use elsewhere
+    environment = describe_machine()
     with tempfile.TemporaryDirectory() as name:
         setup = (options.data, Path(name), options.steps, options.asked)
         _prepare(*setup)

@@ -33,7 +33,7 @@ from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
 from narrowcast.precision.plan.presets import PRESETS
 from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 ROWS, WIDTHS = 16384, (1024, 2048, 4096)
 KINDS = ("bf16", "tensor", "delayed", "row", "block")
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--profile", action="store_true", help="say where the host is")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"environment": describe_environment(), "layers": measure_layers()}
+    figures: dict[str, Any] = {"environment": describe_machine(), "layers": measure_layers()}
     figures["blocks"] = []
     policies = ("bf16", "fp8-tensor", "fp8-delayed", "fp8-row")
     for width, policy in itertools.product((1024, 2048), policies):

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import narrowcast as nc
 from narrowcast.precision.kept import KeptLayer
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 NOT_COUNTED = 5
 FORWARD_ONLY = "; *.base_layer: forward=e4m3, grad_input=bf16, grad_weight=bf16, scaling=row"
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="text to measure that model's loss on")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    figures: dict[str, Any] = {"environment": describe_environment(), "compiled": options.compile}
+    figures: dict[str, Any] = {"environment": describe_machine(), "compiled": options.compile}
     figures["steps"] = steps(options)
     if options.model:
         figures["losses"] = losses(options)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 WARM_UP, STEPS, ROUNDS = 5, 10, 3
 SPLIT = "bf16, params=bf16, master=split"
@@ -276,7 +276,7 @@ def main() -> None:
     if options.work:
         print(json.dumps(measure_step(*options.work)))
         return
-    figures: dict[str, Any] = {"environment": describe_environment()}
+    figures: dict[str, Any] = {"environment": describe_machine()}
     if options.kernels:
         figures["kernels"] = measure_kernels()
         show_kernels(figures["kernels"])

@@ -31,7 +31,7 @@ from genomics_studies.preparing import prepare
 from genomics_studies.questions import LOWER_IS_BETTER, QUESTIONS, STUDIES, Question
 from genomics_studies.running import Job, job_of, run_all, summary
 from genomics_studies.tables import print_table, write_page
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 CHOOSING_SEED = 1000
 """The first seed of choosing; not one of those that are reported."""
@@ -126,7 +126,7 @@ def run(questions: Sequence[Question], args: argparse.Namespace) -> int:
     """Train all that is asked for; return 1 where something failed or time was over."""
     jobs = jobs_of(questions, args)
     out: dict[str, Any] = {
-        "environment": describe_environment(),
+        "environment": describe_machine(),
         "command": sys.argv,
         "results": [],
     }

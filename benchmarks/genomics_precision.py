@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import narrowcast as nc
-from narrowcast.runs import StepRecord, describe_environment
+from narrowcast.runs import StepRecord, describe_machine
 
 POLICIES = {
     "fp32": ("precision.policy=fp32",),
@@ -98,7 +98,7 @@ def test_mcc(path: Path | None) -> dict[str, float]:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write what there is so far: whoever ends the run has what is done."""
-    environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+    environment = describe_machine()
     found = {"environment": environment, "command": sys.argv[1:], "rows": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")
 

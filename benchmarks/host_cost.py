@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 WARM_UP, REPEATS, WIDTH = 10, 50, 16
 SPLIT = "bf16, params=bf16, master=split"
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"environment": describe_environment(), "device": options.device}
+    figures: dict[str, Any] = {"environment": describe_machine(), "device": options.device}
     figures["host_us_of_a_step"] = step_rows(options.tensors, options.device)
     show(figures["host_us_of_a_step"])
     if options.device == "cuda":

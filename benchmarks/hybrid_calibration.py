@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import narrowcast as nc
-from narrowcast.runs import StrategyRecord, describe_environment
+from narrowcast.runs import StrategyRecord, describe_machine
 from narrowcast.runs.report_drawing import Scale, axes, colour, dots, drawing, line
 
 WORDS = (
@@ -79,7 +79,7 @@ def main() -> None:
     brier = sum((p - a) ** 2 for p, a in found) / len(found)
     error = sum(n * abs(said - seen) for said, seen, n in rows) / len(found)
     if asked.json is not None:
-        environment = {k: v for k, v in describe_environment().items() if k != "folder"}
+        environment = describe_machine()
         result = {"environment": environment, "jumps": found, "brier": brier,
                   "expected_calibration_error": error}  # fmt: skip
         asked.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import narrowcast as nc
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 COMMON = ("steps=1", "batch_size=1", "eval.every=0", "health.every=0", "data.eval_windows=1")
 SPLIT = "precision.policy=bf16, params=bf16, master=split"
@@ -61,7 +61,7 @@ def main() -> None:
         rows[name] = measure(words, shape)
     whole = sum(rows["plain, fp32"].values())
     if asked.json is not None:
-        environment = {k: v for k, v in describe_environment().items() if k != "folder"}
+        environment = describe_machine()
         result = {"environment": environment, "bytes_per_weight": rows}
         asked.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"| bytes a weight | {' | '.join(ROLES)} | all | less than fp32 |")

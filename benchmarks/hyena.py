@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.genomics.models import transforms
 from narrowcast.workloads.genomics.models.blocks import Attention
 from narrowcast.workloads.genomics.models.config import GenomicConfig
@@ -335,7 +335,7 @@ def main() -> None:
             if row["way"] == "attention" and row.get("seconds", 0) * 4 > TOO_SLOW:
                 skip.add("attention")
     table(rows)
-    environment = {k: v for k, v in describe_environment().items() if k != "folder"}
+    environment = describe_machine()
     figures: dict[str, Any] = {"environment": environment, "width": setting.width, "rows": rows}
     size = 2048 if options.quick else AT
     parts: dict[str, Callable[[], Any]] = {

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 FASTER, MEMORY_SHARE, AGREEMENT = 3.0, 0.25, 0.95
 """What is asked for on a CPU."""
@@ -206,7 +206,7 @@ def main() -> None:
     if options.work:
         work(options)
         return
-    environment = describe_environment()
+    environment = describe_machine()
     ways = {"narrowcast, streamed": ("streamed", {"device": "cpu"})}
     if options.device != "cpu":
         # Where passes cost nothing, reading the file again would be all there is to measure.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ica import agreement, arguments, measure, write_signals
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 BUFFERS, AGREEMENT = 0.55, 0.98
 """What is asked for of half precision."""
@@ -51,7 +51,7 @@ def main() -> None:
     parser = arguments()
     parser.description = (__doc__ or "").splitlines()[0]
     options: argparse.Namespace = parser.parse_args()
-    environment = describe_environment()
+    environment = describe_machine()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "signals"

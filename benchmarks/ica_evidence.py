@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.ica import (
     ICA,
     FunctionalNetworks,
@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="*", default=[10, 20, 50, 100, 200])
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
-    environment = describe_environment()
+    environment = describe_machine()
     study = study_stories if options.study == "stories" else study_smollm2
     figures = {"environment": environment, "study": options.study, **study(options)}
     if options.json:

@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ica import write_signals
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.ica import ICA, FileSignals
 from narrowcast.workloads.sft.ica.components import whiten
 from narrowcast.workloads.sft.ica.signals import SignalsOn
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
-    environment = describe_environment()
+    environment = describe_machine()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "signals"
         shape = {"rows": options.rows, "channels": options.channels}

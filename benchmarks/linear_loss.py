@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 ROWS, COLUMNS = 16384, 50304
 WIDTHS = (1024, 2048, 4096)
@@ -188,7 +188,7 @@ def main() -> None:
     rows = compared()
     show(rows)
     if options.json:
-        figures = {"environment": describe_environment(), "rows": rows, "kernel": kernel}
+        figures = {"environment": describe_machine(), "rows": rows, "kernel": kernel}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

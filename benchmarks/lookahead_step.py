@@ -29,7 +29,7 @@ from narrowcast.bench.measure.timing import queued_seconds, step_seconds
 from narrowcast.precision.step.cuda_graph import GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.lm.model import build_gpt
 from narrowcast.workloads.lm.settings import LmModel
 
@@ -216,7 +216,7 @@ def main() -> None:
     holds = all(ratio <= BAR for ratio in ratios.values())
     print(f"\nbar of {BAR}: {'holds' if holds else 'fails'} ({time.perf_counter() - began:.0f} s)")
     if args.json:
-        environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+        environment = describe_machine()
         report = {
             "environment": environment, "policy": POLICY, "weights": weights,
             "tokens": first.batch[0].numel(), "bar": BAR, "holds": holds, "peak_bytes": peaks,

@@ -22,7 +22,7 @@ import torch
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 MACHINE = Path(__file__).parents[1] / "tests" / "loops" / "machine.py"
 
@@ -59,7 +59,7 @@ def main() -> None:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    environment = describe_environment()
+    environment = describe_machine()
     began = time.perf_counter()
     run_state_machine_as_test(seed(options.seed)(machine.LoopMachine), settings=chosen)
     seconds = time.perf_counter() - began

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.plan.memory import repeated_blocks
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 POLICY = "bf16, params=bf16, master=split"
 NARROWCAST: dict[str, dict[str, Any]] = {
@@ -248,7 +248,7 @@ def main() -> None:
             json.dumps(work(options.work, name, SHAPES[name], steps=options.steps, device=device))
         )
         return
-    environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+    environment = describe_machine()
     figures: dict[str, Any] = {"environment": environment, "policy": POLICY}
     for name in options.models:
         shape = QUICK if options.quick else SHAPES[name]

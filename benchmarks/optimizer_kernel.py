@@ -24,7 +24,7 @@ from narrowcast.bench.measure.timing import queued_seconds
 from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
 from narrowcast.precision.gradients.check import check_gradients, clip_factor
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 DEVICE = torch.device("cuda")
 VOCABULARY = 50304
@@ -277,7 +277,7 @@ def main() -> None:
         host = f"{row['host_ms']:8.2f}" if row.get("host_ms") else " " * 8
         print(f"{row['size']:5} {row['case']:33} {row['ms']:8.3f} {moved} {over} {host}")
     if options.json:
-        report = {"environment": describe_environment(), "copy_bytes_per_second": bandwidth}
+        report = {"environment": describe_machine(), "copy_bytes_per_second": bandwidth}
         options.json.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from narrowcast.kernels.attention import packed
 from narrowcast.kernels.attention.packed import Tiling, packed_attention
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.sft.attention import conversation_bounds
 from sft_contenders.settings import SHAPES, packed_rows
 
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="try tiles")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
-    environment, rows, tiles = describe_environment(), [], []
+    environment, rows, tiles = describe_machine(), [], []
     for name in ("smollm2-135m", "llama-1.3b"):
         positions = packed_rows(SHAPES[name], 1)["position_ids"].cuda()
         bounds = conversation_bounds(positions)[:, 0]

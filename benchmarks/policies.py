@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from narrowcast.runs import EvalRecord, RunFolder, StepRecord, describe_environment
+from narrowcast.runs import EvalRecord, RunFolder, StepRecord, describe_machine
 
 POLICIES = {"fp32": None, "bf16": 1.0, "fp16": 1.0, "fp8-tensor": 3.0, "bf16-pure": None}
 """By name; how many per cent the evaluated loss may differ from that of fp32."""
@@ -53,7 +53,7 @@ def main() -> None:
             f"{row['seconds in steps']} |"
         )
     if options.json:
-        figures = {"environment": describe_environment(), "rows": rows}
+        figures = {"environment": describe_machine(), "rows": rows}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -28,7 +28,7 @@ from narrowcast.runs import (
     Record,
     RunFolder,
     StepRecord,
-    describe_environment,
+    describe_machine,
 )
 
 MOST_SECONDS, MOST_BYTES = 5.0, 6_000_000
@@ -201,7 +201,7 @@ def main() -> int:
     print("|" + "---|" * len(figures))
     print("| " + " | ".join(f"{x:,}" for x in figures.values()) + " |")
     if options.json:
-        found = {"environment": describe_environment(), **figures}
+        found = {"environment": describe_machine(), **figures}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.out is None:
         shutil.rmtree(folder.parent)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord, describe_environment
+from narrowcast.runs import EvalRecord, PrecisionRecord, RunFolder, StepRecord, describe_machine
 
 RUNS = {
     "fp32": ["precision.policy=fp32", "precision.adapt.enabled=false"],
@@ -70,7 +70,7 @@ def main() -> None:
         cells += [f"{loss} at step {row['at step']}", percent, "; ".join(row["changes"])]
         print(f"| {' | '.join(map(str, cells))} |")
     if options.json:
-        figures = {"environment": describe_environment(), "rows": rows}
+        figures = {"environment": describe_machine(), "rows": rows}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

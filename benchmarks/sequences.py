@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads.genomics.sequences.alphabets import DNA
 from narrowcast.workloads.genomics.sequences.coding import orfs, translate
 from narrowcast.workloads.genomics.sequences.operations import kmer_counts, reverse_complement
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--genome", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    environment = describe_environment()
+    environment = describe_machine()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = write_files(folder, options.genome)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import narrowcast as nc
-from narrowcast.runs import EvalRecord, StepRecord, describe_environment
+from narrowcast.runs import EvalRecord, StepRecord, describe_machine
 from narrowcast.workloads import build_task, load_recipe
 
 QUESTION = "What is the capital of France?"
@@ -60,7 +60,7 @@ def main() -> None:
     for name, value in told.items():
         print(f"{name:>24}  {value:.4f}" if isinstance(value, float) else f"{name:>24}  {value}")
     if options.json:
-        found = {**told, "samples": samples, "environment": describe_environment()}
+        found = {**told, "samples": samples, "environment": describe_machine()}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

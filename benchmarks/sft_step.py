@@ -36,7 +36,7 @@ from typing import Any, TextIO
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from sft_contenders.clock import Clock
 from sft_contenders.ours import OURS, run_ours
 from sft_contenders.peers import TRAINER, TRL, run_trainer, run_trl
@@ -227,7 +227,7 @@ def main() -> None:
         return
     if options.quick:
         options.models, options.device = "tiny", "cpu"
-    environment = describe_environment()
+    environment = describe_machine()
     names = [name.strip() for name in options.contenders.split(";")]
     if unknown := [name for name in names if name not in {TRAINER, *TRL, *OURS}]:
         raise SystemExit(f"no contender is called {unknown[0]}; there are {TRAINER}, "

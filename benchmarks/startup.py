@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 COMMANDS = {
     "--help": ["--help"],
@@ -59,7 +59,7 @@ def main() -> None:
         best.append(least)
         print(f"| `{command}` | {least.first_line_seconds:.2f} | {least.seconds:.2f} |", flush=True)
     if asked.json:
-        found = {"environment": describe_environment(), "timed": [asdict(each) for each in best]}
+        found = {"environment": describe_machine(), "timed": [asdict(each) for each in best]}
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

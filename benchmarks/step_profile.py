@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 
 from narrowcast.bench.model import set_up
 from narrowcast.bench.peers.ours import build
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 from narrowcast.workloads import load_recipe
 
 POLICIES = "bf16, params=bf16, master=split | fp16, params=fp16, master=fp32"
@@ -74,7 +74,7 @@ def main() -> None:
             print(f"{milliseconds:9.3f}  {name[:100]}")
         kept[policy] = dict(spent.most_common())
     if options.json:
-        figures = {"environment": describe_environment(), "milliseconds": kept}
+        figures = {"environment": describe_machine(), "milliseconds": kept}
         options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 

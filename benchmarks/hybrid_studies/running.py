@@ -19,7 +19,7 @@ from hybrid_studies.methods import Flat, Jumps, Way
 from hybrid_studies.readouts import HALF_LIVES, Bank, Lawa
 from hybrid_studies.tasks import Task
 from narrowcast.errors import DivergedError
-from narrowcast.runs import describe_environment
+from narrowcast.runs import describe_machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +161,7 @@ class Runs:
 
     def write(self, **more: Any) -> None:
         """Write what there is; a break in the middle loses nothing that was there."""
-        # Not where the checkout lies: the file is committed.
-        environment = {key: each for key, each in describe_environment().items() if key != "folder"}
+        environment = describe_machine()
         head = json.dumps({"environment": environment, **more}, indent=1)[:-2]
         # One run a line: hundreds of them, and each is read as a whole.
         lines = (f"  {json.dumps(key)}: {json.dumps(run)}" for key, run in self.done.items())

@@ -1,6 +1,6 @@
 """The run folder and the records in it; the standard library only."""
 
-from narrowcast.runs.environment import describe_environment
+from narrowcast.runs.environment import describe_environment, describe_machine
 from narrowcast.runs.folder import RunFolder
 from narrowcast.runs.records import (
     CheckpointRecord,
@@ -34,6 +34,7 @@ __all__ = [
     "StrategyRecord",
     "TaskInfo",
     "describe_environment",
+    "describe_machine",
     "from_line",
     "same_trajectory",
     "to_line",

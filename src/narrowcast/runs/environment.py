@@ -14,7 +14,15 @@ GIT_SECONDS = 5
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describe this process's surroundings; imports torch, and waits for the GPU driver."""
+    """Describe this process's surroundings: the machine, and the folder it was started in."""
+    return {**describe_machine(), "folder": str(Path.cwd())}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Describe versions, commit and hardware, and nothing that is of no use elsewhere.
+
+    Imports torch, and waits for the GPU driver.
+    """
     import torch
 
     gpus = [
@@ -24,7 +32,6 @@ def describe_environment() -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "narrowcast": _version_of("narrowcast"),
-        "folder": str(Path.cwd()),
         "commit": commit_of(Path.cwd()),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
