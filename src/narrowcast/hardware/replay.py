@@ -1,6 +1,7 @@
 """Work on a GPU as a CUDA graph: what the device takes for it, whatever the host does."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +31,30 @@ class _Replay:
 
     def __call__(self) -> None:
         self.graph.replay()
+
+
+_rehearsing = threading.local()
+
+
+@contextlib.contextmanager
+def as_if_captured() -> Iterator[None]:
+    """Let whoever asks torch inside the block hear that a CUDA graph is being captured.
+
+    Libraries look at values on the host where they may and do without inside a capture:
+    transformers' masks and warnings do. `torch.cuda.graphs` has the truth all the while.
+    """
+    theirs = torch.cuda.is_current_stream_capturing
+
+    def asked() -> bool:
+        return getattr(_rehearsing, "on", False) or theirs()
+
+    _rehearsing.on = True
+    torch.cuda.is_current_stream_capturing = asked
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = theirs
+        _rehearsing.on = False
 
 
 @contextlib.contextmanager

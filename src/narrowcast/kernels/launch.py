@@ -42,7 +42,8 @@ def is_capturing(device: torch.device | None = None) -> bool:
     `device` is where the work is, if that is known.
     """
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
-    return on_gpu and torch.cuda.is_current_stream_capturing()
+    # Not of `torch.cuda` itself, which answers a rehearsal of a capture as if it were one.
+    return on_gpu and torch.cuda.graphs.is_current_stream_capturing()
 
 
 @final

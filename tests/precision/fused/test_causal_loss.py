@@ -240,7 +240,7 @@ def test_the_plan_tells_what_is_fused_and_why_not(language_model):
     ]  # fmt: skip
     auto = nc.plan(model, "bf16", hardware=hardware)
     assert not any(each.fused for each in auto.fused)
-    assert "unfused  loss, rms_norm, rotary, swiglu: " in str(auto)
+    assert "unfused  loss, mask, rms_norm, rotary, swiglu: " in str(auto)
     assert nc.plan(model, "bf16", hardware=hardware, fuse="none").fused == ()
     assert nc.plan(nn.Linear(2, 2), "bf16", hardware=hardware).fused == ()
 

@@ -5,6 +5,7 @@ from collections.abc import Set
 import torch
 from torch import nn
 
+from narrowcast.precision.fused.attention_masks import attend_without_mask
 from narrowcast.precision.fused.causal_loss import fuse_loss
 from narrowcast.precision.fused.elementwise import (
     OnePassGate,
@@ -44,6 +45,8 @@ def _fuse_losses(model: nn.Module, names: Set[str], device: torch.device) -> Non
 def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None:
     where = {"nc_device": device, "nc_compiled": pieces_asked(plan.fuse) is not None}
     match piece:
+        case "mask":
+            attend_without_mask(module)
         case "rms_norm":
             widened = plan.policy.params != "fp32"  # a norm in fp32 between 16-bit neighbours
             swap(module, OnePassNorm, nc_norm=rms_norm_of(module), nc_widened=widened, **where)

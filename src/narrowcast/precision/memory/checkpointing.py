@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.launch import is_capturing
 from narrowcast.precision.memory.again import Again, Once
 from narrowcast.precision.nested import tensors_in
 from narrowcast.precision.plan.memory import MemoryPlan
@@ -88,7 +89,7 @@ def _recomputed(
 ) -> Any:
     again = block.nc_once.before()
     device = _gpu_of(args, kwargs)
-    captured = device is not None and torch.cuda.is_current_stream_capturing()
+    captured = device is not None and is_capturing(device)
     if captured and block.nc_draws:
         raise UnsupportedError(
             "cuda_graph=true: blocks that draw random numbers (dropout) cannot draw the same ones "

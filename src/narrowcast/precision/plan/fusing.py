@@ -14,6 +14,7 @@ from torch import nn
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.precision.plan.attention_masks import makes_masks, why_masked
 from narrowcast.precision.plan.causal_loss import causal_models
 from narrowcast.precision.plan.folding import folded, groups_alike
 from narrowcast.precision.plan.known_pieces import (
@@ -48,13 +49,15 @@ def _modules(looks: Callable[[nn.Module], bool], known: Callable[[nn.Module], An
         for name, module in model.named_modules():
             if looks(module):
                 answer = known(module)
-                yield name, answer if isinstance(answer, str) else left.get(name, "")
+                why_not = answer if isinstance(answer, str) else ""
+                yield name, why_not or left.get(name, "")
 
     return found
 
 
 PIECES: Mapping[str, Known] = {
     "loss": _losses,
+    "mask": _modules(makes_masks, why_masked),
     "rms_norm": _modules(looks_like_a_norm, rms_norm_of),
     "rotary": _modules(looks_like_turning, rotary_of),
     "swiglu": _modules(looks_like_a_gated_mlp, gated_mlp_of),
@@ -63,11 +66,14 @@ PIECES: Mapping[str, Known] = {
 
 _MADE = {
     "loss": "taken from hidden states; no logits in training",
+    "mask": "none is made in training where none is given, under a compiler too",
     "rms_norm": "one pass over memory",
     "rotary": "queries and keys turned in one pass",
     "swiglu": "the gate's activation times the value in one pass",
 }
 _COMPILED = ", where no compiler does it"
+_OF_WHOLE_MODELS = ("loss", "mask")
+"""Pieces that no compiler knows of, and that need no kernel of ours on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +148,7 @@ def fused_pieces(
         everywhere = _why_nowhere(piece, policy, hardware, named=named is not None)
         everywhere = _EMULATED if emulated else everywhere
         by_reason: dict[tuple[bool, str], list[str]] = {}
-        made = _MADE[piece] + (_COMPILED if named is None and piece != "loss" else "")
+        made = _MADE[piece] + (_COMPILED if named is None and piece not in _OF_WHOLE_MODELS else "")
         for name, why_not in PIECES[piece](model, left):
             reason = why_not or everywhere
             by_reason.setdefault((not reason, reason or made), []).append(name)
@@ -172,7 +178,7 @@ def _why_nowhere(piece: str, policy: Policy, hardware: Hardware, *, named: bool)
     missing = unsupported_reason(device)
     if policy.reduce != "fp32":
         return f"sums are rounded to {policy.reduce}"
-    if missing and not (named and piece == "loss" and device.type == "cpu"):
+    if missing and not (named and piece in _OF_WHOLE_MODELS and device.type == "cpu"):
         return missing
     if not named and policy.functional not in ("bf16", "fp16"):
         return f"products are {policy.functional}; name the piece to have it"

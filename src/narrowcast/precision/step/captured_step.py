@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.hardware.replay import on_capture_stream
+from narrowcast.hardware.replay import as_if_captured, on_capture_stream
 from narrowcast.precision.dtensor import as_sharded
 from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.step.checks import refuse_no_loss
@@ -200,7 +200,8 @@ class CapturedStep:
         before = torch.cuda.get_sync_debug_mode()
         try:
             _set_sync_debug_mode("error")
-            loss = self._passes(batches)
+            with as_if_captured():
+                loss = self._passes(batches)
         except RuntimeError as error:
             if "synchronizing CUDA operation" not in str(error):
                 raise

@@ -1,0 +1,110 @@
+"""Models of transformers that make a mask for their attention, and where none is needed.
+
+Passed as it is, a model whose caller gives no mask and no positions attends without one: by torch's
+`is_causal`, in a kernel that never sees the scores. Under a compiler or inside a CUDA graph
+transformers will not look at the values it would have to look at, and makes a mask for each query
+and key instead, which that kernel does not take. Positions that a model counts itself need no look.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.precision.swap import has_own_forward, plain_class
+
+MASKING = "transformers.masking_utils"
+PACKED = "find_packed_sequence_indices"
+"""What transformers calls the function that looks for several sequences in a row of positions."""
+_CAUSAL = frozenset({"create_causal_mask", "create_sliding_window_causal_mask"})
+_BOTH_WAYS = frozenset({"create_bidirectional_mask", "create_bidirectional_sliding_window_mask"})
+
+
+def makes_masks(module: nn.Module) -> bool:
+    """Say whether a model of transformers makes the masks of its attention, by its own code."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or MASKING not in sys.modules:
+        return False  # nobody can have made one
+    return isinstance(module, library.PreTrainedModel) and bool(
+        _called_by(module) & (_CAUSAL | _BOTH_WAYS)
+    )
+
+
+def why_masked(module: nn.Module) -> str:
+    """Say why a model is left to make its masks; nothing where it needs none of its own."""
+    plain: Any = plain_class(module)
+    if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
+        return f"{plain.__name__} has a forward of its own"
+    if not hasattr(sys.modules[MASKING], PACKED):
+        return "this version of transformers makes masks in another way"
+    # Without an order of positions there is nothing to look for in them.
+    return _why_not_counted(module) if _called_by(module) & _CAUSAL else ""
+
+
+def _called_by(module: nn.Module) -> set[str]:
+    """Return the names that the methods of a model's class use."""
+    kinds = [each for each in plain_class(module).__mro__ if "transformers.models" in str(each)]
+    methods = (inspect.unwrap(each) for kind in kinds for each in vars(kind).values()
+               if isinstance(each, FunctionType))  # fmt: skip
+    return {name for each in methods for name in each.__code__.co_names}
+
+
+def _why_not_counted(module: nn.Module) -> str:
+    """Say why the positions of a model may be others than 0, 1, 2 …; nothing where they are not.
+
+    Its own forward is called with stand-ins for everything inside it, and what it would look for
+    several sequences in is looked at.
+    """
+    plain: Any = plain_class(module)
+    library: Any = sys.modules[MASKING]
+    theirs, seen = getattr(library, PACKED), list[Tensor]()
+
+    def note(position_ids: Tensor) -> None:
+        seen.append(position_ids)
+
+    twin = object.__new__(plain)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__.update(_modules=dict.fromkeys(module._modules, _Inside()), training=False)
+    tokens = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
+    setattr(library, PACKED, note)
+    try:
+        with torch.no_grad():
+            plain.forward(twin, input_ids=tokens, use_cache=False)
+    # Anything may go wrong in somebody else's forward that was not made for stand-ins.
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
+        return f"{plain.__name__} could not be followed to its masks ({type(error).__name__})"
+    finally:
+        setattr(library, PACKED, theirs)
+    counted = torch.arange(3)
+    if all(bool((each == counted).all()) for each in seen):
+        return ""
+    return f"{plain.__name__} has positions of its own"
+
+
+class _Inside:
+    """Stands in for all that a language model has inside: layers that do nothing, and no blocks."""
+
+    def __call__(self, *_: Any, **__: Any) -> "_Outputs":
+        return torch.zeros((2, 3, 4), device="cpu").as_subclass(_Outputs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: slice) -> tuple[()]:
+        return ()
+
+
+class _Outputs(Tensor):
+    """Hidden states, also where they are an attribute of what an encoder returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self if name == "last_hidden_state" else None
