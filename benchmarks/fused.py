@@ -9,8 +9,8 @@ Milliseconds of the device for a step, the least of three rounds; the most memor
 the loss after all steps, by which ways that compute the same can be told. Liger's kernels where
 liger_kernel is installed, as it puts them into the model itself. `--kernels` measures the single
 kernels instead, forward and backward, against torch's composed and compiled functions: the share of
-a tensor's traffic at the rate of a copy. A layer norm has no kernel of ours, and is measured to see
-whether one would pay: in bf16, and widened as a policy has it that normalises in fp32.
+a tensor's traffic at the rate of a copy. A layer norm is torch's in bf16, and widened as a policy
+has it that normalises in fp32.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from narrowcast.runs import describe_machine
 
 WARM_UP, STEPS, ROUNDS = 5, 10, 3
 SPLIT = "bf16, params=bf16, master=split"
-PIECES = ("loss", "rms_norm", "rotary", "swiglu")
+PIECES = ("loss", "mask", "rms_norm", "rotary", "swiglu")
 Way = dict[str, Any]
 
 WAYS: dict[str, Way] = {
@@ -152,26 +152,29 @@ Case = tuple[Callable[..., Any] | None, Callable[..., Any], Any, int]
 
 def kernel_cases(tokens: int) -> dict[str, Case]:
     """Return for each kernel ours, torch's, the tensors they take, and the bytes they must move."""
+    from narrowcast.kernels import norms
     from narrowcast.kernels.gated import gated, gated_halves
-    from narrowcast.kernels.rms_norm import rms_norm
     from narrowcast.kernels.rotary import turn_halves
 
     def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
 
-    def ours(x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, eps=1e-6, offset=0.0, rounds=False, dtype=x.dtype)
+    def our_rms(x: Tensor, weight: Tensor) -> Tensor:
+        return norms.rms_norm(x, weight, eps=1e-6, offset=0.0, rounds=False, dtype=x.dtype)
+
+    def our_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return norms.layer_norm(x, weight, bias, eps=1e-5, dtype=x.dtype)
 
     cases: dict[str, Case] = {}
     for width in (128, 1024, 4096):
         rows = tokens * 1024 // width
         given = (drawn(rows, width), drawn(width, dtype=torch.float32))
         moved = 2 * 5 * rows * width
-        cases[f"rms_norm, width {width}"] = (ours, rms, given, moved)
+        cases[f"rms_norm, width {width}"] = (our_rms, rms, given, moved)
         for weights in (torch.float32, torch.bfloat16):
             of_norm = (given[0], *(drawn(width, dtype=weights) for _ in range(2)))
             name = f"layer_norm, width {width}, {str(weights).removeprefix('torch.')} weights"
-            cases[name] = (None, layer_norm, of_norm, moved)
+            cases[name] = (our_layer_norm, layer_norm, of_norm, moved)
     gate, value = drawn(tokens, 2816), drawn(tokens, 2816)
     of_gate = 2 * 8 * gate.numel()
     cases["swiglu"] = (

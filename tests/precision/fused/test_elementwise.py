@@ -11,8 +11,14 @@ from torch.optim import SGD
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.launch import interpreted
-from narrowcast.precision.fused.elementwise import OnePassGate, OnePassNorm, OnePassTurn
-from narrowcast.precision.plan.known_pieces import RmsNorm, rms_norm_of
+from narrowcast.precision.fused.elementwise import (
+    OnePassGate,
+    OnePassLayerNorm,
+    OnePassNorm,
+    OnePassTurn,
+)
+from narrowcast.precision.modules.wrappers import Fp32Norm
+from narrowcast.precision.plan.pieces.known_modules import RmsNorm, rms_norm_of
 from narrowcast.precision.swap import is_swapped, restore, swap
 
 transformers = pytest.importorskip("transformers")
@@ -129,6 +135,55 @@ def test_a_norm_has_the_order_and_the_formats_of_its_own(
     restore(norm)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_norm_gives_and_learns_what_torchs_does(dtype, widened):
+    """Below it is fp32 between 16-bit layers, or what autocast makes of it on a GPU: all fp32."""
+    norm, plain = (torch.nn.LayerNorm(48, device=DEVICE) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(5, 48, generator=generator).to(DEVICE, dtype) for _ in range(2)]
+    for each in (norm, plain):
+        each.weight.data = torch.linspace(-1, 2, 48, device=DEVICE)
+        if widened:
+            swap(each, Fp32Norm)
+    swap(norm, OnePassLayerNorm, nc_widened=widened, nc_device=DEVICE, nc_compiled=True)
+    results = []
+    for each in (norm, plain):
+        x = drawn[0].clone().requires_grad_()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=each is norm):
+            y = each(x if each is norm or widened else x.float())
+        y.backward(drawn[1].to(y.dtype))
+        results.append((y, x.grad, each.weight.grad, each.bias.grad))
+    step = 2.0**-6 if dtype == torch.bfloat16 else 2.0**-18
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        assert (found - expected).abs().max() <= step * expected.abs().max()
+
+
+@pytest.mark.interpreted
+def test_a_layer_norm_runs_as_torchs_where_the_kernel_would_do_something_else():
+    norm = torch.nn.LayerNorm(8, device=DEVICE)
+    swap(norm, OnePassLayerNorm, nc_widened=False, nc_device=DEVICE, nc_compiled=False)
+    x = torch.randn(3, 8, device=DEVICE)
+    assert torch.equal(norm(x), torch.nn.functional.layer_norm(x, (8,), norm.weight, norm.bias))
+    with pytest.raises(RuntimeError):  # no autocast: torch's own error for two dtypes, or shapes
+        norm(x[:, :4])
+
+
+def test_layer_norms_are_told_which_are_known():
+    class Shifted(torch.nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    layers = torch.nn.LayerNorm(4), Shifted(4), torch.nn.LayerNorm(4, elementwise_affine=False)
+    plan = nc.plan(torch.nn.Sequential(*layers), "fp32", hardware=nc.probe("cpu"))
+    told = {each.modules: each.reason for each in plan.fused}
+    assert told[("1",)] == "Shifted has a forward of its own"
+    assert told[("2",)] == "it has no weight"
+    assert told[("0",)] == "Triton has no kernels for cpu"
+
+
 class OwnNorm(torch.nn.Module):
     """What is called a norm, and is none that is known."""
 
@@ -208,7 +263,8 @@ def test_a_cpu_is_told_to_have_no_kernels_by_the_plan(language_model):
     if interpreted() or DEVICE == "cuda":
         pytest.skip("needs a machine without kernels")
     plan = nc.plan(language_model("Llama"), "fp32", hardware=nc.probe("cpu"))
-    assert "unfused  loss, mask, rms_norm, rotary, swiglu: Triton has no kernels for cpu" in str(plan)
+    pieces = "loss, mask, rms_norm, rotary, swiglu"
+    assert f"unfused  {pieces}: Triton has no kernels for cpu" in str(plan)
 
 
 @pytest.mark.gpu

@@ -9,14 +9,15 @@ from narrowcast.precision.fused.attention_masks import attend_without_mask
 from narrowcast.precision.fused.causal_loss import fuse_loss
 from narrowcast.precision.fused.elementwise import (
     OnePassGate,
+    OnePassLayerNorm,
     OnePassNorm,
     OnePassTurn,
     forward_turning,
 )
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp, can_chain
-from narrowcast.precision.plan.causal_loss import causal_models
 from narrowcast.precision.plan.fusing import pieces_asked
-from narrowcast.precision.plan.known_pieces import GatedMlp, gated_mlp_of, rms_norm_of
+from narrowcast.precision.plan.pieces.causal_loss import causal_models
+from narrowcast.precision.plan.pieces.known_modules import GatedMlp, gated_mlp_of, rms_norm_of
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import swap
 
@@ -44,11 +45,13 @@ def _fuse_losses(model: nn.Module, names: Set[str], device: torch.device) -> Non
 
 def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None:
     where = {"nc_device": device, "nc_compiled": pieces_asked(plan.fuse) is not None}
+    widened = plan.policy.params != "fp32"  # a norm in fp32 between 16-bit neighbours
     match piece:
         case "mask":
             attend_without_mask(module)
+        case "layer_norm":
+            swap(module, OnePassLayerNorm, nc_widened=widened, **where)
         case "rms_norm":
-            widened = plan.policy.params != "fp32"  # a norm in fp32 between 16-bit neighbours
             swap(module, OnePassNorm, nc_norm=rms_norm_of(module), nc_widened=widened, **where)
         case "swiglu":
             known = gated_mlp_of(module)

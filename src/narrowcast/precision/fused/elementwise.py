@@ -1,4 +1,4 @@
-"""Norms, gated activations and turned heads of transformers' models, each in one pass over memory.
+"""Norms, gated activations and turned heads, mostly of transformers' models, in one pass each.
 
 Every one does what the module's own forward does, to the rounding of a format, and leaves the work
 to that where a kernel would not: on another device, in another dtype, for tensors that are several,
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.precision.fused.declared import is_watched
-from narrowcast.precision.plan.known_pieces import ROTARY, GatedMlp, RmsNorm, rotary_of
+from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, RmsNorm, rotary_of
 from narrowcast.precision.swap import Mixin
 
 _PLAIN = (Tensor, nn.Parameter)  # any other may be several, or stand for one elsewhere
@@ -53,7 +53,7 @@ class OnePassNorm(Elementwise):
         (x,), known = args, self.nc_norm
         if self.nc_widened and weight.dtype not in (torch.float32, x.dtype):
             return super().forward(*args, **kwargs)
-        from narrowcast.kernels.rms_norm import rms_norm
+        from narrowcast.kernels.norms import rms_norm
 
         inside = weight.dtype if self.nc_widened else x.dtype
         promotes = known.promotes and not self.nc_widened
@@ -65,6 +65,37 @@ class OnePassNorm(Elementwise):
             rounds=known.rounds and inside != torch.float32,
             dtype=torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype,
         )
+
+
+class OnePassLayerNorm(Elementwise):
+    """torch's layer norm of 16-bit rows, with its weights in fp32 or theirs."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    nc_widened: bool
+    """Whether what came in 16 bits goes out so; else as wide as torch's autocast has it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Normalise the one tensor that comes in."""
+        fits = len(args) == 1 and not kwargs and _fit(self.nc_device, args[0], self.weight)
+        if self._nc_left_alone() or not fits or not self._nc_has_kernel(args[0]):
+            return super().forward(*args, **kwargs)
+        from narrowcast.kernels.norms import layer_norm
+
+        (x,) = args
+        dtype = x.dtype if self.nc_widened else torch.float32
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, dtype=dtype)
+
+    def _nc_has_kernel(self, x: Tensor) -> bool:
+        """Say whether the kernel does what would be done, in fewer passes."""
+        if x.shape[x.dim() - self.weight.dim() :] != self.weight.shape:
+            return False
+        if x.dtype == torch.float32:  # torch's own is one pass as well
+            return self.nc_compiled and self.weight.dtype == torch.float32
+        if not self.nc_widened and not torch.is_autocast_enabled(self.nc_device):
+            return False
+        return self.weight.dtype in (torch.float32, x.dtype)
 
 
 class OnePassGate(Elementwise):

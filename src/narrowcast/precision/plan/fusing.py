@@ -14,18 +14,20 @@ from torch import nn
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware
 from narrowcast.kernels.launch import unsupported_reason
-from narrowcast.precision.plan.attention_masks import makes_masks, why_masked
-from narrowcast.precision.plan.causal_loss import causal_models
 from narrowcast.precision.plan.folding import folded, groups_alike
-from narrowcast.precision.plan.known_pieces import (
+from narrowcast.precision.plan.module_plan import ModulePlan
+from narrowcast.precision.plan.pieces.attention_masks import makes_masks, why_masked
+from narrowcast.precision.plan.pieces.causal_loss import causal_models
+from narrowcast.precision.plan.pieces.known_modules import (
     gated_mlp_of,
+    layer_norm_of,
     looks_like_a_gated_mlp,
+    looks_like_a_layer_norm,
     looks_like_a_norm,
     looks_like_turning,
     rms_norm_of,
     rotary_of,
 )
-from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.policy import Policy, suggestion
 
 Fuse = str | Sequence[str]
@@ -57,6 +59,7 @@ def _modules(looks: Callable[[nn.Module], bool], known: Callable[[nn.Module], An
 
 PIECES: Mapping[str, Known] = {
     "loss": _losses,
+    "layer_norm": _modules(looks_like_a_layer_norm, layer_norm_of),
     "mask": _modules(makes_masks, why_masked),
     "rms_norm": _modules(looks_like_a_norm, rms_norm_of),
     "rotary": _modules(looks_like_turning, rotary_of),
@@ -66,6 +69,7 @@ PIECES: Mapping[str, Known] = {
 
 _MADE = {
     "loss": "taken from hidden states; no logits in training",
+    "layer_norm": "one pass over memory",
     "mask": "none is made in training where none is given, under a compiler too",
     "rms_norm": "one pass over memory",
     "rotary": "queries and keys turned in one pass",

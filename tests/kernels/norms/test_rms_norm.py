@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from narrowcast.kernels.launch import interpreted
-from narrowcast.kernels.rms_norm import rms_norm
+from narrowcast.kernels.norms import rms_norm
 
 DEVICE = "cpu" if interpreted() else "cuda"
 EPS = 1e-5

@@ -79,6 +79,14 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | str:
     return f"{plain_class(module).__name__} is no norm that is known"
 
 
+def layer_norm_of(module: nn.Module) -> str:
+    """Say why a layer norm of torch is not known; nothing where it is."""
+    plain = plain_class(module)
+    if has_own_forward(module) or plain.forward is not nn.LayerNorm.forward:
+        return f"{plain.__name__} has a forward of its own"
+    return "" if module._parameters.get("weight") is not None else "it has no weight"
+
+
 def gated_mlp_of(module: nn.Module) -> GatedMlp | str:
     """Return the parts of a gated MLP of transformers, or why it is not known."""
     why = _not_asked(module)
@@ -114,6 +122,11 @@ def looks_like_a_norm(module: nn.Module) -> bool:
     """Say whether a module is a norm of somebody's own making, by the mean of squares."""
     own = kind_of(module) == "normalisation" and "RMS" in plain_class(module).__name__
     return own and not isinstance(module, nn.RMSNorm)
+
+
+def looks_like_a_layer_norm(module: nn.Module) -> bool:
+    """Say whether a module is torch's layer norm, or one derived from it."""
+    return isinstance(module, nn.LayerNorm)
 
 
 def looks_like_a_gated_mlp(module: nn.Module) -> bool:

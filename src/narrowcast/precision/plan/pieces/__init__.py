@@ -1,0 +1,1 @@
+"""Pieces of a model that can be computed as one: what each is known by."""
