@@ -44,7 +44,7 @@ def test_one_read_out_is_evaluated_in_full_and_a_share_of_the_run_goes_to_choosi
     # A fifth of 3 passes a step, half of it before the end: 3, 3 more, and the other 12.
     assert passes == [PARTS + 3, PARTS + 3, PARTS + 12]
     final = told(records)[-1]
-    assert "on 4 of 24 held-out batches, and alone measured on all" in final.why
+    assert "on 4 of 24 held-out batches, and the one that was measured on all" in final.why
     judged = [r for r in records if isinstance(r, EvalRecord)][-1]
     assert final.values[final.what] == min(final.values.values()) == judged.metrics["loss"]
     # The model has these weights in the end, and so the same loss on all of the data.
@@ -57,6 +57,13 @@ def test_a_budget_too_small_for_anything_looks_at_one_batch_with_each():
     _, records, passes = counted(["strategy.readout.budget=0.001"])
     assert passes == [PARTS + 3] * 3
     assert all("on 1 of 24" in record.why for record in told(records))
+
+
+def test_looks_beyond_the_budget_leave_the_last_choice_its_half():
+    _, records, passes = counted(["strategy.readout.budget=0.2", "eval.every=3"])
+    # Of 18 passes, nine evaluations use up 8.1, and take 27; 9.9 are left.
+    assert passes == [PARTS + 3] * 9 + [PARTS + 9]
+    assert "on 3 of 24" in told(records)[-1].why
 
 
 def test_all_are_evaluated_in_full_where_the_budget_pays_for_it():

@@ -133,7 +133,8 @@ class Readouts:
 
         left = self.budget.left(self._steps) if passes is None else passes
         raced = race(self.names, look, batches=batches, passes=left, better=better)
-        self.budget = self.budget.after_spending(raced.passes)
+        # A look that is had whatever is left leaves later choices, the last of all, what is theirs.
+        self.budget = self.budget.after_spending(min(raced.passes, left))
         self.chosen = best_of(raced.means(), better=better)
         scores = raced.scores(self.chosen)
         return Choice(name=self.chosen, scores=scores, batches=raced.batches), raced

@@ -67,7 +67,7 @@ class Evaluation:
         passes = self.readouts.budget.left(step, part=part)
         more = self._held.parts * (names - 1)  # than the evaluation that is made anyway
         if more <= max(passes, names):
-            self.readouts.budget = self.readouts.budget.after_spending(more)
+            self.readouts.budget = self.readouts.budget.after_spending(min(more, passes))
             return self._in_full(measure)
         return self._on_parts(self._held, measure, step=step, passes=passes)
 
@@ -102,6 +102,6 @@ class Evaluation:
         told = f"{few}" if few == many else f"{few} to {many}"
         why = (
             f"best {self._headline.name} of {len(scores)} read-outs on {told} of {held.parts} "
-            "held-out batches, and alone measured on all"
+            "held-out batches, and the one that was measured on all"
         )
         return Judged(choice=choice, metrics=metrics, why=why)
