@@ -25,13 +25,16 @@ class Library(Plain):
 
     It trains a model of its own, because it keeps weights as it sees fit and would not have them
     be views of a vector; the flat model only judges. `more` goes to `nc.hybrid`.
+
+    It chooses by batches of the selection part, as large as those it trains on, and every example
+    that was passed is counted, once for each read-out: `chosen_for`, in steps.
     """
 
     can_be_followed: ClassVar[bool] = False  # its averages are its own
 
     def start(self, preset: str, **more: Any) -> None:
         task, way, plan = self.flat.task, self.way, self.plan
-        self.chosen = ""
+        self.chosen, self.chosen_for = "", 0.0
         model = self.flat.fresh().train()
         optimizer = optimizer_for(task, model.parameters(), lr=self.lr)
         for group in optimizer.param_groups:
@@ -56,14 +59,24 @@ class Library(Plain):
         self.spent += 1
 
     def answers(self) -> dict[str, Tensor]:
-        """Return the read-out that the library chooses on the selection part."""
-        task = self.flat.task
+        """Return the read-out that the library chooses on the selection part.
 
-        def measure() -> float:
+        A mark before the end is a run that was stopped there, and leaves the rest of this one's
+        budget for choosing untouched.
+        """
+        task, readouts = self.flat.task, self.run.readouts
+        passed = 0
+
+        def measure(batch: Pair) -> Tensor:
+            nonlocal passed
+            passed += len(batch[0])
             with self.run.compute():
-                return task.evaluate(self.run.model, task.selection)
+                return task.loss(self.run.model(batch[0]), batch[1])
 
-        self.chosen = self.run.read_out(measure).name
+        before = readouts.budget
+        self.chosen = self.run.read_out(measure, batches=task.selection_batches()).name
+        readouts.budget = before
+        self.chosen_for = passed / task.batch / 3
         found = self.run.answer_weights()
         # By parameters: a state has a shared weight twice, and buffers besides.
         names = [name for name, _ in self.run.model.named_parameters()]

@@ -20,7 +20,8 @@ REACH = 5
 Readout = Literal["now", "bank", "lawa", "chosen"]
 """`chosen`: among as many as the library has, by itself."""
 CHOICES = 3
-"""What is trained, and two averages: the read-outs of `nc.hybrid`."""
+"""What is trained, and two averages: the read-outs of `nc.hybrid`. Runs of before it chose by
+batches have looked at the whole selection part with each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +101,19 @@ def read(row: Row, marks: dict[str, list[float]], *, at: int) -> float:
     return min(entries, key=lambda each: each[0])[at]
 
 
-def cost(row: Row, task: Task, result: dict[str, Any]) -> float:
-    """Return the step-equivalents of a run, with what choosing from the bank costs."""
+def cost(row: Row, task: Task, result: dict[str, Any], *, mark: str = "end") -> float:
+    """Return the step-equivalents of a run up to a mark, with what choosing there costs.
+
+    A method that chooses by itself says what it has looked at; one that does not has looked at all.
+    """
+    spent = float(result["spent"])
+    if mark != "end":
+        spent += (float(mark) - 1) * result["steps"]
+    if "chosen_for" in result:
+        # A run that was given up has chosen nothing.
+        return spent + float(result["chosen_for"].get(mark, 0.0))
     looks = {"bank": 1 + len(HALF_LIVES), "chosen": CHOICES}.get(row.readout, 0)
-    return float(result["spent"]) + looks * task.selection_steps()
+    return spent + looks * task.selection_steps()
 
 
 def tuned(

@@ -53,6 +53,7 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
         extra = Bank(half_lives, plan=plan)
     stops = {round(stop * plan): stop for stop in task.stops if run.reported and run.share == 1}
     marks: dict[str, Any] = {}
+    chosen_for: dict[str, float] = {}
     seconds = upkeep = 0.0
     # What the host does on a GPU says little: the clock, and the device is waited for at marks.
     clock = time.perf_counter if task.device == "cuda" else time.process_time
@@ -83,6 +84,8 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
             if extra is not None:
                 found |= {f"y-{name}": each for name, each in extra.answers().items()}
             name = "end" if step == plan else f"{stops[step]:g}"
+            if isinstance(method, Library):
+                chosen_for[name] = round(method.chosen_for, 3)
             marks[name] = judged(
                 flat, found, reported=run.reported, bank=tuple(bank.answers()) if followed else ()
             )
@@ -94,7 +97,7 @@ def train(task: Task, run: Run, *, half_lives: Sequence[float] = HALF_LIVES) -> 
     if isinstance(method, Jumps):
         result |= {"offered": method.offered, "accepted": method.accepted}
     if isinstance(method, Library):
-        result["chosen"] = method.chosen
+        result |= {"chosen": method.chosen, "chosen_for": chosen_for}
     return result
 
 

@@ -74,7 +74,7 @@ def of_row(
         stopped = saving(
             base,
             [read(row, each, at=1) for each in at],
-            [stop + share - 1 for share in spent],
+            [cost(row, task, each, mark=f"{stop:g}") / task.steps for each in here],
         )
         result[f"stopped {stop:g}"] = [stopped.mean, stopped.half, stopped.sign]
     if row.shares:

@@ -85,6 +85,11 @@ class Task:
         means = torch.stack(losses).tolist()  # the only wait for a device
         return sum(mean * size for mean, size in zip(means, sizes, strict=True)) / len(inputs)
 
+    def selection_batches(self) -> Iterator[Pair]:
+        """Yield the selection part in batches as large as those of training."""
+        inputs, targets = self.selection
+        yield from zip(inputs.split(self.batch), targets.split(self.batch), strict=True)
+
     def selection_steps(self) -> float:
         """Return what one look at the selection part costs: a forward is a third of a step."""
         return len(self.selection[0]) / self.batch / 3

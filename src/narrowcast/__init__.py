@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.strategies.hybrid.loop import HybridRun as HybridRun
     from narrowcast.strategies.hybrid.loop import hybrid as hybrid
     from narrowcast.training.checkpoints.data_identity import digest_of as digest_of
+    from narrowcast.training.task import HeldOut as HeldOut
     from narrowcast.training.task import Hook as Hook
     from narrowcast.training.task import LossParts as LossParts
     from narrowcast.training.task import ParameterGroup as ParameterGroup
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "PRESETS": "precision.plan.presets",
     "Hardware": "hardware",
+    "HeldOut": "training.task",
     "Hook": "training.task",
     "HybridRun": "strategies.hybrid.loop",
     "Lookahead": "precision.weights.lookahead",

@@ -2,7 +2,7 @@ import pytest
 
 from narrowcast.errors import RecipeError
 from narrowcast.runs import Metric, TaskInfo
-from narrowcast.training.task import Hook
+from narrowcast.training.task import HeldOut, Hook
 
 
 def test_only_declared_parts_of_the_loss_have_scales(ready):
@@ -19,3 +19,8 @@ def test_two_hooks_of_one_name_are_refused(ready):
 def test_a_state_is_saved_and_loaded_or_neither():
     with pytest.raises(RecipeError, match="give both, or none"):
         Hook(name="unit", state_dict=dict)
+
+
+def test_held_out_data_has_a_part():
+    with pytest.raises(RecipeError, match="write how many there are, 1 or more, or leave"):
+        HeldOut(parts=0, headline=lambda model, part: 0.0)

@@ -137,6 +137,25 @@ class Hook:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What `Task.evaluate` looks at, in parts, for those who need to look at a few only."""
+
+    parts: int
+    """How many there are, each about as large as a micro-batch."""
+    headline: Callable[[nn.Module, int], float | Tensor]
+    """Returns the first of `info.metrics` on the part of that number; their mean is about that of
+    them all. The same part gives the same, whenever it is asked."""
+
+    def __post_init__(self) -> None:
+        if self.parts < 1:
+            raise RecipeError(
+                f"held-out data in parts={self.parts}: write how many there are, 1 or more, or "
+                "leave held_out out"
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, what it is trained on, and how both are judged."""
 
@@ -154,6 +173,8 @@ class Task:
     info: TaskInfo = TaskInfo()  # noqa: RUF009  # frozen
     """What is counted, and how the task is judged."""
 
+    held_out: HeldOut | None = None
+    """What `evaluate` looks at, in parts; none: whoever compares weights evaluates each in full."""
     data_digest: Callable[[], str] | None = None
     """Returns a text that is another one for other data, to train or to judge on, so that a run is
     not continued on other data unawares; none: samples of `train_data` are looked at."""

@@ -155,3 +155,67 @@ def test_on_a_gpu_steps_with_a_point_ahead_and_averages_wait_for_nothing(
             run.step(loss)
     assert run.prepared.has_lookahead
     assert set(run.readouts.names) == {"trained", "average 0.015", "average 0.05"}
+
+
+def batches(size):
+    return list(zip(X[1200:].split(size), Y[1200:].split(size), strict=True))
+
+
+def test_read_outs_are_chosen_on_as_many_batches_as_the_budget_pays_for():
+    run = begin(scheduler=CosineAnnealingLR, policy="fp32", readout_budget=0.05)
+    train(run, 0, STEPS)
+    seen = []
+
+    def loss(batch):
+        assert not run.model.training
+        assert not torch.is_grad_enabled()
+        seen.append(batch)
+        return F.cross_entropy(run.model(batch[0]), batch[1])
+
+    choice = run.read_out(loss, batches=batches(32))
+    assert run.model.training
+    # A twentieth of 120 steps of three passes, among three.
+    assert set(choice.batches.values()) == {6}
+    assert len(seen) == 18
+    exact = {
+        name: F.cross_entropy(_loaded(run, name)(X[1200 : 1200 + 192]), Y[1200 : 1200 + 192]).item()
+        for name in choice.scores
+    }
+    assert choice.scores == pytest.approx(exact, rel=1e-5)
+    assert choice.name == min(exact, key=exact.get)
+    # What is spent is spent: the next choice has a look with each, and no more.
+    assert set(run.read_out(loss, batches=batches(32)).batches.values()) == {1}
+
+
+def _loaded(run, name):
+    plain = network()
+    plain.load_state_dict(run.readouts.weights(name))
+    return plain
+
+
+def test_choosing_by_batches_leaves_the_run_bit_for_bit():
+    straight, looked = (begin(policy="fp32", preset="conservative") for _ in range(2))
+    train(straight, 0, 40)
+    train(looked, 0, 20)
+    looked.read_out(lambda b: F.cross_entropy(looked.model(b[0]), b[1]) + 0 * torch.rand(()).item(),
+                    batches=batches(64))  # fmt: skip
+    train(looked, 20, 40)
+    assert all(map(torch.equal, straight.model.parameters(), looked.model.parameters()))
+
+
+def test_what_was_spent_on_choosing_is_part_of_a_state():
+    first, second = (begin(policy="fp32", readout_budget=0.05) for _ in range(2))
+    train(first, 0, 60)
+
+    def chosen(run):
+        return run.read_out(lambda b: F.cross_entropy(run.model(b[0]), b[1]), batches=batches(64))
+
+    assert set(chosen(first).batches.values()) == {3}
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(second, 60, 90)
+    assert set(chosen(second).batches.values()) == {1}
+
+
+def test_a_budget_that_is_no_share_is_refused():
+    with pytest.raises(RecipeError, match="readout_budget of 0 was asked for; write the share"):
+        begin(readout_budget=0)

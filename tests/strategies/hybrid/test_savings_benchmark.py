@@ -115,6 +115,26 @@ def test_the_conservative_preset_ends_where_a_stretched_cosine_with_its_averages
     assert library["now"][0] == pytest.approx(best, rel=1e-4, abs=2e-6)
 
 
+def test_every_held_out_example_that_the_library_looked_at_is_charged(studies, line):
+    _, plan, *_ = studies
+    from hybrid_studies.running import Run, train
+
+    row = plan.LIBRARY[0]
+    result = train(line, Run(task="line", way=row.way, lr=0.02, seed=0))
+    # A hundredth of 40 steps is 1.2 passes: one example with each of three, a third of a step each.
+    assert result["chosen_for"]["end"] == 1.0
+    assert plan.cost(row, line, result) == 41.0
+    # Stopped after a half, it is charged the look it has made there.
+    assert plan.cost(row, line, result, mark="0.5") == 21.0
+
+
+def test_a_choice_of_which_nothing_is_told_has_looked_at_all(studies, line):
+    _, plan, *_ = studies
+    told = {"spent": 40.0, "steps": 40}
+    assert plan.cost(plan.LIBRARY[0], line, told) == 40 + 3 * 4 / 3
+    assert plan.cost(plan.OURS[0], line, told, mark="0.5") == pytest.approx(20 + 4 * 4 / 3)
+
+
 def test_the_balanced_preset_without_its_warm_up_is_primal_averaging(studies, line):
     methods, *_ = studies
     import narrowcast as nc

@@ -72,6 +72,17 @@ def test_evaluation_counts_every_token_alike():
     assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
 
 
+def test_the_parts_of_held_out_text_are_what_an_evaluation_looks_at():
+    task = task_of("data.eval_windows=7")
+    held = task.task().held_out
+    assert held.parts == 3
+    with torch.no_grad():
+        first, second, third = (held.headline(task.model, part).item() for part in range(3))
+    # By windows: the last part has one.
+    mean = (3 * first + 3 * second + third) / 7
+    assert mean == pytest.approx(task.evaluate(task.model)["loss"], rel=256 * 2.0**-24)
+
+
 def test_bits_a_byte_count_the_bytes_behind_each_token():
     task = task_of("data.tokenizer=bpe", "model.vocab=500", "data.eval_windows=4")
     available = len(task.validation_data)

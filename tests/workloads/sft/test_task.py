@@ -75,6 +75,21 @@ def test_the_loss_is_that_of_every_conversation_by_itself(family, packing, rows,
     assert task.loss(task.model, batch).item() == pytest.approx(losses / count, rel=1e-5)
 
 
+def test_the_parts_of_held_out_rows_are_what_an_evaluation_looks_at(llama, rows):
+    task = task_of(llama, rows, f"data.validation_path={rows}", "batch_size=3")
+    held, passed = task.held_out, []
+    task.model.register_forward_pre_hook(
+        lambda module, args, kwargs: passed.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        task.evaluate(task.model)
+        evaluated, passed[:] = list(passed), []
+        for part in range(held.parts):
+            held.headline(task.model, part)
+    assert len(passed) == held.parts > 1
+    assert all(map(torch.equal, evaluated[: held.parts], passed))
+
+
 def test_every_token_of_a_step_counts_alike_in_whichever_micro_batch_it_is(llama, rows):
     task = task_of(llama, rows, "accumulate=2", "data.packing=true")
     first, second = (task.train_data.__getitems__([n]) for n in (0, len(task.train_data) - 1))

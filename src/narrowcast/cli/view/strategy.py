@@ -35,7 +35,7 @@ def told(record: StrategyRecord, task: TaskInfo) -> str:
         case "readout" if len(record.values) > 1:
             metric = task.headline
             each = [f"{name} {measured(metric, y)}" for name, y in record.values.items()]
-            return f"step {record.step} read out: {record.what} ({', '.join(each)})"
+            return f"step {record.step} read out: {record.what} ({', '.join(each)}): {record.why}"
         case "baseline":
             metric, step = task.headline, int(record.values["step"])
             y = measured(metric, record.values[metric.name])

@@ -57,6 +57,13 @@ class ReadoutSection(Section):
         le=MOST_STEPS,
         description="steps between two updates of them; none: a tenth of the shortest half-life",
     )
+    budget: float = Field(
+        default=0.01,
+        gt=0,
+        le=1,
+        description="share of the run's work that choosing among them may take, beyond one "
+        "held-out batch each",
+    )
 
 
 class PhasesSection(Section):

@@ -44,7 +44,8 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
         word = "averages" if averages > 1 else "average"
         told.append(
             f"{averages} {word} of the weights, of which the best, or the weights themselves, is "
-            "returned: every evaluation measures each"
+            f"returned: chosen on held-out batches for {100 * strategy.readout.budget:g}% of the "
+            "run's work, or, where the task has none, by an evaluation of each"
         )
     if strategy.has_lookahead:
         settings, after = strategy.lookahead, strategy.lookahead_after

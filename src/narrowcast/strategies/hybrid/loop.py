@@ -10,8 +10,8 @@ model.load_state_dict(run.answer_weights())
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, final, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,15 @@ from narrowcast.strategies.hybrid.jumps.jumper import Jumper, Losses
 from narrowcast.strategies.hybrid.jumps.predictors import predictor_named
 from narrowcast.strategies.hybrid.jumps.prepared_weights import PreparedWeights
 from narrowcast.strategies.hybrid.jumps.verify import Verdict
-from narrowcast.strategies.hybrid.readout.choice import (
-    Better,
-    Choice,
-    Readouts,
-    half_lives_in_steps,
-)
+from narrowcast.strategies.hybrid.readout.budget import ChoosingBudget
+from narrowcast.strategies.hybrid.readout.choice import Choice, Readouts, half_lives_in_steps
+from narrowcast.strategies.hybrid.readout.race import Better
 
 Preset = Literal["conservative", "balanced", "aggressive"]
 MakeScheduler = Callable[[torch.optim.Optimizer, int], AnyScheduler]
 """Makes a schedule of an optimizer and of the steps that it is planned for."""
 DEFAULTS = StrategySection(name="hybrid")
+B = TypeVar("B")
 
 
 def hybrid(
@@ -53,6 +51,7 @@ def hybrid(
     scheduler: MakeScheduler | None = None,
     stretch: float = DEFAULTS.stretch,
     half_lives: Sequence[float] = DEFAULTS.readout.half_lives,
+    readout_budget: float = DEFAULTS.readout.budget,
     lookahead: Lookahead | None = None,
     predictor: str = "line",
     **settings: Any,
@@ -61,9 +60,11 @@ def hybrid(
 
     `steps` is how long you mean to train; you may stop earlier. `scheduler` is called with the
     optimizer and `stretch` times as many steps, so that `CosineAnnealingLR` itself can be given.
-    `half_lives` are those of the averages, as shares of `steps`. `conservative` keeps averages and
-    leaves the optimizer alone; `balanced` takes gradients at a point ahead besides (`lookahead`
-    changes how); `aggressive` lets you try jumps of the weights by `predictor`, too.
+    `half_lives` are those of the averages, as shares of `steps`; `readout_budget` is the share of
+    the training done that choosing among them may cost, where it is by batches. `conservative`
+    keeps averages and leaves the optimizer alone; `balanced` takes gradients at a point ahead
+    besides (`lookahead` changes how); `aggressive` lets you try jumps of the weights by
+    `predictor`, too.
     """
     if steps < 1:
         raise RecipeError(f"steps={steps}: write how many steps you mean to train, 1 or more")
@@ -75,11 +76,12 @@ def hybrid(
         asked = StrategySection(name="hybrid", preset=preset, stretch=stretch)
     except ValueError as error:
         raise RecipeError(f"preset={preset!r}, stretch={stretch!r}: {error}") from error
+    budget = ChoosingBudget(share=readout_budget)
     if lookahead is None and asked.has_lookahead:
         lookahead = Lookahead()
     made = None if scheduler is None else scheduler(optimizer, round(steps * stretch))
     prepared = prepare(model, optimizer, scheduler=made, lookahead=lookahead, **settings)
-    readouts = Readouts(prepared, half_lives=half_lives_in_steps(half_lives, steps))
+    readouts = Readouts(prepared, half_lives=half_lives_in_steps(half_lives, steps), budget=budget)
     run = HybridRun(prepared, readouts)
     if asked.has_jumps:
         run.allow_jumps(steps, predictor=predictor)
@@ -126,12 +128,37 @@ class HybridRun:
         if self._jumper is not None:
             self._jumper.observe(outcome.step)
 
-    def read_out(self, measure: Callable[[], float], *, better: Better = "lower") -> Choice:
+    @overload
+    def read_out(self, measure: Callable[[], float], *, better: Better = "lower") -> Choice: ...
+
+    @overload
+    def read_out(
+        self,
+        measure: Callable[[B], float | Tensor],
+        *,
+        batches: Iterable[B],
+        better: Better = "lower",
+    ) -> Choice: ...
+
+    def read_out(
+        self,
+        measure: Callable[..., float | Tensor],
+        *,
+        batches: Iterable[Any] | None = None,
+        better: Better = "lower",
+    ) -> Choice:
         """Measure every read-out, each in the model's place, and keep the best for the answer.
 
-        `measure` evaluates the model as it is when called, on data that is not trained on.
+        `measure` evaluates the model as it is when called, on data that is not trained on: on all
+        of it, or, with `batches`, on the one it is given. Then all read-outs are compared on the
+        same batches, one at least and no more than `readout_budget` pays for or are needed to tell
+        them apart. A batch as large as those of a step counts a third of a step. Meanwhile the
+        model is in eval mode, without gradients.
         """
-        return self.readouts.choose(lambda name: measure(), better=better)
+        if batches is None:
+            return self.readouts.choose(lambda name: float(measure()), better=better)
+        choice, _ = self.readouts.choose_on(batches, measure, better=better)
+        return choice
 
     def answering(self) -> contextlib.AbstractContextManager[None]:
         """Let the model have the answer inside the block: the read-out that was chosen last."""

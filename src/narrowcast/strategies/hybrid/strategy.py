@@ -20,7 +20,8 @@ from narrowcast.precision.step.saved_state import put_weights, weights_of
 from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
 from narrowcast.strategies.hybrid.card_watch import CardWatch
 from narrowcast.strategies.hybrid.phase_course import PhaseCourse
-from narrowcast.strategies.hybrid.readout.choice import TRAINED, Readouts, half_lives_in_steps
+from narrowcast.strategies.hybrid.readout.choice import TRAINED
+from narrowcast.strategies.hybrid.readout.evaluation import Evaluation
 from narrowcast.training.strategy import Measure
 from narrowcast.training.task import Task
 
@@ -30,10 +31,9 @@ class HybridStrategy:
     """Follows the steps of a run; see `training.strategy.Strategy`."""
 
     def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
-        self._prepared, self._headline = prepared, task.info.headline
-        settings = recipe.strategy.readout
-        half_lives = half_lives_in_steps(settings.half_lives, recipe.steps)
-        self.readouts = Readouts(prepared, half_lives=half_lives, every=settings.every)
+        self._prepared = prepared
+        self._evaluation = Evaluation(prepared, task, recipe)
+        self.readouts = self._evaluation.readouts
         self.phases = PhaseCourse(prepared, task, recipe)
         self._card = CardWatch(prepared.engine.weights.device)
         self._accepted = self._rejected = 0
@@ -68,14 +68,10 @@ class HybridStrategy:
         self.phases.note(record)
 
     def evaluate(self, step: int, measure: Measure) -> tuple[EvalRecord, Iterable[Record]]:
-        """Evaluate every read-out, and take the best for what the run would return."""
-        began, measured = time.perf_counter(), dict[str, dict[str, float]]()
-
-        def headline(name: str) -> float:
-            measured[name] = measure()
-            return measured[name][self._headline.name]
-
-        choice = self.readouts.choose(headline, better=self._headline.better)
+        """Choose among the read-outs, and evaluate what the run would return."""
+        began = time.perf_counter()
+        judged = self._evaluation.judge(step, measure)
+        choice = judged.choice
         averages = len(choice.scores) - 1
         if averages:
             self._accepted += choice.is_average
@@ -85,11 +81,11 @@ class HybridStrategy:
             phase=self.phases.phase,
             event="readout",
             what=choice.name,
-            why=f"best {self._headline.name} of {len(choice.scores)} read-outs",
+            why=judged.why,
             values=dict(choice.scores),
             seconds=time.perf_counter() - began,
         )
-        return EvalRecord(step=step, metrics=measured[choice.name]), [record]
+        return EvalRecord(step=step, metrics=dict(judged.metrics)), [record]
 
     def answer(self) -> Mapping[str, Tensor]:
         """Return the read-out that was chosen last, by name."""

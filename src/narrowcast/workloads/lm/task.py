@@ -17,7 +17,7 @@ from narrowcast.hardware import probe
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.checkpoints.data_identity import digest_of
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.training.task import Task
+from narrowcast.training.task import HeldOut, Task
 from narrowcast.workloads.lm import WORKLOAD
 from narrowcast.workloads.lm.model import GPT, build_gpt
 from narrowcast.workloads.lm.settings import LmData, LmModel, LmRehearsal
@@ -60,6 +60,7 @@ class LanguageModel:
             items=self.items,
             info=TaskInfo(unit="token", metrics=(LOSS, PERPLEXITY, *text)),
             gemm_rows=self.batch_size * self.model.length,
+            held_out=self.held_out(),
             data_digest=self.data_digest,
         )
 
@@ -99,11 +100,28 @@ class LanguageModel:
             metrics["bits_per_byte"] = nats / text_bytes / math.log(2)
         return metrics
 
-    def _validation_batches(self) -> Iterator[Pair]:
+    def held_out(self) -> HeldOut | None:
+        """Return what is judged on, a batch a part; none where there is no text, as on meta."""
+        windows = self._validation_windows()
+        if not windows:
+            return None
+
+        def loss(model: nn.Module, part: int) -> Tensor:
+            first = part * self.batch_size
+            batch = self.validation_data.__getitems__(windows[first : first + self.batch_size])
+            on_device = batch[0].to(self.device), batch[1].to(self.device)
+            return self.loss(model, on_device)
+
+        return HeldOut(parts=math.ceil(len(windows) / self.batch_size), headline=loss)
+
+    def _validation_windows(self) -> list[int]:
         available = len(self.validation_data)
         count = min(self.eval_windows, available)
-        chosen = [number * available // count for number in range(count)]
-        for first in range(0, count, self.batch_size):
+        return [number * available // count for number in range(count)]
+
+    def _validation_batches(self) -> Iterator[Pair]:
+        chosen = self._validation_windows()
+        for first in range(0, len(chosen), self.batch_size):
             yield self.validation_data.__getitems__(chosen[first : first + self.batch_size])
 
 

@@ -13,10 +13,10 @@ from narrowcast.config.sections import Recipe
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Metric, TaskInfo
 from narrowcast.training.evaluation import in_eval_mode
-from narrowcast.training.task import Task
+from narrowcast.training.task import HeldOut, Task
 from narrowcast.workloads.sft.build import Parts, build_parts
 from narrowcast.workloads.sft.calling import Batch
-from narrowcast.workloads.sft.data.packing import IGNORED
+from narrowcast.workloads.sft.data.packing import IGNORED, Packs
 from narrowcast.workloads.sft.data.settings import SftData
 from narrowcast.workloads.sft.models.results import place_of_weights, write_models
 
@@ -60,6 +60,7 @@ class FineTuning:
                 unit="token", metrics=(LOSS, PERPLEXITY, *judged), notes=self.parts.notes
             ),
             gemm_rows=self.recipe.batch_size * self.recipe.section(SftData).max_seq_length,
+            held_out=self.held_out(),
             data_digest=self.digest,
             together=self.weigh,
             hooks=tuple(hooks),
@@ -130,9 +131,26 @@ class FineTuning:
         length = self.recipe.section(SftData).max_seq_length
         return max(1, LOGIT_BYTES // (4 * length * self.parts.vocabulary))
 
+    def held_out(self) -> HeldOut | None:
+        """Return the rows that are judged, as many a part as are passed at once; none on meta."""
+        judged, count, size = self._judged()
+        if not count:
+            return None
+
+        def loss(model: nn.Module, part: int) -> Tensor:
+            rows = list(range(part * size, min((part + 1) * size, count)))
+            batch = judged.__getitems__(rows)
+            return self.loss(model, {name: t.to(self.device) for name, t in batch.items()})
+
+        return HeldOut(parts=-(-count // size), headline=loss)
+
     def _held_out(self) -> Iterator[Batch]:
-        held, size = self.parts.data.validation, min(self.recipe.batch_size, self._rows_at_once)
-        judged = self.parts.data.train if held is None else held
-        count = min(len(judged), ROWS_JUDGED) if held is None else len(judged)
+        judged, count, size = self._judged()
         for first in range(0, count, size):
             yield judged.__getitems__(list(range(first, min(first + size, count))))
+
+    def _judged(self) -> tuple[Packs, int, int]:
+        """Return what an evaluation looks at, how many rows of it, and how many at once."""
+        held, size = self.parts.data.validation, min(self.recipe.batch_size, self._rows_at_once)
+        judged = self.parts.data.train if held is None else held
+        return judged, min(len(judged), ROWS_JUDGED) if held is None else len(judged), size

@@ -1,27 +1,33 @@
 """Which weights a run returns: the point it trains, or an average; chosen where it is measured.
 
 Choosing never moves what is trained. The measure is the task's own, on its held-out data, so the
-choice is among a few and its bias is small; it is the same data that early stopping looks at.
+choice is among a few and its bias is small; it is the same data that early stopping looks at. What
+it costs is one measurement of each, or, batch by batch, no more than a share of the run.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.standing_in import standing_in
 from narrowcast.strategies.hybrid.readout.bank import AverageBank
+from narrowcast.strategies.hybrid.readout.budget import ChoosingBudget
+from narrowcast.strategies.hybrid.readout.race import Better, Race, race
+from narrowcast.training.evaluation import in_eval_mode
 
 TRAINED = "trained"
 """The read-out that is no average: what the optimizer, or the lookahead point, has come to."""
 
-Better = Literal["lower", "higher"]
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +36,10 @@ class Choice:
 
     name: str
     scores: Mapping[str, float]
-    """The measure by the name of the read-out."""
+    """The measure by the name of the read-out; of one that was judged on fewer batches, by what it
+    differs from the chosen one there."""
+    batches: Mapping[str, int] = field(default_factory=dict)
+    """How many batches each was judged on; empty where each was measured as a whole."""
 
     @property
     def is_average(self) -> bool:
@@ -60,6 +69,7 @@ class Readouts:
         *,
         half_lives: Mapping[str, float],
         every: int | None = None,
+        budget: ChoosingBudget | None = None,
     ) -> None:
         """Take the half-lives of averages, in steps, by what the read-outs are called."""
         self._prepared = prepared
@@ -67,6 +77,9 @@ class Readouts:
         self._numbers = {name: number for number, name in enumerate(half_lives)}
         self.chosen = TRAINED
         """The read-out that the last measurement preferred."""
+        self.budget = ChoosingBudget() if budget is None else budget
+        """What choosing batch by batch has cost, and may."""
+        self._steps = 0
 
     @property
     def names(self) -> list[str]:
@@ -75,6 +88,7 @@ class Readouts:
 
     def after_step(self, outcome: Outcome) -> None:
         """Let the averages follow, when it is time to; waits for nothing."""
+        self._steps = outcome.step
         if self._numbers and outcome.step % self.bank.every == 0:
             self.bank.update(applied=outcome.applied_on_device)
 
@@ -89,6 +103,41 @@ class Readouts:
                 scores[name] = measure(name)
         self.chosen = best_of(scores, better=better)
         return Choice(name=self.chosen, scores=scores)
+
+    def choose_on(
+        self,
+        batches: Iterable[B],
+        measure: Callable[[B], float | Tensor],
+        *,
+        better: Better,
+        passes: float | None = None,
+    ) -> tuple[Choice, Race]:
+        """Compare the read-outs on as many of the same batches as may be, and prefer the best.
+
+        `passes` is how many forward passes may be spent; none: what the budget has left. Each is
+        looked at once at least. The model is in eval mode, without gradients, and every read-out
+        draws the same random numbers, none of them the run's. Waits for the device.
+        """
+        model = self._prepared.model
+        device = self._prepared.engine.weights.device
+
+        def look(name: str, chunk: Sequence[B]) -> list[float]:
+            with (
+                self.standing_in(name),
+                randomness_kept(device),
+                in_eval_mode(model),
+                torch.no_grad(),
+            ):
+                found = [measure(batch) for batch in chunk]
+            return [float(each) for each in found]
+
+        left = self.budget.left(self._steps) if passes is None else passes
+        raced = race(self.names, look, batches=batches, passes=left, better=better)
+        # A look that is had whatever is left leaves later choices, the last of all, what is theirs.
+        self.budget = self.budget.after_spending(min(raced.passes, left))
+        self.chosen = best_of(raced.means(), better=better)
+        scores = raced.scores(self.chosen)
+        return Choice(name=self.chosen, scores=scores, batches=raced.batches), raced
 
     def standing_in(self, name: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Let the model have a read-out inside the block; by default the one that was chosen."""
@@ -105,13 +154,16 @@ class Readouts:
         return self._prepared.engine.weights.copied_by_name(self._value_of(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the choice."""
-        return {"chosen": self.chosen, **self.bank.state_dict()}
+        """Return the averages, the choice, and what choosing has cost."""
+        spent = {"steps": self._steps, "spent": self.budget.spent}
+        return {"chosen": self.chosen, **spent, **self.bank.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood."""
         self.bank.load_state_dict({key: state[key] for key in ("updates", "averages")})
         self.chosen = self._known(str(state["chosen"]))
+        self._steps = int(state["steps"])
+        self.budget = replace(self.budget, spent=float(state["spent"]))
 
     def _known(self, name: str | None) -> str:
         name = self.chosen if name is None else name

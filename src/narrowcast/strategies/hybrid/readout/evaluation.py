@@ -1,0 +1,107 @@
+"""An evaluation of a run that has read-outs: choose among them, and measure the chosen one in full.
+
+Where the task gives its held-out data in parts, the read-outs are compared on as many of these as
+the budget pays for. Half of it is kept for the end of the run, where the choice is for good.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from narrowcast.config.common.strategy import ReadoutSection
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError, blamed_on
+from narrowcast.precision.step.prepared import Prepared
+from narrowcast.strategies.hybrid.jumps.budget import STEP_COST
+from narrowcast.strategies.hybrid.readout.budget import ChoosingBudget
+from narrowcast.strategies.hybrid.readout.choice import Choice, Readouts, half_lives_in_steps
+from narrowcast.training.strategy import Measure
+from narrowcast.training.task import HeldOut, Task
+
+BEFORE_THE_END = 0.5
+"""The part of the budget that all evaluations but the last may use: half, as jumps' lessons may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What an evaluation found."""
+
+    choice: Choice
+    """Scores are the headline in full; of others than the chosen one, where they were compared on
+    parts, that of the chosen one and what they differ from it there."""
+    metrics: Mapping[str, float]
+    """Of the chosen read-out, on all held-out data."""
+    why: str
+
+
+@final
+class Evaluation:
+    """Judges the read-outs of a run."""
+
+    def __init__(self, prepared: Prepared, task: Task, recipe: Recipe) -> None:
+        settings = recipe.strategy.readout
+        if task.held_out is None and settings.budget != ReadoutSection().budget:
+            raise RecipeError(
+                f"strategy.readout.budget={settings.budget:g}: this task gives its held-out data "
+                "as a whole, so that every read-out is evaluated in full; leave it out, or write "
+                "fewer strategy.readout.half_lives"
+            )
+        self._prepared, self._headline, self._held = prepared, task.info.headline, task.held_out
+        self._last_step = recipe.steps
+        self.readouts = Readouts(
+            prepared,
+            half_lives=half_lives_in_steps(settings.half_lives, recipe.steps),
+            every=settings.every,
+            budget=ChoosingBudget(share=settings.budget, step_cost=STEP_COST * recipe.accumulate),
+        )
+
+    def judge(self, step: int, measure: Measure) -> Judged:
+        """Choose among the read-outs, and say what the chosen one measures on all held-out data."""
+        names = len(self.readouts.names)
+        if self._held is None or names == 1:
+            return self._in_full(measure)
+        part = 1.0 if step >= self._last_step else BEFORE_THE_END
+        passes = self.readouts.budget.left(step, part=part)
+        more = self._held.parts * (names - 1)  # than the evaluation that is made anyway
+        if more <= max(passes, names):
+            self.readouts.budget = self.readouts.budget.after_spending(min(more, passes))
+            return self._in_full(measure)
+        return self._on_parts(self._held, measure, step=step, passes=passes)
+
+    def _in_full(self, measure: Measure) -> Judged:
+        measured = dict[str, dict[str, float]]()
+
+        def headline(name: str) -> float:
+            measured[name] = measure()
+            return measured[name][self._headline.name]
+
+        choice = self.readouts.choose(headline, better=self._headline.better)
+        why = f"best {self._headline.name} of {len(choice.scores)} read-outs"
+        return Judged(choice=choice, metrics=measured[choice.name], why=why)
+
+    def _on_parts(self, held: HeldOut, measure: Measure, *, step: int, passes: float) -> Judged:
+        # Others at every step, so that no part decides for all of a run; the same after a resume.
+        order = torch.randperm(held.parts, generator=torch.Generator().manual_seed(step))
+
+        def headline(part: int) -> float | Tensor:
+            with self._prepared.compute(), blamed_on("held_out of the task"):
+                return held.headline(self._prepared.model, part)
+
+        better = self._headline.better
+        chosen, raced = self.readouts.choose_on(
+            order.tolist(), headline, better=better, passes=passes
+        )
+        with self.readouts.standing_in():
+            metrics = measure()
+        scores = raced.scores(chosen.name, at=metrics[self._headline.name])
+        choice = Choice(name=chosen.name, scores=scores, batches=chosen.batches)
+        few, many = min(choice.batches.values()), max(choice.batches.values())
+        told = f"{few}" if few == many else f"{few} to {many}"
+        why = (
+            f"best {self._headline.name} of {len(scores)} read-outs on {told} of {held.parts} "
+            "held-out batches, and the one that was measured on all"
+        )
+        return Judged(choice=choice, metrics=metrics, why=why)

@@ -1,0 +1,22 @@
+"""What a strategy does is told in a line, with what it was judged by."""
+
+from narrowcast.cli.view.strategy import told
+from narrowcast.runs import StrategyRecord
+from narrowcast.runs.task_info import TaskInfo
+
+
+def readout(**values):
+    return StrategyRecord(
+        step=20, phase="full", event="readout", what="trained",
+        why="best loss of 2 read-outs on 3 of 40 held-out batches", values=values, seconds=0.1,
+    )  # fmt: skip
+
+
+def test_a_read_out_says_on_how_many_batches_it_was_chosen():
+    line = told(readout(trained=1.5, average=1.6), TaskInfo())
+    assert line.startswith("step 20 read out: trained (trained 1.500, average 1.600): best loss")
+    assert line.endswith("on 3 of 40 held-out batches")
+
+
+def test_where_there_was_nothing_to_choose_nothing_is_told():
+    assert told(readout(trained=1.5), TaskInfo()) == ""
