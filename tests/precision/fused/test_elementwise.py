@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
+from narrowcast.hardware import Support
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fused.elementwise import (
     OnePassGate,
@@ -177,11 +178,18 @@ def test_layer_norms_are_told_which_are_known():
             return super().forward(x) + 1
 
     layers = torch.nn.LayerNorm(4), Shifted(4), torch.nn.LayerNorm(4, elementwise_affine=False)
-    plan = nc.plan(torch.nn.Sequential(*layers), "fp32", hardware=nc.probe("cpu"))
-    told = {each.modules: each.reason for each in plan.fused}
-    assert told[("1",)] == "Shifted has a forward of its own"
-    assert told[("2",)] == "it has no weight"
-    assert told[("0",)] == "Triton has no kernels for cpu"
+    model, native = torch.nn.Sequential(*layers), Support(how="native", reason="some GPU")
+    gpu = nc.Hardware(
+        device="cuda:0", name="some GPU", memory_bytes=2**30, products={"bf16": native}
+    )
+    told = {each.modules: each.reason for each in nc.plan(model, "bf16", hardware=gpu).fused}
+    assert told == {
+        ("0",): "one pass over memory, where no compiler does it",
+        ("1",): "Shifted has a forward of its own",
+        ("2",): "it has no weight",
+    }
+    # On a machine that has no kernels it is no news that there is none for these.
+    assert nc.plan(model, "bf16", hardware=nc.probe("cpu")).fused == ()
 
 
 class OwnNorm(torch.nn.Module):

@@ -78,6 +78,8 @@ _MADE = {
 _COMPILED = ", where no compiler does it"
 _OF_WHOLE_MODELS = ("loss", "mask")
 """Pieces that no compiler knows of, and that need no kernel of ours on a CPU."""
+_OF_TORCH = ("layer_norm",)
+"""Pieces that half of all models have: that a machine or a policy has none of them is no news."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,8 @@ def fused_pieces(
     for piece in PIECES if named is None else named:
         everywhere = _why_nowhere(piece, policy, hardware, named=named is not None)
         everywhere = _EMULATED if emulated else everywhere
+        if everywhere and named is None and piece in _OF_TORCH:
+            continue
         by_reason: dict[tuple[bool, str], list[str]] = {}
         made = _MADE[piece] + (_COMPILED if named is None and piece not in _OF_WHOLE_MODELS else "")
         for name, why_not in PIECES[piece](model, left):
