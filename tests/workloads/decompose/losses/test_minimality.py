@@ -84,6 +84,7 @@ def test_an_importance_that_dips_below_zero_weighs_nothing(numbers, p_final):
     ("settings", "message"),
     [
         ({"p": 0.0}, "p and p_final are above 0"),
+        ({"epsilon": 0.0}, "epsilon is above 0 and below 1, not 0; write 1e-12"),
         ({"anneal_from": 0.5, "anneal_to": 0.5}, "cannot anneal from 0.5 to 0.5"),
         ({"beta": -1.0}, "beta is at least 0"),
         ({"reference_rows": 100}, "reference_rows are of the frequency term; write a beta"),

@@ -16,14 +16,14 @@ def sites(device="cpu", dtype=torch.float64, rows=70):
     return [each.to(device, dtype).requires_grad_() for each in drawn]
 
 
-def by_autograd(uppers, power):
-    return torch.cat([((each.clamp(min=0) + EPSILON) ** power).mean(1) for each in uppers], -1)
+def by_autograd(uppers, power, epsilon=EPSILON):
+    return torch.cat([((each.clamp(min=0) + epsilon) ** power).mean(1) for each in uppers], -1)
 
 
-def compared(uppers, power, *, step):
+def compared(uppers, power, *, step, epsilon=EPSILON):
     exactly = [each.detach().double().requires_grad_() for each in uppers]
-    found = power_means(uppers, power)
-    expected = by_autograd(exactly, power)
+    found = power_means(uppers, power, epsilon)
+    expected = by_autograd(exactly, power, epsilon)
     down = torch.randn_like(found)
     ours = torch.autograd.grad(found, uppers, down)
     theirs = torch.autograd.grad(expected, exactly, down.double())
@@ -44,6 +44,19 @@ def test_by_kernels_they_are_the_same(power):
     asked = power.to(device) if isinstance(power, torch.Tensor) else power
     # Of the smallest there is, 1e-12, the logarithm is -40: it loses 5 of 24 bits, and 2 roundings.
     compared(sites(device, torch.float32), asked, step=2.0**-17)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("power", [0.5, torch.tensor(0.3)])
+def test_a_larger_epsilon_bounds_the_slope(power):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    asked = power.to(device) if isinstance(power, torch.Tensor) else power
+    compared(sites(), power, step=1e-12, epsilon=0.01)
+    uppers = sites(device, torch.float32)
+    compared(uppers, asked, step=2.0**-19, epsilon=0.01)
+    slopes = torch.autograd.grad(power_means(uppers, asked, 0.01).sum(), uppers)
+    most = float(power) * 0.01 ** (float(power) - 1) / uppers[0].shape[1]
+    assert max(float(each.max()) for each in slopes) <= most * (1 + 2.0**-19)
 
 
 @pytest.mark.interpreted

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.losses.divergence import wide
-from narrowcast.workloads.decompose.losses.powers import power_means
+from narrowcast.workloads.decompose.losses.powers import EPSILON, power_means
 from narrowcast.workloads.decompose.losses.terms import Loss, Step
 
 
@@ -63,10 +63,18 @@ class Minimality(_Annealed):
     p: float = 1.0
     p_final: float | None = None
     """What `p` becomes, in a straight line; by default it stays."""
+    epsilon: float = EPSILON
+    """Added to importances before they are raised. With a power well below 1 the slope of those
+    near 0 is p · epsilon^(p − 1) at most: with a larger epsilon, they cannot drown all others."""
 
     def check(self) -> None:
         """Refuse powers that are no penalty."""
         super().check()
+        if not 0 < self.epsilon < 1:
+            raise RecipeError(
+                f"{self.kind}: epsilon is above 0 and below 1, not {self.epsilon:g}; write 1e-12, "
+                "as published, or 1e-2 where p goes well below 1"
+            )
         if self.p <= 0 or (self.p_final is not None and self.p_final <= 0):
             raise RecipeError(f"{self.kind}: p and p_final are above 0; write p: 1.0")
         if self.p_final is None and (self.anneal_from, self.anneal_to) != (0.0, 1.0):
@@ -77,7 +85,7 @@ class Minimality(_Annealed):
         power: float | Tensor = self.p
         if self.p_final is not None:
             power = self.between(self.p, self.p_final, step.progress)
-        return self.summed(step, power_means(step.upper, power))
+        return self.summed(step, power_means(step.upper, power, self.epsilon))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,58 +14,67 @@ from narrowcast.workloads.decompose.components.fused import FORMATS, has_kernels
 from narrowcast.workloads.decompose.losses.divergence import wide
 
 EPSILON = 1e-12
-"""Added to an importance: 0 to a power below 1 has no finite slope."""
+"""Added to an importance: 0 to a power below 1 has no finite slope. As published."""
 
 
-def power_means(uppers: Sequence[Tensor], power: float | Tensor) -> Tensor:
-    """Return the means over rows of importances to a power, which is a constant.
+def power_means(
+    uppers: Sequence[Tensor], power: float | Tensor, epsilon: float = EPSILON
+) -> Tensor:
+    """Return the means over rows of importances, plus epsilon, to a power, which is a constant.
 
     `uppers` are (seeds, rows, components), and the result (seeds, components of all sites), in
     fp32 or wider. What is below 0 counts as 0: swish_hard dips there, where no power but a whole
     one is a number.
     """
-    result: Tensor = _apply(power, *uppers)
+    result: Tensor = _apply(power, epsilon, *uppers)
     return result
 
 
 class _PowerMeans(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, power: float | Tensor, *uppers: Tensor) -> Tensor:
-        ctx.power = power
+    def forward(ctx: Any, power: float | Tensor, epsilon: float, *uppers: Tensor) -> Tensor:
+        ctx.power, ctx.epsilon = power, epsilon
         if _has_kernel(uppers):
             from narrowcast.workloads.decompose.components.kernels import powers
 
             uppers = tuple(each.contiguous() for each in uppers)
             ctx.save_for_backward(*uppers)
-            return powers.power_means(uppers, power, EPSILON)
+            return powers.power_means(uppers, power, epsilon)
         ctx.save_for_backward(*uppers)
-        return torch.cat([_raised(each, power).mean(1) for each in uppers], -1)
+        return torch.cat([_raised(each, power, epsilon).mean(1) for each in uppers], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        uppers, power = ctx.saved_tensors, ctx.power
+        uppers, power, epsilon = ctx.saved_tensors, ctx.power, ctx.epsilon
         if _has_kernel(uppers):
             from narrowcast.workloads.decompose.components.kernels import powers
 
-            return None, *powers.power_means_back(grad, uppers, power, EPSILON)
+            return None, None, *powers.power_means_back(grad, uppers, power, epsilon)
         lines = (grad / uppers[0].shape[1]).split([each.shape[-1] for each in uppers], -1)
         both = zip(uppers, lines, strict=True)
-        return None, *[_slope(each, power, line.unsqueeze(1)).to(each.dtype) for each, line in both]
+        return (
+            None,
+            None,
+            *[
+                _slope(each, power, epsilon, line.unsqueeze(1)).to(each.dtype)
+                for each, line in both
+            ],
+        )
 
 
 _apply: Any = _PowerMeans.apply
 
 
-def _raised(upper: Tensor, power: float | Tensor) -> Tensor:
-    x = wide(upper).clamp(min=0).add_(EPSILON)
+def _raised(upper: Tensor, power: float | Tensor, epsilon: float) -> Tensor:
+    x = wide(upper).clamp(min=0).add_(epsilon)
     return x if isinstance(power, float) and power == 1 else x.pow_(power)
 
 
-def _slope(upper: Tensor, power: float | Tensor, given: Tensor) -> Tensor:
+def _slope(upper: Tensor, power: float | Tensor, epsilon: float, given: Tensor) -> Tensor:
     """Return the gradient of an importance, where `given` is that of its power."""
     if isinstance(power, float) and power == 1:
         return torch.where(upper < 0, 0.0, given)
-    return _raised(upper, power - 1).mul_(given * power).masked_fill_(upper < 0, 0.0)
+    return _raised(upper, power - 1, epsilon).mul_(given * power).masked_fill_(upper < 0, 0.0)
 
 
 def _has_kernel(uppers: Sequence[Tensor]) -> bool:
