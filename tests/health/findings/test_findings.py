@@ -10,6 +10,9 @@ from narrowcast.health.findings.findings import CALM, Findings
 from narrowcast.health.statistics.statistics import COLUMNS, statistics
 from narrowcast.numerics import format_named
 from narrowcast.precision.gradients.loss_scale import LossScale
+from narrowcast.precision.plan.policy import parse_policy
+from narrowcast.precision.plan.presets import PRESETS
+from narrowcast.precision.plan.wording import Wording
 from narrowcast.runs import HealthRecord, StepRecord
 
 
@@ -232,6 +235,20 @@ def test_weights_that_stand_still_are_found_when_they_are_measured():
     assert whats(findings.step(step(1, 2.0, lost_updates=0.9))) == [("", "update", "lost updates")]
     assert findings.step(step(2, 2.0)) == []
     assert findings.step(step(3, 2.0, lost_updates=0.9)) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "advice"),
+    [
+        ("bf16-pure", "try master=split"),
+        ("bf16, params=bf16, master=split", "leave it where a schedule ends near zero"),
+        ("fp32", "leave it where a schedule ends near zero"),
+    ],
+)
+def test_nobody_is_told_to_keep_digits_that_are_kept_already(policy, advice):
+    words = Wording(policy=parse_policy(policy, presets=PRESETS))
+    (found,) = Findings(lambda: words).step(step(1, 2.0, lost_updates=0.9))
+    assert advice in found.advice
 
 
 def test_weights_that_a_rate_of_zero_leaves_where_they_are_have_lost_nothing():

@@ -89,8 +89,9 @@ class Findings:
             # A learning rate of zero is meant so: schedules begin or end with one.
             if record.lost_updates > LOST and record.lr != 0:
                 why = f"{percent(record.lost_updates)} of the updates round to nothing"
-                advice = "try master=split (or kahan, stochastic) in the policy"
-                found.append(Trouble("lost", "", "update", "lost updates", why, advice))
+                found.append(
+                    Trouble("lost", "", "update", "lost updates", why, _finer(self.wording()))
+                )
         return self._told(found, step=record.step, asked=asked)
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,3 +154,13 @@ def _finding(trouble: Trouble, step: int) -> FindingRecord:
         action="",
         advice=advice,
     )
+
+
+def _finer(words: Wording) -> str:
+    """Say how fewer updates are lost, in the formats that are in force."""
+    if words.policy.params == "fp32" or words.policy.master in ("fp32", "split"):
+        return (
+            "all digits of fp32 are kept already: leave it where a schedule ends near zero, else "
+            f"try a higher {words.lr}"
+        )
+    return "try master=split (or kahan, stochastic) in the policy"
