@@ -46,7 +46,12 @@ def _checked_file(
 @click.command(cls=_WithLists)
 @click.option("--only", multiple=True, metavar="NAME ...", help="Models of the zoo by name.")
 @click.option("--mine", metavar="MODULE:BUILD", help="Your own model: what build() returns.")
-@click.option("--ways", multiple=True, metavar="WAY ...", help="Of amp, liger, torchao, ours.")
+@click.option(
+    "--ways",
+    multiple=True,
+    metavar="WAY ...",
+    help="Of amp, liger, torchao, ours; or single rows by name.",
+)
 @click.option("--modes", multiple=True, metavar="MODE ...", help="Of eager, compiled, graphed.")
 @click.option("--quick", is_flag=True, help="Tiny models, on a CPU too; times mean nothing.")
 @click.option(
@@ -89,7 +94,7 @@ def models(**given: Any) -> None:
     asked = Asked(
         only=given["only"],
         mine=given["mine"],
-        kinds=given["ways"],
+        ways=given["ways"],
         modes=given["modes"],
         quick=given["quick"],
         seconds=given["seconds"],

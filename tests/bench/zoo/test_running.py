@@ -34,7 +34,7 @@ def test_the_next_process_may_start_ahead_of_its_turn(monkeypatch):
     monkeypatch.setattr(running, "CORES_TO_START_AHEAD", 1)
     told = []
     zoo = measured(
-        told.append, mine="zoo_of_mine:build", only=("lstm",), kinds=("amp",), quick=True
+        told.append, mine="zoo_of_mine:build", only=("lstm",), ways=("amp",), quick=True
     )
     rows = {row["model"]: row for row in zoo.data["rows"]}
     assert list(rows) == ["lstm", "zoo_of_mine:build"]
@@ -44,13 +44,13 @@ def test_the_next_process_may_start_ahead_of_its_turn(monkeypatch):
 
 
 def test_a_row_that_raises_says_so_and_keeps_its_log():
-    zoo = measured(mine="zoo_of_mine:raises", kinds=("amp",))
+    zoo = measured(mine="zoo_of_mine:raises", ways=("amp",))
     (row,) = zoo.data["rows"]
     assert row["failure"] == "OSError: no such corpus"
     assert any("Traceback" in line for line in row["log"])
 
 
 def test_a_row_that_says_nothing_is_ended():
-    zoo = measured(mine="zoo_of_mine:build", kinds=("amp",), timeout_seconds=0.1)
+    zoo = measured(mine="zoo_of_mine:build", ways=("amp",), timeout_seconds=0.1)
     (row,) = zoo.data["rows"]
     assert row["failure"] == "no answer for 0.1 s, so it was ended"

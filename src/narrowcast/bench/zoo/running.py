@@ -38,7 +38,8 @@ class Asked:
 
     only: tuple[str, ...] = ()
     mine: str | None = None
-    kinds: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
+    """Kinds of them, or single ones."""
     modes: tuple[str, ...] = ()
     quick: bool = False
     seconds: float | None = None
@@ -65,7 +66,7 @@ class Zoo:
 def measure_models(asked: Asked, *, tell: Tell) -> Zoo:
     """Measure what is asked for and not in the file yet."""
     names = chosen(asked.only, mine=asked.mine)
-    wanted = trials(names, kinds=asked.kinds, modes=asked.modes)
+    wanted = trials(names, ways=asked.ways, modes=asked.modes)
     hardware = probe("auto")
     device = torch.device(hardware.device)
     if device.type != "cuda" and not asked.quick and any(name in ZOO for name in names):
