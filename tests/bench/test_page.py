@@ -42,6 +42,7 @@ def test_the_table_of_models_is_that_of_the_zoo():
 
 def test_what_the_page_says_of_models_is_what_is_done():
     assert f"{subject.ROUNDS} rounds of {subject.ROUND_STEPS} steps" in PAGE
+    assert f"takes {subject.WARM_UP_STEPS} untimed steps again" in PAGE
     assert f"With {CORES_TO_START_AHEAD} cores or more" in PAGE
     assert f"{bars.NEVER_SLOWER:.2f} × AMP of the same mode" in PAGE
     assert f"ResNet-50 {bars.RESNET_NEVER_SLOWER:.2f} ×" in PAGE

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 
 import pytest
@@ -6,11 +7,15 @@ import pytest
 from narrowcast.cli.bench_models import _repeated
 
 MINE = """\
+import os
+from pathlib import Path
+
 import torch
 from torch import nn
 
 
 def build():
+    Path(f"{os.getpid()}.process").touch()
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     return model, lambda model, x: model(x).square().mean(), torch.ones(2, 4)
 
@@ -74,11 +79,42 @@ def test_a_bench_that_is_ended_keeps_its_rows_and_says_what_is_left(start, own):
     assert [row["way"] for row in found["rows"]] == ["AMP"]
 
 
+def test_a_group_that_is_ended_ends_all_its_processes_and_keeps_its_rows(start, own):
+    written = own / "rows.json"
+    words = ["--mine", "own_model:build", "--ways", "amp", "ours", "--modes", "eager"]
+    bench = start("bench", "models", *words, "--together", 3, "--json", written)
+    assert any(" ms, first step " in line for line in bench.stderr)
+    bench.send_signal(signal.SIGTERM)
+    table, error = bench.communicate(timeout=60)
+    assert bench.returncode == 130, error
+    found = json.loads(written.read_text())
+    assert found["interrupted"]
+    assert 1 <= len(found["rows"]) <= 3  # others of the group may have been timed by then
+    assert f"left out, {4 - len(found['rows'])} rows" in table
+    built = [int(path.stem) for path in own.glob("*.process")]
+    assert len(built) >= 3
+    for number in built:
+        with pytest.raises(ProcessLookupError):
+            os.kill(number, 0)
+
+
+def test_single_rows_are_named_and_set_up_together(narrowcast, own):
+    words = ["--mine", "own_model:build", "--modes", "eager", "--together", 2]
+    ended = narrowcast("bench", "models", *words, "--ways", "amp", "bf16 + split")
+    assert ended.code == 0
+    assert [" ms, first step " in line for line in ended.err.splitlines()] == [False] * 2 + [
+        True
+    ] * 2
+    assert "bf16 + split" in ended.out
+    assert "* set up beside others" in ended.out
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
         (["--only", "resnet50"], "did you mean resnet-50?"),
         (["--quick", "--ways", "amp", "apm"], "--ways apm: there is no such"),
+        (["--together", "0"], "0 is not in the range x>=1"),
         (["--mine", "model.py"], "write package.module:build"),
         (["--json", "rows"], "does not end in .json"),
         (["--json", "no-such-folder/a.json"], "there is no folder 'no-such-folder'"),

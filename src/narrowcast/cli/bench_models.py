@@ -46,9 +46,22 @@ def _checked_file(
 @click.command(cls=_WithLists)
 @click.option("--only", multiple=True, metavar="NAME ...", help="Models of the zoo by name.")
 @click.option("--mine", metavar="MODULE:BUILD", help="Your own model: what build() returns.")
-@click.option("--ways", multiple=True, metavar="WAY ...", help="Of amp, liger, torchao, ours.")
+@click.option(
+    "--ways",
+    multiple=True,
+    metavar="WAY ...",
+    help="Of amp, liger, torchao, ours; or single rows by name.",
+)
 @click.option("--modes", multiple=True, metavar="MODE ...", help="Of eager, compiled, graphed.")
 @click.option("--quick", is_flag=True, help="Tiny models, on a CPU too; times mean nothing.")
+@click.option(
+    "--together",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Set N rows up at the same time; they are still timed one at a time.",
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(0, min_open=True),
@@ -78,8 +91,8 @@ def models(**given: Any) -> None:
 
     Of each: milliseconds of a step, the most memory, the seconds of the first step with its
     compilation, and the loss of the thirtieth step, against torch's mixed precision of the same
-    mode; and whether that is what this library claims. Each row has a process of its own, one at a
-    time. With --mine it is your own model.
+    mode; and whether that is what this library claims. Each row has a process of its own, and is
+    timed while no other does anything. With --mine it is your own model.
     """
     from narrowcast.bench.zoo.running import Asked, measure_models
     from narrowcast.cli.view.models_table import print_models
@@ -89,10 +102,11 @@ def models(**given: Any) -> None:
     asked = Asked(
         only=given["only"],
         mine=given["mine"],
-        kinds=given["ways"],
+        ways=given["ways"],
         modes=given["modes"],
         quick=given["quick"],
         seconds=given["seconds"],
+        together=given["together"],
         timeout_seconds=given["timeout"],
         cold=not given["warm"],
         kept=given["json_file"],

@@ -46,6 +46,17 @@ def test_first_steps_are_judged_where_caches_were_empty():
     assert not any("first step" in what for what in held(rows, cold=False))
 
 
+@pytest.mark.parametrize(("theirs", "mine", "judged"), [(1, 1, 1), (1, 4, 0), (4, 1, 0), (4, 4, 0)])
+def test_first_steps_are_judged_where_both_were_set_up_alone(theirs, mine, judged):
+    rows = [
+        row("unet", AMP, "compiled", 1.0, together=theirs),
+        row("unet", BF16, "compiled", 1.0, together=mine),
+    ]
+    found = list(held(rows))
+    assert sum("first step" in what for what in found) == judged
+    assert f"unet: {BF16}, compiled against {AMP}, compiled" in found  # speeds are, always
+
+
 def test_the_small_llama_is_judged_by_the_best_mode_of_each_side():
     model = "llama-348m"
     rows = [

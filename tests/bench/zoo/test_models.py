@@ -33,7 +33,7 @@ def test_a_model_has_the_size_that_its_name_says(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_every_way_begins_at_the_same_loss_and_lowers_it(name):
     losses = []
-    for trial in trials([name], kinds=["amp", "ours"], modes=["eager"]):
+    for trial in trials([name], ways=["amp", "ours"], modes=["eager"]):
         step, _ = step_of(built(name, CPU, quick=True), trial, CPU)
         losses.append([float(step()) for _ in range(3)])
     plain = losses[0]
@@ -51,7 +51,7 @@ def test_every_way_begins_at_the_same_loss_and_lowers_it(name):
 def test_on_a_gpu_every_way_lowers_the_loss_as_torch_does(name):
     device = torch.device("cuda")
     losses = []
-    for trial in trials([name], kinds=["amp", "ours"], modes=["eager", "graphed"]):
+    for trial in trials([name], ways=["amp", "ours"], modes=["eager", "graphed"]):
         step, _ = step_of(built(name, device, quick=True), trial, device)
         losses.append([float(step()) for _ in range(5)])
     for mine in losses:

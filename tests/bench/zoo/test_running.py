@@ -1,4 +1,4 @@
-"""Real processes, one at a time; what they train is as small as it gets."""
+"""Real processes, timed one at a time; what they train is as small as it gets."""
 
 import pytest
 
@@ -6,6 +6,10 @@ from narrowcast.bench.zoo import running
 from narrowcast.bench.zoo.running import Asked, measure_models
 
 MINE = """\
+import os
+import time
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -16,6 +20,25 @@ def build():
 
 def raises():
     raise OSError("no such corpus")
+
+
+def meets():
+    # Waits for another process that is set up at the same time.
+    Path(f"{os.getpid()}.here").touch()
+    until = time.monotonic() + 60
+    while len(list(Path().glob("*.here"))) < 2:
+        if time.monotonic() > until:
+            raise TimeoutError("nobody came")
+        time.sleep(0.01)
+    return build()
+
+
+def first_fails():
+    try:
+        Path("first").touch(exist_ok=False)
+    except FileExistsError:
+        return build()
+    raise OSError("no room beside others")
 """
 
 
@@ -33,9 +56,7 @@ def measured(tell=print, **settings):
 def test_the_next_process_may_start_ahead_of_its_turn(monkeypatch):
     monkeypatch.setattr(running, "CORES_TO_START_AHEAD", 1)
     told = []
-    zoo = measured(
-        told.append, mine="zoo_of_mine:build", only=("lstm",), kinds=("amp",), quick=True
-    )
+    zoo = measured(told.append, mine="zoo_of_mine:build", only=("lstm",), ways=("amp",), quick=True)
     rows = {row["model"]: row for row in zoo.data["rows"]}
     assert list(rows) == ["lstm", "zoo_of_mine:build"]
     assert not any(row["failure"] for row in rows.values())
@@ -43,14 +64,74 @@ def test_the_next_process_may_start_ahead_of_its_turn(monkeypatch):
     assert zoo.left_out == ()
 
 
+def overlap(one, other):
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def test_rows_of_a_group_are_set_up_together_and_timed_while_all_others_wait(monkeypatch):
+    monkeypatch.setattr(running, "CORES_TO_START_AHEAD", 1)
+    zoo = measured(mine="zoo_of_mine:meets", ways=("amp", "ours"), together=2)
+    rows = zoo.data["rows"]
+    assert [(row["failure"], row["together"]) for row in rows] == [("", 2)] * 4
+    for row in rows:
+        others = [each["spans"] for each in rows if each is not row]
+        timing = row["spans"]["timing"]
+        assert not any(overlap(timing, span) for spans in others for span in spans.values())
+    first, second, third, _ = (row["spans"] for row in rows)
+    assert overlap(first["setting_up"], second["setting_up"])
+    assert third["importing"][1] < first["timing"][0]  # ahead of its turn
+
+
+def test_what_is_left_over_is_a_group_of_its_own():
+    zoo = measured(mine="zoo_of_mine:build", ways=("ours",), together=2)
+    assert [row["together"] for row in zoo.data["rows"]] == [2, 2, 1]
+
+
+def test_a_row_that_fails_beside_others_is_tried_again_alone(tmp_path):
+    told = []
+    kept = tmp_path / "rows.json"
+    settings = {"mine": "zoo_of_mine:first_fails", "ways": ("amp", "bf16"), "kept": kept}
+    zoo = measured(told.append, together=2, **settings)
+    rows = zoo.data["rows"]
+    assert [row["failure"] for row in rows] == ["", ""]
+    alone, beside = sorted(rows, key=lambda row: row["together"])
+    assert (alone["together"], beside["together"]) == (1, 2)
+    who = f"{alone['model']}, {alone['way']}, eager"
+    assert f"{who}: OSError: no room beside others" in told
+    assert f"{who}: is tried again, alone, after all others" in told
+    assert alone["spans"]["importing"][0] > beside["spans"]["timing"][1]
+
+    told.clear()
+    measured(told.append, **settings)
+    assert told == ["2 of 2 rows are kept from before"]
+
+
+def test_a_row_that_fails_alone_too_has_failed():
+    told = []
+    zoo = measured(told.append, mine="zoo_of_mine:raises", ways=("amp", "bf16"), together=2)
+    assert [row["failure"] for row in zoo.data["rows"]] == ["OSError: no such corpus"] * 2
+    assert sum(line.endswith(": starting") for line in told) == 4
+    assert sum("is tried again, alone" in line for line in told) == 2
+
+
+def test_a_row_that_failed_beside_others_is_left_out_where_there_is_no_time_to_try_again():
+    told = []
+    settings = {"mine": "zoo_of_mine:raises", "ways": ("amp", "bf16"), "together": 2}
+    zoo = measured(told.append, seconds=0.5, **settings)  # torch alone takes longer to import
+    assert sum("is tried again, alone" in line for line in told) == 2
+    assert zoo.data["rows"] == []
+    assert [trial.way for trial in zoo.left_out] == ["AMP", "bf16"]
+    assert told[-1] == "0.5 s are over: no further row is started"
+
+
 def test_a_row_that_raises_says_so_and_keeps_its_log():
-    zoo = measured(mine="zoo_of_mine:raises", kinds=("amp",))
+    zoo = measured(mine="zoo_of_mine:raises", ways=("amp",))
     (row,) = zoo.data["rows"]
     assert row["failure"] == "OSError: no such corpus"
     assert any("Traceback" in line for line in row["log"])
 
 
 def test_a_row_that_says_nothing_is_ended():
-    zoo = measured(mine="zoo_of_mine:build", kinds=("amp",), timeout_seconds=0.1)
+    zoo = measured(mine="zoo_of_mine:build", ways=("amp",), timeout_seconds=0.1)
     (row,) = zoo.data["rows"]
     assert row["failure"] == "no answer for 0.1 s, so it was ended"

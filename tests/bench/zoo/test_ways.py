@@ -23,34 +23,43 @@ CPU = torch.device("cpu")
 
 
 def test_liger_is_asked_of_models_it_knows_only_and_torchao_compiled_only():
-    found = trials(ZOO, kinds=[], modes=[])
+    found = trials(ZOO, ways=[], modes=[])
     assert {t.model for t in found if t.way == LIGER} == {"llama-348m", "llama-1.3b", "qwen2-0.5b"}
     assert {t.mode for t in found if t.way == TORCHAO} == {"compiled"}
     assert {t.model for t in found if t.way == TORCHAO} == set(ZOO)
 
 
 def test_whom_others_are_compared_with_comes_first():
-    first, *_ = trials(["vit-l"], kinds=["ours", "amp"], modes=["compiled", "eager"])
+    first, *_ = trials(["vit-l"], ways=["ours", "amp"], modes=["compiled", "eager"])
     assert first == Trial(model="vit-l", way=AMP, mode="eager")
 
 
+def test_a_single_row_is_named_beside_kinds():
+    found = trials(["unet"], ways=[FP8_SPLIT, "amp"], modes=["compiled"])
+    assert [trial.way for trial in found] == [AMP, FP8_SPLIT]
+    (one,) = trials(["unet"], ways=[BF16], modes=["graphed"])
+    assert one == Trial(model="unet", way=BF16, mode="graphed")
+
+
 def test_graphs_are_ours_and_only_where_there_are_some():
-    found = {t.way for t in trials(["unet"], kinds=[], modes=[]) if t.mode == "graphed"}
+    found = {t.way for t in trials(["unet"], ways=[], modes=[]) if t.mode == "graphed"}
     ours = {way.name for way in WAYS.values() if way.kind == "ours"}
     assert found == ours
 
 
 @pytest.mark.parametrize(
-    ("kinds", "modes", "answer"),
+    ("ways", "modes", "answer"),
     [
-        (["apm"], [], "--ways apm: there is no such; name some of amp, liger, torchao, ours"),
+        (["apm"], [], "--ways apm: there is no such; name some of amp, liger, torchao, ours, AMP"),
+        (["bf 16"], [], r"--ways bf 16: there is no such; .* bf16, 'bf16 \+ split', 'fp8-delayed"),
         ([], ["jit"], "--modes jit: there is no such; name some of eager, compiled, graphed"),
         (["torchao"], ["eager"], "torchao is compiled only"),
+        ([TORCHAO], ["eager"], "--ways 'torchao tensorwise' --modes eager: there is no such row"),
     ],
 )
-def test_what_is_no_way_is_refused(kinds, modes, answer):
+def test_what_is_no_way_is_refused(ways, modes, answer):
     with pytest.raises(RecipeError, match=answer):
-        trials(["unet"], kinds=kinds, modes=modes)
+        trials(["unet"], ways=ways, modes=modes)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS.values() if way.policy], ids=lambda w: w.name)

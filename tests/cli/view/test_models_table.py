@@ -42,6 +42,15 @@ def test_the_table_gives_ratios_verdicts_failures_and_what_is_left_out():
     assert "left out, 1 rows: lstm, AMP, eager" in text
 
 
+def test_first_steps_beside_others_are_marked():
+    alone = printed([row(AMP, "compiled", 20.0)])
+    assert "*" not in alone
+    text = printed([row(AMP, "compiled", 20.0), row(BF16, "compiled", 20.0, together=4)])
+    lines = [line.split() for line in text.splitlines()]
+    assert ["bf16", "compiled", "20.00", "1.000", "1.00", "1.5", "s", "*", "3.2500"] in lines
+    assert "* set up beside others (--together): such a first step is not comparable" in text
+
+
 def test_of_a_cpu_nothing_is_claimed():
     text = printed([row(AMP, "eager", 20.0), row(BF16, "eager", 25.0)], judged=False)
     assert "not judged" in text

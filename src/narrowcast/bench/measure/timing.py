@@ -107,6 +107,12 @@ def held_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device)
 
 
+def allocation_retries() -> int:
+    """Return how often the GPU had no memory to give before this process freed what it cached."""
+    # There are no statistics before there is a context.
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
 def _by_events(step: Step, count: int, device: torch.device) -> list[float]:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize(device)

@@ -51,10 +51,15 @@ def speed_against_amp(row: Row, rows: Sequence[Row]) -> float | None:
     return None if theirs is None or row["failure"] else float(theirs["ms"] / row["ms"])
 
 
+def set_up_alone(row: Row) -> bool:
+    """Say whether nothing else compiled beside a row: only such first steps can be compared."""
+    return bool(row.get("together", 1) == 1)  # rows of older files were all alone
+
+
 def verdicts(rows: Sequence[Row], *, cold: bool = True) -> list[Verdict]:
     """Return what can be said of the rows there are, in the order of the models.
 
-    First steps are only judged where compiler caches began empty.
+    First steps are only judged where compiler caches began empty, of rows that were set up alone.
     """
     judged = [row for row in rows if not row["failure"]]
     found: list[Verdict] = []
@@ -104,8 +109,11 @@ def _fp8_never_slower(of: _Of) -> Iterator[Verdict]:
 
 def _first_steps(of: _Of) -> Iterator[Verdict]:
     theirs = of.one(AMP, "compiled")
+    if theirs is None or not set_up_alone(theirs):
+        return
     for row in of.rows:
-        if theirs and row["mode"] == "compiled" and WAYS[row["way"]].kind == "ours":
+        ours = row["mode"] == "compiled" and WAYS[row["way"]].kind == "ours"
+        if ours and set_up_alone(row):
             yield Verdict(
                 what=f"{of.model}: first step of {_named(row)} against {_named(theirs)}",
                 found=row["first_step_seconds"] / theirs["first_step_seconds"],

@@ -5,6 +5,7 @@ Each is written as its documentation has it. All have torch's fused AdamW and cl
 
 import importlib
 import importlib.util
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ KINDS: Mapping[str, str] = {
     "torchao": "torchao's fp8 with a scale for each tensor",
     "ours": "nc.prepare, in three policies",
 }
-"""What `--ways` names."""
+"""What `--ways` names, beside single rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,21 +106,24 @@ class Trial:
         return f"{self.model}, {self.way}, {self.mode}"
 
 
-def trials(models: Iterable[str], *, kinds: Iterable[str], modes: Iterable[str]) -> list[Trial]:
-    """Return what is measured, model by model, and of each what others are compared with first."""
-    kinds, modes = _known(kinds, KINDS, "--ways"), _known(modes, MODES, "--modes")
+def trials(models: Iterable[str], *, ways: Iterable[str], modes: Iterable[str]) -> list[Trial]:
+    """Return what is measured, model by model, and of each what others are compared with first.
+
+    `ways` has kinds, names of single ways, or both.
+    """
+    ways, modes = _known(ways, (*KINDS, *WAYS), "--ways"), _known(modes, MODES, "--modes")
     found = [
         Trial(model=model, way=way.name, mode=mode)
         for model in models
         for way in WAYS.values()
         for mode in MODES
-        if way.kind in kinds and mode in modes and mode in way.modes
+        if {way.kind, way.name} & set(ways) and mode in modes and mode in way.modes
         if way.kind != "liger" or entry_of(model).liger
     ]
     if not found:
         raise RecipeError(
-            f"--ways {' '.join(kinds)} --modes {' '.join(modes)}: there is no such row; torchao is "
-            "compiled only, and graphed are ours only"
+            f"--ways {shlex.join(ways)} --modes {' '.join(modes)}: there is no such row; torchao "
+            "is compiled only, and graphed are ours only"
         )
     return found
 
@@ -232,5 +236,6 @@ def _known(asked: Iterable[str], known: Iterable[str], option: str) -> tuple[str
     given, names = tuple(asked), tuple(known)
     for word in given:
         if word not in names:
-            raise RecipeError(f"{option} {word}: there is no such; name some of {', '.join(names)}")
+            there_is = ", ".join(shlex.quote(name) for name in names)  # as a shell takes them
+            raise RecipeError(f"{option} {word}: there is no such; name some of {there_is}")
     return given or names

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from narrowcast.bench.zoo.bars import counterpart, speed_against_amp
+from narrowcast.bench.zoo.bars import counterpart, set_up_alone, speed_against_amp
 from narrowcast.bench.zoo.running import Zoo
 from narrowcast.cli.view.bench_table import new_table
 
@@ -31,7 +31,7 @@ def print_models(console: Console, zoo: Zoo) -> None:
             f"{row['ms']:.2f}",
             "" if speed is None else f"{speed:.3f}",
             f"{row['peak_bytes'] / GIB:.2f}",
-            f"{row['first_step_seconds']:.1f} s",
+            f"{row['first_step_seconds']:.1f} s{'' if set_up_alone(row) else ' *'}",
             f"{float(row['loss']):.4f}",
         )
         shown = row["model"]
@@ -41,6 +41,9 @@ def print_models(console: Console, zoo: Zoo) -> None:
         console.print(Text.assemble((who, "bold"), f"  {row['failure']}"))
     if any(counterpart(row)[1] != row["mode"] for row in rows):
         console.print(Text("graphed rows are against eager AMP", style="dim"))
+    if not all(set_up_alone(row) for row in rows):
+        told = "* set up beside others (--together): such a first step is not comparable or judged"
+        console.print(Text(told, style="dim"))
     _print_verdicts(console, data)
     if zoo.left_out:
         told = "; ".join(str(trial) for trial in zoo.left_out)
