@@ -85,6 +85,15 @@ def step(run, **kwargs):
     return run.step(loss)
 
 
+class Doubled(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_registry_sees_the_classes_made_here(policy):
     before, made = dict(REGISTRY), list(MADE)
@@ -311,3 +320,23 @@ def test_a_shallow_copy_and_a_replica_compute_as_the_model(policy):
     replica = run.model.linear._replicate_for_data_parallel()
     replica._parameters = dict(run.model.linear._parameters)
     assert torch.equal(replica(x), run.model.linear(x))
+
+
+def test_a_compiler_keeps_models_of_two_classes_apart():
+    """Else the second would be compiled for whatever shapes, and the ninth not at all."""
+    compiled = []
+
+    def backend(graph, examples):
+        compiled.append([each.shape for each in examples if isinstance(each, torch.Tensor)])
+        return graph.forward
+
+    torch._dynamo.reset()
+    for width in range(2, 14):  # more than are compiled of one piece of code
+        made = type(f"Own{width}", (Doubled,), {"forward": Doubled.forward})
+        model = made(width)
+        nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp32")
+        x = torch.randn(3, width)
+        found = torch.compile(model, backend=backend, fullgraph=True)(x)
+        assert torch.equal(found, 2 * model.inner(x))
+    assert len(compiled) == 12
+    assert all(isinstance(n, int) for shapes in compiled for shape in shapes for n in shape)

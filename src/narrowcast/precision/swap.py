@@ -188,7 +188,7 @@ def _joined(mixin: Any, plain: Any) -> type[nn.Module]:
         **mixin.nc_namespace(plain),
     }
     if mixin.forward is not nn.Module.forward:
-        namespace["forward"] = _with_signature(mixin.forward, plain.forward)
+        namespace["forward"] = _own_forward(mixin.forward, plain)
     meta = _joined_meta(cast(Any, type(plain)))
     # Not by calling it: a metaclass may keep a registry too.
     maker: Any = ABCMeta if issubclass(meta, ABCMeta) else type
@@ -212,14 +212,17 @@ def _joined_meta(meta: Any) -> Any:
     return type(meta.__name__, (meta,), {"__call__": call, "nc_makes_plain": True})
 
 
-def _with_signature(forward: Any, plain: Any) -> Any:
-    """Return a function of its own that does what `forward` does and is called as `plain` is.
+def _own_forward(forward: Any, plain: Any) -> Any:
+    """Return a function of its own that does what `forward` does and is called as `plain`'s is.
 
-    Others read the signature of a model's forward, to see what it takes.
+    Others read the signature of a model's forward, to see what it takes. A compiler keeps what it
+    has compiled, how often, and for which shapes by the code of a function: models of two classes
+    would share it.
     """
+    code = forward.__code__.replace(co_name=f"{plain.__module__}.{plain.__qualname__}.forward")
     given = (forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-    made: Any = FunctionType(forward.__code__, *given)
+    made: Any = FunctionType(code, *given)
     vars(made).update(vars(forward))  # what others have marked it with
-    made.__kwdefaults__, made.__doc__ = forward.__kwdefaults__, plain.__doc__
-    made.__wrapped__ = plain
+    made.__kwdefaults__, made.__doc__ = forward.__kwdefaults__, plain.forward.__doc__
+    made.__wrapped__ = plain.forward
     return made

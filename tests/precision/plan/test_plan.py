@@ -262,3 +262,11 @@ def test_a_trained_weight_is_not_widened_by_a_frozen_neighbour(cpu):
     planned = make_plan(model, "bf16, params=bf16, master=split", hardware=cpu)
     assert planned.module("1").policy.params == "bf16"
     assert planned.module("1").bytes["params"] == 4 * 8
+
+
+def test_a_plan_is_for_the_device_that_the_model_is_on():
+    model = nn.Linear(4, 4)
+    assert make_plan(model, "bf16") == make_plan(model, "bf16", hardware=probe("cpu"))
+    with torch.device("meta"):
+        nowhere = nn.Linear(4, 4)
+    assert make_plan(nowhere, "bf16").hardware == probe("auto")

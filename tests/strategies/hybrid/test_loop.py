@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import narrowcast as nc
-from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 
 DIGITS = load_digits()
 X = torch.tensor(DIGITS.data, dtype=torch.float32) / 16
@@ -37,7 +37,7 @@ def held_out(model):
 def begin(**settings):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    return nc.hybrid(model, optimizer, steps=STEPS, **settings)
+    return nc.hybrid(model, optimizer, **{"steps": STEPS} | settings)
 
 
 def train(run, first, last):
@@ -112,8 +112,11 @@ def test_a_jump_is_kept_or_leaves_every_bit():
     [
         ({"steps": 0}, "1 or more"),
         ({"ema_decay": 0.99}, "half_lives"),
-        ({"preset": "bold"}, "bold"),
-        ({"stretch": 0.5}, "stretch=0.5"),
+        ({"preset": "bold"}, "no such preset; write one of conservative, balanced"),
+        ({"stretch": 0.5}, "stretch=0.5: write a number from 1 up"),
+        ({"half_lives": (-1, 0.05)}, "write shares of the run, above 0 and up to 1"),
+        ({"half_lives": 0.05}, "write shares of the run"),
+        ({"steps": "80"}, "write how many steps"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, answer):
@@ -219,3 +222,17 @@ def test_what_was_spent_on_choosing_is_part_of_a_state():
 def test_a_budget_that_is_no_share_is_refused():
     with pytest.raises(RecipeError, match="readout_budget of 0 was asked for; write the share"):
         begin(readout_budget=0)
+
+
+def test_a_schedule_that_is_made_already_is_refused_with_what_to_give():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = CosineAnnealingLR(optimizer, STEPS)
+    with pytest.raises(RecipeError, match=r"made already.*scheduler=CosineAnnealingLR, or lambda"):
+        nc.hybrid(model, optimizer, steps=STEPS, scheduler=made)
+
+
+def test_a_state_of_other_averages_is_refused():
+    saved = begin(half_lives=(0.02, 0.1)).state_dict()
+    with pytest.raises(CheckpointError, match=r"average 0.02, average 0.1, and this one has"):
+        begin().load_state_dict(saved)

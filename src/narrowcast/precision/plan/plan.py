@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from narrowcast.errors import RecipeError
-from narrowcast.hardware import Hardware, Support
+from narrowcast.hardware import Hardware, Support, probe
 from narrowcast.precision.kept import KeptLayer
 from narrowcast.precision.plan.fusing import AUTO, Fuse, FusedPiece, fused_pieces, lines_of
 from narrowcast.precision.plan.gains import Measured, Running, running_of
@@ -108,7 +108,7 @@ def make_plan(
     model: nn.Module,
     policy: AnyPolicy,
     *,
-    hardware: Hardware,
+    hardware: Hardware | None = None,
     overrides: Mapping[str, str] | None = None,
     emulate: bool | None = None,
     moments: int = 2,
@@ -120,6 +120,7 @@ def make_plan(
 ) -> Plan:
     """Decide the formats of every module. Leaves the model as it is, prepared or not.
 
+    `hardware`: that of the device the model is on, or the best of this machine where it is on none.
     `emulate`: None where the hardware needs it, True everywhere, False nowhere: then a policy that
     would need it is refused. `moments` is how many the optimizer keeps of each weight. `gemm_rows`
     is how many rows a linear layer multiplies at once; with `only_faster` a layer that gains
@@ -131,7 +132,7 @@ def make_plan(
     wider too, unless an exception asks for it; `compiled`; or `captured` as a CUDA graph. Left out,
     a model that is not compiled yet is taken to run as it is.
     """
-    running = running_of(model, running)
+    hardware, running = hardware or _hardware_of(model), running_of(model, running)
     whole = policy_from(policy, hardware).with_exceptions(overrides or {})
     _refuse_unmatched(whole, model)
     planner = ModulePlanner(
@@ -216,3 +217,9 @@ def _refuse_unmatched(policy: Policy, model: nn.Module) -> None:
                 f"precision exception `{glob}: {text}` matches no module"
                 f"{suggestion(glob, names)}; the plan without it lists the modules"
             )
+
+
+def _hardware_of(model: nn.Module) -> Hardware:
+    """Describe the device that a model is on; the best there is where it has no weights yet."""
+    first = next(model.parameters(), None)
+    return probe("auto" if first is None or first.is_meta else str(first.device))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from narrowcast.hardware import probe
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.fusing import AUTO, Fuse
@@ -83,7 +82,6 @@ def prepare(
         plan = make_plan(
             model,
             policy,
-            hardware=probe(str(next(model.parameters()).device)),
             emulate=emulate,
             fuse=fuse,
             memory=memory,

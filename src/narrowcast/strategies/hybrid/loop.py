@@ -11,12 +11,12 @@ model.load_state_dict(run.answer_weights())
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, final, overload
+from typing import Any, Literal, TypeVar, cast, final, get_args, overload
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.config.common.strategy import StrategySection
+from narrowcast.config.common.strategy import ReadoutSection, StrategySection
 from narrowcast.errors import RecipeError
 from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
 from narrowcast.precision.step.outcome import Outcome
@@ -66,16 +66,19 @@ def hybrid(
     besides (`lookahead` changes how); `aggressive` lets you try jumps of the weights by
     `predictor`, too.
     """
-    if steps < 1:
-        raise RecipeError(f"steps={steps}: write how many steps you mean to train, 1 or more")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise RecipeError(f"steps={steps!r}: write how many steps you mean to train, 1 or more")
     if settings.get("ema_decay") is not None:
         raise RecipeError(
             "hybrid() keeps averages by itself; leave ema_decay out, and write half_lives=[0.03]"
         )
-    try:
-        asked = StrategySection(name="hybrid", preset=preset, stretch=stretch)
-    except ValueError as error:
-        raise RecipeError(f"preset={preset!r}, stretch={stretch!r}: {error}") from error
+    asked = _asked(preset, stretch=stretch, half_lives=half_lives)
+    if scheduler is not None and not callable(scheduler):
+        raise RecipeError(
+            f"scheduler is a {type(scheduler).__name__} that is made already, and it has to be "
+            "planned for more steps than the run has; give what makes it of the optimizer and "
+            f"their number: scheduler={type(scheduler).__name__}, or lambda optimizer, steps: …"
+        )
     budget = ChoosingBudget(share=readout_budget)
     if lookahead is None and asked.has_lookahead:
         lookahead = Lookahead()
@@ -86,6 +89,25 @@ def hybrid(
     if asked.has_jumps:
         run.allow_jumps(steps, predictor=predictor)
     return run
+
+
+def _asked(preset: str, *, stretch: float, half_lives: Any) -> StrategySection:
+    """Return the settings as a recipe has them; refuse what a recipe would."""
+    if preset not in get_args(Preset):
+        known = ", ".join(get_args(Preset))
+        raise RecipeError(f"preset={preset!r}: there is no such preset; write one of {known}")
+    try:
+        section = StrategySection(name="hybrid", preset=cast(Any, preset), stretch=stretch)
+    except ValueError as error:
+        raise RecipeError(f"stretch={stretch!r}: write a number from 1 up, e.g. 1.4") from error
+    try:
+        ReadoutSection(half_lives=tuple(half_lives))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"half_lives={half_lives!r}: write shares of the run, above 0 and up to 1, e.g. "
+            "(0.015, 0.05), or () for none"
+        ) from error
+    return section
 
 
 @final

@@ -9,6 +9,8 @@ from narrowcast.config.section import Section, refuse_conflicts
 
 LARGEST = 1e12
 """Of a coefficient: faithfulness is weighed with up to 1e7."""
+EPSILON = 1e-12
+"""Added to an importance: 0 to a power below 1 has no finite slope. As published."""
 
 
 class Term(Section):
@@ -53,6 +55,9 @@ class MinimalityTerm(Annealed):
 
     p: float = Field(default=1.0, gt=0, le=16, description="the power")
     p_final: float | None = Field(default=None, gt=0, le=16, description="what it becomes")
+    epsilon: float = Field(
+        default=EPSILON, gt=0, lt=1, description="added to importances first: bounds their slope"
+    )
 
 
 class SmoothL0Term(Annealed):

@@ -56,6 +56,29 @@ def test_what_one_that_fell_behind_would_have_cost_is_left_to_the_others():
     assert found.batches["trained"] == found.batches["average 0.015"] == 8 + 18
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_batch_that_is_no_number_with_any_tells_nothing(bad):
+    losses = noisy((0.1, -0.1, 0.2), count=6)
+    spoilt = {name: [bad, *each[:3], bad, *each[3:]] for name, each in losses.items()}
+    found = raced(spoilt, passes=600)
+    assert found.seen == losses
+    assert found.passes == 3 * 8
+    # Not even where there is nothing left to spend.
+    assert raced(spoilt, passes=0).batches == dict.fromkeys(NAMES, 1)
+    assert raced(spoilt, passes=0).means()["trained"] == losses["trained"][0]
+
+
+def test_where_no_batch_is_a_number_that_is_what_is_told():
+    found = raced({name: [math.nan] * 3 for name in NAMES}, passes=600)
+    assert all(math.isnan(each) for each in found.means().values())
+
+
+def test_one_that_alone_is_no_number_is_behind():
+    losses = noisy((0.1, -0.1, 0.2), count=8)
+    losses["average 0.05"] = [math.nan] * 8
+    assert "average 0.05" not in raced(losses, passes=600).left
+
+
 @given(
     passes=st.floats(0, 200),
     names=st.integers(1, 5),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import RecipeError
+from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
@@ -155,11 +155,17 @@ class Readouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages, the choice, and what choosing has cost."""
-        spent = {"steps": self._steps, "spent": self.budget.spent}
-        return {"chosen": self.chosen, **spent, **self.bank.state_dict()}
+        told = {"names": list(self._numbers), "steps": self._steps, "spent": self.budget.spent}
+        return {"chosen": self.chosen, **told, **self.bank.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a saved run stood."""
+        """Take up where a saved run stood; refuse that of other averages."""
+        if list(state["names"]) != list(self._numbers):
+            raise CheckpointError(
+                f"the state is of a run with the read-outs {', '.join(state['names']) or 'none'}, "
+                f"and this one has {', '.join(self._numbers) or 'none'}; give it the half_lives "
+                "that it was saved with"
+            )
         self.bank.load_state_dict({key: state[key] for key in ("updates", "averages")})
         self.chosen = self._known(str(state["chosen"]))
         self._steps = int(state["steps"])

@@ -29,11 +29,8 @@ class Race:
     """The measure of each batch by the name of the read-out; all begin with the same batches."""
     left: Sequence[str]
     """Those that none was clearly better than: they have seen the same batches."""
-
-    @property
-    def passes(self) -> int:
-        """Forward passes that it took."""
-        return sum(map(len, self.seen.values()))
+    passes: int
+    """Forward passes that it took, those of batches that told nothing included."""
 
     @property
     def batches(self) -> dict[str, int]:
@@ -70,26 +67,35 @@ def race(
 ) -> Race:
     """Compare what `look` measures of each name on batches, for so many forward passes at most.
 
-    Each is looked at on one batch at least. Every eight batches, those are dropped that the best
-    is ahead of by more than chance allows, and what they would have cost is left to the others.
+    Each is looked at on one batch at least whose measure is a number with one of them: others tell
+    nothing, and count only where there are none but them. Every eight batches, those are dropped
+    that the best is ahead of by more than chance allows, and what they would have cost is left to
+    the others.
     """
     seen = {name: list[float]() for name in names}
-    left, stream, spent = list(names), iter(batches), 0
-    while len(left) > 1 or not spent:
+    told_nothing = {name: list[float]() for name in names}
+    left, stream, spent, told = list(names), iter(batches), 0, False
+    while len(left) > 1 or not told:
         affordable = int((passes - spent) / len(left))
-        chunk = list(islice(stream, min(FEWEST_PAIRS, max(affordable, 0 if spent else 1))))
+        chunk = list(islice(stream, min(FEWEST_PAIRS, max(affordable, 0 if told else 1))))
         if not chunk:
             break
-        for name in left:
-            seen[name] += look(name, chunk)
+        looks = {name: look(name, chunk) for name in left}
         spent += len(chunk) * len(left)
-        left = _not_beaten({name: seen[name] for name in left}, better=better)
+        for found in zip(*looks.values(), strict=True):
+            # Of one that is no number with any of them, all that is told is of the batch.
+            kept = seen if any(map(math.isfinite, found)) else told_nothing
+            for name, value in zip(looks, found, strict=True):
+                kept[name].append(value)
+        told = any(seen.values())
+        if told:
+            left = _not_beaten({name: seen[name] for name in left}, better=better)
     if not spent:
         raise RecipeError(
             "read-outs were to be compared on batches, and there are none; give one or more, "
             "afresh for every call"
         )
-    return Race(seen=seen, left=left)
+    return Race(seen=seen if told else told_nothing, left=left, passes=spent)
 
 
 def _not_beaten(seen: Mapping[str, Sequence[float]], *, better: Better) -> list[str]:

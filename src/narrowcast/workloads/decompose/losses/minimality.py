@@ -8,8 +8,9 @@ from torch import Tensor
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.decompose.losses.divergence import wide
-from narrowcast.workloads.decompose.losses.powers import EPSILON, power_means
+from narrowcast.workloads.decompose.losses.powers import power_means
 from narrowcast.workloads.decompose.losses.terms import Loss, Step
+from narrowcast.workloads.decompose.terms import EPSILON
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from narrowcast.workloads.decompose.components.fused import FORMATS, has_kernels
 from narrowcast.workloads.decompose.losses.divergence import wide
-
-EPSILON = 1e-12
-"""Added to an importance: 0 to a power below 1 has no finite slope. As published."""
+from narrowcast.workloads.decompose.terms import EPSILON
 
 
 def power_means(
