@@ -41,9 +41,10 @@ def as_if_captured() -> Iterator[None]:
     """Let whoever asks torch inside the block hear that a CUDA graph is being captured.
 
     Libraries look at values on the host where they may and do without inside a capture:
-    transformers' masks and warnings do. `torch.cuda.graphs` has the truth all the while.
+    transformers' masks and warnings do. `torch.cuda.graphs` has the truth all the while, and so
+    have other threads, such as those of a backward pass.
     """
-    theirs = torch.cuda.is_current_stream_capturing
+    theirs, before = torch.cuda.is_current_stream_capturing, getattr(_rehearsing, "on", False)
 
     def asked() -> bool:
         return getattr(_rehearsing, "on", False) or theirs()
@@ -54,7 +55,7 @@ def as_if_captured() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = theirs
-        _rehearsing.on = False
+        _rehearsing.on = before
 
 
 @contextlib.contextmanager

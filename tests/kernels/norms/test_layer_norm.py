@@ -96,6 +96,28 @@ def test_what_is_frozen_gets_no_gradient(trained):
     assert x.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that nobody stores
+def test_without_an_epsilon_the_gradients_are_torchs_too():
+    x = drawn(3, 6, dtype=torch.float32).requires_grad_()  # fewer rows than a program takes
+    weight, bias = (drawn(6, dtype=torch.float32, seed=s).requires_grad_() for s in (1, 2))
+    found = layer_norm(x, weight, bias, eps=0.0, dtype=torch.float32).square().sum()
+    expected = F.layer_norm(x, (6,), weight, bias, eps=0.0).square().sum()
+    ours, theirs = (torch.autograd.grad(each, (x, weight, bias)) for each in (found, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= 2.0**-16 * b.abs().max()
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_the_operators_are_as_torch_wants_them(needs):
+    x, grad = (drawn(5, 6, dtype=torch.float32, seed=s) for s in (0, 1))
+    weight, bias = (drawn(6, dtype=torch.float32, seed=s) for s in (2, 3))
+    ops, tests = torch.ops.narrowcast, ("test_schema", "test_faketensor")
+    given = (x, weight, bias, EPS, torch.bfloat16)
+    torch.library.opcheck(ops.layer_norm.default, given, test_utils=tests)
+    given = (grad, x, weight, EPS, *needs)
+    torch.library.opcheck(ops.layer_norm_back.default, given, test_utils=tests)
+
+
 def test_only_the_input_and_the_weight_are_kept_for_the_backward_pass():
     x = drawn(4, 64, dtype=torch.bfloat16).requires_grad_()
     weight, kept = drawn(64, dtype=torch.float32).requires_grad_(), []

@@ -174,6 +174,33 @@ def test_a_model_with_positions_or_a_forward_of_its_own_is_left_alone(language_m
     assert why_masked(model) == "Shifted has a forward of its own"
 
 
+def test_a_model_that_makes_a_mask_of_ones_is_left_alone_and_compiled_as_ever():
+    model = transformers.RoFormerForMaskedLM(
+        transformers.RoFormerConfig(vocab_size=97, embedding_size=32, **TINY)
+    ).train()
+    assert why_masked(model.roformer) == (
+        "RoFormerModel makes a mask of its own where none is given"
+    )
+    # One that is known around it, which its masks would be asked of too.
+    both = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+            num_attention_heads=4, use_cache=False,
+        )
+    ).train()  # fmt: skip
+    both.model.inner = model
+    tokens = torch.randint(3, 97, (2, 9))
+    seen = []
+    both.model.norm.register_forward_hook(
+        lambda module, args, output: seen.append(model(input_ids=tokens).logits)
+    )
+    expected = model(input_ids=tokens).logits
+    fused(both)
+    both(input_ids=tokens)
+    torch.testing.assert_close(seen[-1], expected)
+    assert masked_layers(model, input_ids=tokens) is not None  # in one graph
+
+
 def test_a_plan_leaves_the_model_and_transformers_as_they_are(language_model):
     before = transformers.masking_utils.find_packed_sequence_indices
     model = language_model("Llama")

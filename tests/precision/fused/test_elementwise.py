@@ -172,12 +172,29 @@ def test_a_layer_norm_runs_as_torchs_where_the_kernel_would_do_something_else():
         norm(x[:, :4])
 
 
+@pytest.mark.interpreted
+def test_transforms_of_torch_func_are_left_to_torch():
+    norm = torch.nn.LayerNorm(8, device=DEVICE)
+    swap(norm, OnePassLayerNorm, nc_widened=True, nc_device=DEVICE, nc_compiled=True)
+    x = torch.randn(3, 8, device=DEVICE)
+
+    def loss(row):
+        return norm(row).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss))(x)
+    restore(norm)
+    assert torch.equal(found, torch.func.vmap(torch.func.grad(loss))(x))
+
+
 def test_layer_norms_are_told_which_are_known():
     class Shifted(torch.nn.LayerNorm):
         def forward(self, x):
             return super().forward(x) + 1
 
-    layers = torch.nn.LayerNorm(4), Shifted(4), torch.nn.LayerNorm(4, elementwise_affine=False)
+    layers = (
+        torch.nn.LayerNorm(4), Shifted(4), torch.nn.LayerNorm(4, elementwise_affine=False),
+        torch.nn.LayerNorm((64, 64, 16)),
+    )  # fmt: skip
     model, native = torch.nn.Sequential(*layers), Support(how="native", reason="some GPU")
     gpu = nc.Hardware(
         device="cuda:0", name="some GPU", memory_bytes=2**30, products={"bf16": native}
@@ -187,6 +204,7 @@ def test_layer_norms_are_told_which_are_known():
         ("0",): "one pass over memory, where no compiler does it",
         ("1",): "Shifted has a forward of its own",
         ("2",): "it has no weight",
+        ("3",): "its rows of 65536 are too wide",
     }
     # On a machine that has no kernels it is no news that there is none for these.
     assert nc.plan(model, "bf16", hardware=nc.probe("cpu")).fused == ()

@@ -138,7 +138,7 @@ class _Steps:
         loss = self._step()
         self._taken += 1
         if self._taken == TOLD_STEP:
-            self._told = loss.clone()  # a graph writes each loss where the one before was
+            self._told = loss.detach().clone()  # a graph writes each loss where the one before was
 
     def told_loss(self) -> torch.Tensor:
         """Return the loss of the step that is told, which was taken."""

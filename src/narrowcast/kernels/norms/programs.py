@@ -73,11 +73,10 @@ def backward_normed(
         (eps, offset, turns, needs_weight, needs_bias, rounds, centred, together, wide),
         num_warps=_warps(together * wide),
     )
-    sums = partial.sum(1).to(weight.dtype) if summed else partial
-    empty = weight.new_empty(0)
-    by_weight = sums[0].view_as(weight) if needs_weight else empty
-    by_bias = sums[summed - 1].view_as(weight) if needs_bias else empty
-    return grad_x, by_weight, by_bias
+    # Each by itself: results of an operator may not share memory.
+    sums = [each.sum(0).to(weight.dtype).view_as(weight) for each in partial]
+    by_weight = sums[0] if needs_weight else weight.new_empty(0)
+    return grad_x, by_weight, sums[-1] if needs_bias else weight.new_empty(0)
 
 
 def _cut(x: Tensor, width: int) -> tuple[int, int, int]:
@@ -166,7 +165,8 @@ def _backward(
         if CENTRED:
             value = tl.where(here, value - (tl.sum(value, 1) / width)[:, None], 0.0)
         inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) / width + EPS)
-        normed = value * inverse[:, None]
+        # Without an epsilon rows beyond the last would be no numbers, and so would the sums.
+        normed = tl.where(here, value * inverse[:, None], 0.0)
         through = down * factor[None, :]
         back = through - normed * (tl.sum(through * normed, 1) / width)[:, None]
         if CENTRED:

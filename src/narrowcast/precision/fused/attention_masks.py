@@ -22,7 +22,7 @@ _here = threading.local()
 """Whether the model that is being passed in this thread needs no mask of its own."""
 _TRACED = ("is_tracing", "is_torchdynamo_exporting")
 _CONTENT = frozenset({
-    "input_ids", "inputs_embeds", "pixel_values", "token_type_ids", "labels", "num_items_in_batch",
+    "input_ids", "inputs_embeds", "pixel_values", "labels", "num_items_in_batch",
 })  # fmt: skip
 """What a model is given to see: none of it says who sees whom."""
 _WORDS = (bool, int, float, str)
@@ -31,12 +31,17 @@ _WORDS = (bool, int, float, str)
 def attend_without_mask(module: nn.Module) -> None:
     """Let a model make no mask while it trains, wherever its caller gives none."""
     library: Any = sys.modules[MASKING]
-    _answer(library, PACKED, None)
+    _answer(library, PACKED, None, whatever=True)
     for name in _TRACED:
         if hasattr(library, name):
-            _answer(library, name, False)
+            _answer(library, name, False, whatever=False)
     names = tuple(inspect.signature(plain_class(module).forward).parameters)[1:]
-    swap(module, Unmasked, nc_arguments=names)
+    swap(module, Unmasked, nc_arguments=names, nc_may=True)
+
+
+def attend_as_ever(module: nn.Module) -> None:
+    """Let a model that is not known make its masks, also inside one that need not."""
+    swap(module, Unmasked, nc_arguments=(), nc_may=False)
 
 
 class Unmasked(Mixin):
@@ -44,11 +49,13 @@ class Unmasked(Mixin):
 
     nc_arguments: tuple[str, ...]
     """What positional arguments are called."""
+    nc_may: bool
+    """Whether it is known to need none; one that is not may be inside another."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model as it is."""
         around = getattr(_here, "needs_none", False)
-        _here.needs_none = self.training and self._nc_is_content(args, kwargs)
+        _here.needs_none = self.nc_may and self.training and self._nc_is_content(args, kwargs)
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -62,15 +69,20 @@ class Unmasked(Mixin):
         )
 
 
-def _answer(library: Any, question: str, answer: Any) -> None:
-    """Give a function of transformers another answer for models that need no mask."""
+def _answer(library: Any, question: str, answer: Any, *, whatever: bool) -> None:
+    """Give a function of transformers another answer for models that need no mask.
+
+    Unless `whatever` it is asked about has it, only of nothing at all: a mask of ones that a model
+    makes for itself would have to be looked at.
+    """
     theirs: Callable[..., Any] = getattr(library, question)
     if hasattr(theirs, "nc_theirs"):
         return
 
     @functools.wraps(theirs)
     def answered(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_here, "needs_none", False):
+        nothing = all(each is None for each in (*args, *kwargs.values()))
+        if getattr(_here, "needs_none", False) and (whatever or nothing):
             return answer
         return theirs(*args, **kwargs)
 

@@ -5,7 +5,7 @@ from collections.abc import Set
 import torch
 from torch import nn
 
-from narrowcast.precision.fused.attention_masks import attend_without_mask
+from narrowcast.precision.fused.attention_masks import attend_as_ever, attend_without_mask
 from narrowcast.precision.fused.causal_loss import fuse_loss
 from narrowcast.precision.fused.elementwise import (
     OnePassGate,
@@ -28,7 +28,11 @@ CPU_CHUNK_ROWS = 1024
 def fuse_pieces(model: nn.Module, plan: Plan) -> None:
     """Let the modules of each fused piece compute it as one."""
     device = torch.device(plan.hardware.device)
+    without_masks = any(piece.fused for piece in plan.fused if piece.piece == "mask")
     for piece in plan.fused:
+        if piece.piece == "mask" and not piece.fused and without_masks:
+            for name in piece.modules:
+                attend_as_ever(model.get_submodule(name))
         if piece.fused and piece.piece == "loss":
             _fuse_losses(model, set(piece.modules), device)
         elif piece.fused:

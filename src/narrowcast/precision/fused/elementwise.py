@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, RmsNorm, rotary_of
+from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 
 _PLAIN = (Tensor, nn.Parameter)  # any other may be several, or stand for one elsewhere
@@ -29,7 +30,9 @@ class Elementwise(Mixin):
     """Whether a compiler gets the piece as one operator too, to fuse with nothing around it."""
 
     def _nc_left_alone(self) -> bool:
-        return torch.compiler.is_compiling() and not self.nc_compiled
+        if torch.compiler.is_compiling():
+            return not self.nc_compiled
+        return is_transformed()  # vmap, torch.func and forward derivatives are torch's own
 
 
 class OnePassNorm(Elementwise):

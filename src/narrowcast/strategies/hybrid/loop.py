@@ -11,7 +11,7 @@ model.load_state_dict(run.answer_weights())
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast, final, get_args, overload
+from typing import Any, Literal, SupportsIndex, TypeVar, cast, final, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,10 @@ def hybrid(
     besides (`lookahead` changes how); `aggressive` lets you try jumps of the weights by
     `predictor`, too.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise RecipeError(f"steps={steps!r}: write how many steps you mean to train, 1 or more")
+    if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or steps < 1:
+        raise RecipeError(
+            f"steps={steps!r}: write how many steps you mean to train, a whole number, 1 or more"
+        )
     if settings.get("ema_decay") is not None:
         raise RecipeError(
             "hybrid() keeps averages by itself; leave ema_decay out, and write half_lives=[0.03]"

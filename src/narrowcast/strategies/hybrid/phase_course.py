@@ -61,7 +61,7 @@ class PhaseCourse:
 
     def begin(self) -> list[Record]:
         """Tell of the first phase."""
-        return [self._told(0, f"{self._state.decision.steps} steps before anything is predicted")]
+        return [self._told(0, f"no jump is tried in the first {self._state.decision.steps} steps")]
 
     def is_due(self, step: int) -> bool:
         """Say whether the phase ends with this step."""

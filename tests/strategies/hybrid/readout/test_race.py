@@ -71,6 +71,10 @@ def test_a_batch_that_is_no_number_with_any_tells_nothing(bad):
 def test_where_no_batch_is_a_number_that_is_what_is_told():
     found = raced({name: [math.nan] * 3 for name in NAMES}, passes=600)
     assert all(math.isnan(each) for each in found.means().values())
+    # A run that has diverged is not looked at for ever.
+    endless = race(NAMES, lambda _, chunk: [math.nan] * len(chunk), batches=itertools.count(),
+                   passes=0, better="lower")  # fmt: skip
+    assert endless.batches == dict.fromkeys(NAMES, 8)
 
 
 def test_one_that_alone_is_no_number_is_behind():

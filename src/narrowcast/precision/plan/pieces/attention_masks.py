@@ -8,6 +8,7 @@ and key instead, which that kernel does not take. Positions that a model counts 
 
 import inspect
 import sys
+import threading
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -20,6 +21,8 @@ from narrowcast.precision.swap import has_own_forward, plain_class
 MASKING = "transformers.masking_utils"
 PACKED = "find_packed_sequence_indices"
 """What transformers calls the function that looks for several sequences in a row of positions."""
+_BEGUN = "_preprocess_mask_arguments"
+"""And the one that every mask begins with."""
 _CAUSAL = frozenset({"create_causal_mask", "create_sliding_window_causal_mask"})
 _BOTH_WAYS = frozenset({"create_bidirectional_mask", "create_bidirectional_sliding_window_mask"})
 
@@ -41,8 +44,9 @@ def why_masked(module: nn.Module) -> str:
         return f"{plain.__name__} has a forward of its own"
     if not hasattr(sys.modules[MASKING], PACKED):
         return "this version of transformers makes masks in another way"
-    # Without an order of positions there is nothing to look for in them.
-    return _why_not_counted(module) if _called_by(module) & _CAUSAL else ""
+    if plain.main_input_name != "input_ids" and not _called_by(module) & _CAUSAL:
+        return ""  # pictures: without an order of positions there is nothing to look for in them
+    return _why_not_counted(module)
 
 
 def _called_by(module: nn.Module) -> set[str]:
@@ -54,23 +58,37 @@ def _called_by(module: nn.Module) -> set[str]:
 
 
 def _why_not_counted(module: nn.Module) -> str:
-    """Say why the positions of a model may be others than 0, 1, 2 …; nothing where they are not.
+    """Say why a model's positions may be others than 0, 1, 2 …, or it has a mask without one given.
 
-    Its own forward is called with stand-ins for everything inside it, and what it would look for
-    several sequences in is looked at.
+    Nothing where neither is so. Its own forward is called with stand-ins for everything inside it,
+    and what it would look for several sequences in is looked at.
     """
     plain: Any = plain_class(module)
     library: Any = sys.modules[MASKING]
-    theirs, seen = getattr(library, PACKED), list[Tensor]()
+    theirs, seen, masks = getattr(library, PACKED), list[Tensor](), list[Any]()
+    begun, mine = getattr(library, _BEGUN, None), threading.get_ident()
 
-    def note(position_ids: Tensor) -> None:
+    def note(position_ids: Tensor) -> Any:
+        if threading.get_ident() != mine:  # of somebody else, meanwhile
+            return theirs(position_ids)
         seen.append(position_ids)
+        return None
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == mine:
+            masks.append(kwargs.get("attention_mask", args[2] if len(args) > 2 else None))
+        assert begun is not None
+        return begun(*args, **kwargs)
 
     twin = object.__new__(plain)
     twin.__dict__.update(module.__dict__)
-    twin.__dict__.update(_modules=dict.fromkeys(module._modules, _Inside()), training=False)
+    own = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
+    inside = dict.fromkeys(module._modules, _Inside())
+    twin.__dict__.update(_modules=inside, training=False, **own)
     tokens = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
     setattr(library, PACKED, note)
+    if begun is not None:
+        setattr(library, _BEGUN, begin)
     try:
         with torch.no_grad():
             plain.forward(twin, input_ids=tokens, use_cache=False)
@@ -79,6 +97,10 @@ def _why_not_counted(module: nn.Module) -> str:
         return f"{plain.__name__} could not be followed to its masks ({type(error).__name__})"
     finally:
         setattr(library, PACKED, theirs)
+        if begun is not None:
+            setattr(library, _BEGUN, begun)
+    if any(each is not None for each in masks):
+        return f"{plain.__name__} makes a mask of its own where none is given"
     counted = torch.arange(3)
     if all(bool((each == counted).all()) for each in seen):
         return ""

@@ -29,6 +29,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 _ROWS, _WIDTH = 3, 8
+WIDEST = 32768
+"""Numbers of a row that a program of 512 threads still holds in registers, 64 in each."""
 _NEAR = 1e-9
 """Between float64 and what is another function, or another constant."""
 
@@ -66,6 +68,8 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | str:
     ]
     if why or weight is None or weight.dim() != 1 or len(module._parameters) != 1 or len(own) != 1:
         return why or f"{plain_class(module).__name__} is no norm that is known"
+    if weight.numel() > WIDEST:
+        return f"its rows of {weight.numel()} are too wide"
     eps = float(vars(module)[own[0]])
     if eps <= 0:
         return f"{plain_class(module).__name__} has no epsilon"
@@ -84,7 +88,10 @@ def layer_norm_of(module: nn.Module) -> str:
     plain = plain_class(module)
     if has_own_forward(module) or plain.forward is not nn.LayerNorm.forward:
         return f"{plain.__name__} has a forward of its own"
-    return "" if module._parameters.get("weight") is not None else "it has no weight"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "it has no weight"
+    return "" if weight.numel() <= WIDEST else f"its rows of {weight.numel()} are too wide"
 
 
 def gated_mlp_of(module: nn.Module) -> GatedMlp | str:

@@ -160,7 +160,7 @@ class Readouts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood; refuse that of other averages."""
-        if list(state["names"]) != list(self._numbers):
+        if list(state.get("names", self._numbers)) != list(self._numbers):
             raise CheckpointError(
                 f"the state is of a run with the read-outs {', '.join(state['names']) or 'none'}, "
                 f"and this one has {', '.join(self._numbers) or 'none'}; give it the half_lives "

@@ -67,17 +67,19 @@ def race(
 ) -> Race:
     """Compare what `look` measures of each name on batches, for so many forward passes at most.
 
-    Each is looked at on one batch at least whose measure is a number with one of them: others tell
-    nothing, and count only where there are none but them. Every eight batches, those are dropped
-    that the best is ahead of by more than chance allows, and what they would have cost is left to
-    the others.
+    Each is looked at on one batch at least whose measure is a number with one of them, if that is
+    among the first eight: others tell nothing, and count only where there are none but them. Every
+    eight batches, those are dropped that the best is ahead of by more than chance allows, and what
+    they would have cost is left to the others.
     """
     seen = {name: list[float]() for name in names}
     told_nothing = {name: list[float]() for name in names}
     left, stream, spent, told = list(names), iter(batches), 0, False
     while len(left) > 1 or not told:
         affordable = int((passes - spent) / len(left))
-        chunk = list(islice(stream, min(FEWEST_PAIRS, max(affordable, 0 if told else 1))))
+        # One more where none has told anything yet, but not for ever: a run may have diverged.
+        owed = not told and len(told_nothing[names[0]]) < FEWEST_PAIRS
+        chunk = list(islice(stream, min(FEWEST_PAIRS, max(affordable, int(owed)))))
         if not chunk:
             break
         looks = {name: look(name, chunk) for name in left}
