@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.swap import has_own_forward, plain_class
+from narrowcast.precision.plan.pieces.known_modules import twin_of, why_not_asked
+from narrowcast.precision.swap import plain_class
 
 MASKING = "transformers.masking_utils"
 PACKED = "find_packed_sequence_indices"
@@ -40,8 +41,8 @@ def makes_masks(module: nn.Module) -> bool:
 def why_masked(module: nn.Module) -> str:
     """Say why a model is left to make its masks; nothing where it needs none of its own."""
     plain: Any = plain_class(module)
-    if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
-        return f"{plain.__name__} has a forward of its own"
+    if why := why_not_asked(module):
+        return why
     if not hasattr(sys.modules[MASKING], PACKED):
         return "this version of transformers makes masks in another way"
     if plain.main_input_name != "input_ids" and not _called_by(module) & _CAUSAL:
@@ -80,11 +81,9 @@ def _why_not_counted(module: nn.Module) -> str:
         assert begun is not None
         return begun(*args, **kwargs)
 
-    twin = object.__new__(plain)
-    twin.__dict__.update(module.__dict__)
     own = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers)}
     inside = dict.fromkeys(module._modules, _Inside())
-    twin.__dict__.update(_modules=inside, training=False, **own)
+    twin = twin_of(module, _modules=inside, training=False, **own)
     tokens = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
     setattr(library, PACKED, note)
     if begun is not None:
@@ -101,7 +100,7 @@ def _why_not_counted(module: nn.Module) -> str:
             setattr(library, _BEGUN, begun)
     if any(each is not None for each in masks):
         return f"{plain.__name__} makes a mask of its own where none is given"
-    counted = torch.arange(3)
+    counted = torch.arange(3, device="cpu")
     if all(bool((each == counted).all()) for each in seen):
         return ""
     return f"{plain.__name__} has positions of its own"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast.precision.plan.pieces.known_modules import twin_of, why_not_asked
 from narrowcast.precision.swap import has_own_forward, plain_class
 
 
@@ -66,8 +67,8 @@ def _head_name(module: Any) -> str | None:
 def _why_not(module: nn.Module, head_name: str) -> str:
     plain: Any = plain_class(module)
     head = module.get_submodule(head_name)
-    if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
-        return f"{plain.__name__} has a forward of its own"
+    if why := why_not_asked(module):
+        return why
     if "." in head_name:
         return f"{plain.__name__} has its head inside {head_name.rpartition('.')[0]}"
     if plain_class(head) is not nn.Linear or has_own_forward(head):
@@ -92,10 +93,9 @@ def _followed(module: nn.Module, head_name: str) -> str:
         seen.update(kwargs, logits=logits, labels=labels)
         return marks["loss"]
 
-    twin = object.__new__(plain)
-    twin.__dict__.update(module.__dict__)
     inside: dict[str, Any] = dict.fromkeys(module._modules, _Inside())
-    twin.__dict__.update(_modules={**inside, head_name: head}, _loss_function=loss, training=True)
+    inside[head_name] = head
+    twin = twin_of(module, _modules=inside, _loss_function=loss, training=True)
     tokens = torch.zeros((2, 3), dtype=torch.int64, device="cpu")
     labels = torch.zeros_like(tokens)
     told = {"num_items_in_batch": marks["num_items_in_batch"]} if _takes_more(plain) else {}

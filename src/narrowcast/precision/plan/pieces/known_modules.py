@@ -61,7 +61,7 @@ class GatedMlp:
 
 def rms_norm_of(module: nn.Module) -> RmsNorm | str:
     """Return what a norm of transformers computes, or why it is not known."""
-    why = _not_asked(module)
+    why = why_not_asked(module)
     weight = module._parameters.get("weight")
     own = [
         each for each in ("variance_epsilon", "eps") if isinstance(vars(module).get(each), float)
@@ -96,7 +96,7 @@ def layer_norm_of(module: nn.Module) -> str:
 
 def gated_mlp_of(module: nn.Module) -> GatedMlp | str:
     """Return the parts of a gated MLP of transformers, or why it is not known."""
-    why = _not_asked(module)
+    why = why_not_asked(module)
     name = plain_class(module).__name__
     children = {key for key, each in module._modules.items() if each is not None}
     for names in (*_MLPS, _JOINT_MLP):
@@ -114,7 +114,7 @@ def gated_mlp_of(module: nn.Module) -> GatedMlp | str:
 
 def rotary_of(module: nn.Module) -> FunctionType | str:
     """Return the forward of an attention layer that turns halves by `ROTARY`, or why not."""
-    why = _not_asked(module)
+    why = why_not_asked(module)
     forward = plain_class(module).forward
     name = plain_class(module).__name__
     if why or not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
@@ -147,7 +147,7 @@ def looks_like_turning(module: nn.Module) -> bool:
     return isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
 
 
-def _not_asked(module: nn.Module) -> str:
+def why_not_asked(module: nn.Module) -> str:
     """Say why a module's forward is not to be asked what it computes; nothing where it is."""
     plain = plain_class(module)
     if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
@@ -155,7 +155,7 @@ def _not_asked(module: nn.Module) -> str:
     return ""
 
 
-def _twin(module: nn.Module, **attributes: Any) -> Any:
+def twin_of(module: nn.Module, **attributes: Any) -> Any:
     """Return a module like this one, with other weights and layers inside, that nobody else has."""
     twin = object.__new__(plain_class(module))
     twin.__dict__.update(module.__dict__)
@@ -172,7 +172,7 @@ def _normed(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     """Return rows, a weight in fp32, and what the norm makes of them."""
     x = _numbers(_ROWS, _WIDTH, seed=0).to(dtype)
     weight = _numbers(_WIDTH, seed=1).float()
-    twin = _twin(module, _parameters={"weight": nn.Parameter(weight)})
+    twin = twin_of(module, _parameters={"weight": nn.Parameter(weight)})
     try:
         with torch.no_grad():
             return x, weight, type(twin).forward(twin, x)
@@ -220,7 +220,7 @@ def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
     layers: dict[str, Any] = {name: _layer(matrix) for name, matrix in matrices.items()}
     x = _numbers(_ROWS, _WIDTH, seed=6)
     act = module._modules[known.activation_name]
-    twin = _twin(module, _modules={**layers, known.activation_name: act})
+    twin = twin_of(module, _modules={**layers, known.activation_name: act})
     gate, value = layers[known.gate](x), layers[known.value](x)
     if joint:
         gate, value = gate.chunk(2, -1)
