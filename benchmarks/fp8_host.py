@@ -1,6 +1,6 @@
-"""What an fp8 linear layer costs the host in eager mode, and its casts the device.
+"""What an fp8 linear layer costs the host, eager and compiled, and its casts the device.
 
-Run on a GPU: python benchmarks/fp8_host.py [--json PATH] [--profile]
+Run on a GPU: python benchmarks/fp8_host.py [--json PATH] [--profile] [--only SECTION ...]
 
 A layer, forward and backward, of widths 1024, 2048 and 4096 with 16,384 rows: microseconds that the
 host takes to queue the work, in bf16 and by each scaling of fp8, and how many more those are than
@@ -8,6 +8,9 @@ bf16's; the milliseconds of the device for the whole, and for the casts in it. T
 Llama of transformers (seven linear layers each, width 1024 and 2048, 16 × 1024 tokens), prepared:
 host and wall clock of a forward and a backward pass, launches, device time by kind of kernel, and
 how many casts there were. `--profile` adds the functions in which the host spends its time.
+Then, of a chain of twelve linear layers with GELUs between them and few rows, what the host takes
+over a layer of it, both passes, eager and compiled: of a compiled one what is left are the casts,
+which are operators in Python to the compiler.
 """
 
 import argparse
@@ -38,6 +41,8 @@ from narrowcast.runs import describe_machine
 ROWS, WIDTHS = 16384, (1024, 2048, 4096)
 KINDS = ("bf16", "tensor", "delayed", "row", "block")
 WARM_UP, CALLS, ROUNDS = 5, 10, 7
+CHAIN = 12
+"""Layers of a chain."""
 CASTS = ("quantize", "largest_magnitude", "largest_of_both", "back_tile", "lines", "blocks")
 """In the names of the kernels that scale and cast."""
 PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "xmma")
@@ -157,6 +162,42 @@ def measure_blocks(policy: str, width: int, *, profiled: bool) -> dict[str, Any]
     return told
 
 
+def chain_step(policy: str, *, compiled: bool) -> Callable[[], Any]:
+    """Return both passes of a chain of layers, through the drop-in; the device has little to do."""
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(CHAIN // 2)]
+    model = nn.Sequential(*[layer for pair in pairs for layer in pair]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    # Captured, so that no layer is left out for the host whose time is asked here.
+    run = nc.prepare(model, optimizer, policy=policy, running="captured")
+    forward = torch.compile(model) if compiled else model
+    x = torch.randn(256, 1024, device="cuda")
+
+    def passes() -> None:
+        with run.compute():
+            loss = forward(x).float().square().mean()
+        run.backward(loss)
+
+    for _ in range(2):  # scales are decided by a step
+        with run.compute():
+            loss = forward(x).float().square().mean()
+        run.step(loss)
+    return passes
+
+
+def measure_chains() -> list[dict[str, Any]]:
+    rows = []
+    for compiled in (False, True):
+        plain = 0.0
+        for policy in ("bf16, params=bf16, master=split", "fp8-delayed, params=bf16, master=split"):
+            host = microseconds(chain_step(policy, compiled=compiled)) / CHAIN
+            plain = plain or host
+            told = {"mode": "compiled" if compiled else "eager", "policy": policy}
+            rows.append(told | {"layer_us": round(host, 1), "above_us": round(host - plain, 1)})
+            print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
 def hottest(step: Callable[[], Any], *, count: int = 15) -> list[str]:
     """Return where the host spends its time in ten steps."""
     profiler = cProfile.Profile()
@@ -178,13 +219,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--profile", action="store_true", help="say where the host is")
+    sections = ("layers", "blocks", "chains")
+    parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     options = parser.parse_args()
-    figures: dict[str, Any] = {"environment": describe_machine(), "layers": measure_layers()}
-    figures["blocks"] = []
-    policies = ("bf16", "fp8-tensor", "fp8-delayed", "fp8-row")
-    for width, policy in itertools.product((1024, 2048), policies):
-        figures["blocks"].append(measure_blocks(policy, width, profiled=options.profile))
-        print(figures["blocks"][-1], file=sys.stderr, flush=True)
+    figures: dict[str, Any] = {"environment": describe_machine()}
+    if "chains" in options.only:
+        figures["chains"] = measure_chains()
+    if "layers" in options.only:
+        figures["layers"] = measure_layers()
+    if "blocks" in options.only:
+        figures["blocks"] = []
+        policies = ("bf16", "fp8-tensor", "fp8-delayed", "fp8-row")
+        for width, policy in itertools.product((1024, 2048), policies):
+            figures["blocks"].append(measure_blocks(policy, width, profiled=options.profile))
+            print(figures["blocks"][-1], file=sys.stderr, flush=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")

@@ -1,8 +1,10 @@
 import collections
+import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
@@ -45,6 +47,61 @@ def test_a_wide_norm_computes_in_fp32_and_returns_what_came_in(how):
     swap(layer, Fp32Norm)
     result = layer(x) if how == "positional" else layer(input=x)
     assert torch.equal(result, expected)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the copies of whole tensors into another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op is torch.ops.aten._to_copy.default
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_of_torch_reads_16_bits_without_a_cast(form, affine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=affine))
+    plain, wide = model[1], copy.deepcopy(model[1])
+    policy = "bf16, params=bf16, master=split"
+    nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
+    drawn = torch.randn(4, 8, 5, 5).bfloat16()
+    x, exactly = (t.contiguous(memory_format=form).requires_grad_() for t in (drawn, drawn.float()))
+    down = torch.randn(4, 8, 5, 5).bfloat16()
+    with Casts() as casts:
+        result = plain(x)
+        result.backward(down)
+    assert casts.count == 0
+    expected = wide(exactly)
+    expected.backward(down.float())
+    # Computed in fp32 and rounded once: half a unit in the last of 8 bits, and what fp32 sums lose.
+    torch.testing.assert_close(result, expected.bfloat16(), rtol=2**-7, atol=2**-20)
+    # A difference of three terms, each of them read in 16 bits.
+    torch.testing.assert_close(x.grad, exactly.grad.bfloat16(), rtol=2**-6, atol=2**-9)
+    torch.testing.assert_close(plain.running_mean, wide.running_mean)
+    torch.testing.assert_close(plain.running_var, wide.running_var)
+    assert plain.running_mean.dtype == torch.float32
+    if affine:
+        torch.testing.assert_close(plain.weight.grad, wide.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+class OwnBatchNorm(nn.BatchNorm2d):
+    def forward(self, input):  # noqa: A002  # torch's own name
+        return input * self.weight[:, None, None]
+
+
+def test_a_batch_norm_that_computes_something_else_is_widened():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), OwnBatchNorm(8))
+    policy = "bf16, params=bf16, master=split"
+    nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
+    x = torch.randn(4, 8, 5, 5).bfloat16()
+    with Casts() as casts:
+        assert model[1](x).dtype == torch.bfloat16
+    assert casts.count == 2
 
 
 def test_a_narrow_norm_rounds_what_goes_in_and_what_comes_out():

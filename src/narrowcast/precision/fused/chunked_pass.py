@@ -7,6 +7,10 @@ numbers and V columns, 16-bit logits are written once and read twice (once from 
 is their gradient, 2MV bytes each time; every chunk after the first reads and writes the weight's
 gradient, 8KV bytes. So chunks are few and large.
 
+A vocabulary that is no multiple of 8, such as GPT-2's 50257, is filled up with columns of zeros: a
+matrix product that sums over 50257 numbers cannot read them in words of 16 bytes. Their logits and
+gradients are zero by themselves, and the loss never looks at them.
+
 Being a registered op it is one node of a compiled graph.
 """
 
@@ -19,6 +23,8 @@ CHUNK_BYTES = 400 * 2**20
 """The most a chunk of logits takes: 4096 rows of 50304 in 16 bits keep a GPU busy for long."""
 _ALIGNED = 64
 """Rows of logits begin at multiples of so many elements: tensor cores want 16 bytes, caches 128."""
+_WORD = 8
+"""Elements of 16 bits that tensor cores read at once."""
 _FP16_LIFT = 2.0**12
 
 
@@ -59,19 +65,20 @@ def chunked_pass(
     from narrowcast.kernels.cross_entropy import cross_entropy_
 
     rows, columns = hidden.shape[0], weight.shape[0]
-    losses, *grads = _results(hidden, weight, needs)
-    chunk = chunk_rows or even_chunks(rows, columns, dtype)
+    filled = columns + (-columns % _ALIGNED if columns % _WORD else 0)
+    losses, *grads = _results(hidden, weight, needs, filled=filled)
+    chunk = chunk_rows or even_chunks(rows, filled, dtype)
     # Autocast would cast again what is cast here.
     with torch.autocast(hidden.device.type, enabled=False):
-        narrow_weight = weight.to(dtype)
-        narrow_bias = None if bias is None else bias.to(dtype)
-        space = hidden.new_empty((min(chunk, rows), columns + -columns % _ALIGNED), dtype=dtype)
+        narrow_weight = _filled_up(weight, filled, dtype)
+        narrow_bias = None if bias is None else _filled_up(bias, filled, dtype)
+        space = hidden.new_empty((min(chunk, rows), filled + -filled % _ALIGNED), dtype=dtype)
         for first in range(0, rows, chunk):
             part = slice(first, min(first + chunk, rows))
             x = hidden[part].to(dtype)
-            logits = _logits(x, narrow_weight, narrow_bias, out=space[: len(x), :columns])
+            logits = _logits(x, narrow_weight, narrow_bias, out=space[: len(x), :filled])
             losses[part] = cross_entropy_(
-                logits,
+                logits[:, :columns],
                 targets[part],
                 ignore_index=ignore_index,
                 label_smoothing=label_smoothing,
@@ -86,7 +93,7 @@ def chunked_pass(
                 _product_into(grads[1], logits.t(), x, add=first > 0)
             if needs[2]:
                 grads[2] += logits.sum(0, dtype=torch.float32)
-    return losses, grads[0], grads[1], grads[2]
+    return losses, grads[0], grads[1][:columns], grads[2][:columns]
 
 
 @chunked_pass.register_fake
@@ -100,11 +107,11 @@ def _(
     needs: list[bool],
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _results(hidden, weight, needs)
+    return _results(hidden, weight, needs, filled=weight.shape[0])
 
 
 def _results(
-    hidden: Tensor, weight: Tensor, needs: list[bool]
+    hidden: Tensor, weight: Tensor, needs: list[bool], *, filled: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def fp32(*shape: int) -> Tensor:
         return hidden.new_empty(shape, dtype=torch.float32)
@@ -112,9 +119,19 @@ def _results(
     return (
         fp32(hidden.shape[0]),
         fp32(*hidden.shape) if needs[0] else fp32(0),
-        fp32(*weight.shape) if needs[1] else fp32(0),
-        fp32(weight.shape[0]).zero_() if needs[2] else fp32(0),
+        fp32(filled, weight.shape[1]) if needs[1] else fp32(0),
+        fp32(filled).zero_() if needs[2] else fp32(0),
     )
+
+
+def _filled_up(given: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return a weight or a bias in a format, with zeros after its own rows."""
+    if given.shape[0] == count:
+        return given.to(dtype)
+    whole = given.new_empty((count, *given.shape[1:]), dtype=dtype)
+    whole[: given.shape[0]] = given
+    whole[given.shape[0] :] = 0
+    return whole
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> Tensor:

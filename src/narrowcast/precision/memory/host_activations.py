@@ -9,6 +9,9 @@ at once.
 The computation waits for a copy before it lets go of the memory that is copied. So what it takes
 next may be that memory, at once and however far ahead the host is: the peak is that of the order of
 the work. Only memory that was sent for and never used is kept from others until its copy is done.
+
+What is written to while its copy may be under way would be copied in part. Plain torch refuses the
+backward pass of such a model, and so does this one; on a CPU copies are made at once, and right.
 """
 
 import weakref
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.lane import Lane, Mark, computing_on, mark_now, on_host, wait_for
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.nested import tensors_in
@@ -102,6 +106,8 @@ class Kept:
         self._there: list[Tensor] | None = []
         """Bytes of each storage on the device, while they are there."""
         self._hosts: list[Tensor] = []
+        self._torn = False
+        """Whether a storage was written to before the computation had waited for its copy."""
         self._sent: Mark = None
         self._ready: Mark = None
         self._begun = False
@@ -142,8 +148,9 @@ class Kept:
         """Return the bytes of a storage on the device, for the backward pass of the block."""
         if not self._begun or self._there is None:
             self._begun = True
-            if any(tensor._version != version for tensor, version in self._seen):
+            if self._is_written_to():
                 self._leave()  # written to since: the copy has what was kept
+            self._refuse_torn()
             self._seen = []
             self.fetch()
             later = None if self._after is None else self._after()
@@ -169,8 +176,21 @@ class Kept:
     def _leave(self) -> None:
         """Let go of the storages on the device; the computation waits for their copies first."""
         self._keep_arriving()
+        # Copies of a CPU were done as they were asked for.
+        self._torn |= self._shelf.device.type == "cuda" and self._is_written_to()
         wait_for(self._sent, self._shelf.device)
         self._there, self._seen = None, []
+
+    def _is_written_to(self) -> bool:
+        return any(tensor._version != version for tensor, version in self._seen)
+
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise UnsupportedError(
+                "memory.offload=[activations]: what a backward pass needs was modified by an "
+                "inplace operation while it was copied to the host; write that operation out of "
+                "place (torch refuses it too, with nothing offloaded), or leave the offload out"
+            )
 
     def _keep_arriving(self) -> None:
         if self._arriving:

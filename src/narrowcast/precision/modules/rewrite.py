@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
 
 from narrowcast.kernels.launch import unsupported_reason
@@ -250,7 +251,9 @@ def _rewrite_norm(module: nn.Module, module_plan: ModulePlan, policy: Policy) ->
     if module_plan.policy.reduce != "fp32":
         swap(module, RoundedNorm, nc_dtype=_dtype(module_plan.policy.reduce))
     elif policy.params != "fp32":
-        swap(module, Fp32Norm)
+        # One forward for all of torch's own but SyncBatchNorm, which wants one dtype.
+        of_torch = plain_class(module).forward is _BatchNorm.forward and not has_own_forward(module)
+        swap(module, Fp32Norm, nc_widens_itself=of_torch)
 
 
 def _cast_weights(

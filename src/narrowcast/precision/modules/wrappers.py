@@ -42,6 +42,10 @@ class EmulatedLinear(Mixin, nn.Linear):
 class Fp32Norm(Mixin):
     """A normalisation in fp32 between 16-bit neighbours."""
 
+    nc_widens_itself: bool = False
+    """Whether torch reads 16 bits and computes in fp32 by itself, as its batch norms do: two casts
+    of a picture take as long as its norm."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Widen, normalise, and return what came in."""
         x = first_tensor(args, kwargs)
@@ -49,7 +53,8 @@ class Fp32Norm(Mixin):
             # A frozen norm that came in 16 bits computes as it would where it came from.
             own = next(iter(self.parameters()), None)
             wide = torch.float32 if own is None else own.dtype
-            args, kwargs = cast_floats((args, kwargs), wide)
+            if not (self.nc_widens_itself and wide == torch.float32):
+                args, kwargs = cast_floats((args, kwargs), wide)
             return super().forward(*args, **kwargs).to(x.dtype)
 
 

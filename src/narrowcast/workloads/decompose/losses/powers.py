@@ -2,6 +2,11 @@
 
 By autograd a site takes a dozen launches for it, each over all rows; so it is a kernel each way
 where there are kernels, and in plain torch as few operations as there can be.
+
+An importance of exactly 0 has no slope under a power below 1. By the formula it would have
+p · epsilon^(p − 1), 6e6 at p = 0.4, and one such number presses harder than all others together. In
+exact arithmetic nothing is ever exactly 0; products in bf16 on a GPU come to it often enough that,
+below p = 0.7, all importances of a language model were pressed to nothing.
 """
 
 from collections.abc import Sequence
@@ -72,7 +77,14 @@ def _slope(upper: Tensor, power: float | Tensor, epsilon: float, given: Tensor) 
     """Return the gradient of an importance, where `given` is that of its power."""
     if isinstance(power, float) and power == 1:
         return torch.where(upper < 0, 0.0, given)
-    return _raised(upper, power - 1, epsilon).mul_(given * power).masked_fill_(upper < 0, 0.0)
+    slope = _raised(upper, power - 1, epsilon).mul_(given * power)
+    return slope.masked_fill_(_without_slope(upper, power), 0.0)
+
+
+def _without_slope(upper: Tensor, power: float | Tensor) -> Tensor:
+    if isinstance(power, float):
+        return upper <= 0 if power < 1 else upper < 0
+    return torch.where(power < 1, upper <= 0, upper < 0)
 
 
 def _has_kernel(uppers: Sequence[Tensor]) -> bool:
