@@ -21,7 +21,7 @@ from narrowcast.config.limits import (
 from narrowcast.config.phases import PolicyText, Schedule
 from narrowcast.config.section import Section, refuse_conflicts
 
-Piece = Literal["loss", "layer_norm", "mask", "rms_norm", "rotary", "swiglu"]
+Piece = Literal["loss", "gelu", "layer_norm", "mask", "rms_norm", "rotary", "swiglu"]
 Fuse = Literal["auto", "none"] | Annotated[tuple[Piece, ...], Field(max_length=MOST_ENTRIES)]
 OfSequences = Literal[
     "genome_annotation", "variant_effect", "protein_function", "generation", "domain_adaptation"
@@ -248,7 +248,7 @@ class PrecisionSection(Section):
     fuse: Fuse = Field(
         default="auto",
         description="pieces computed as one where the model is known to have them: auto, none, "
-        "or some of loss, layer_norm, mask, rms_norm, rotary, swiglu",
+        "or some of loss, gelu, layer_norm, mask, rms_norm, rotary, swiglu",
     )
     task: TaskName | None = Field(
         default=None,

@@ -6,6 +6,7 @@ sums and their gradients are off by twice the roundings.
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD
 
 import narrowcast as nc
@@ -14,12 +15,19 @@ from narrowcast.hardware import Support
 from narrowcast.kernels.launch import interpreted
 from narrowcast.precision.fused.elementwise import (
     OnePassGate,
+    OnePassGelu,
     OnePassLayerNorm,
     OnePassNorm,
     OnePassTurn,
 )
 from narrowcast.precision.modules.wrappers import Fp32Norm
-from narrowcast.precision.plan.pieces.known_modules import RmsNorm, rms_norm_of
+from narrowcast.precision.plan.pieces.known_modules import (
+    RmsNorm,
+    gelu_approximation,
+    gelu_of,
+    looks_like_a_gelu_written_out,
+    rms_norm_of,
+)
 from narrowcast.precision.swap import is_swapped, restore, swap
 
 transformers = pytest.importorskip("transformers")
@@ -160,6 +168,43 @@ def test_a_layer_norm_gives_and_learns_what_torchs_does(dtype, widened):
     for found, expected in zip(*results, strict=True):
         assert found.dtype == expected.dtype
         assert (found - expected).abs().max() <= step * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_accurate", "gelu_python"])
+def test_a_gelu_that_is_written_out_is_one_operation_and_the_same(name, dtype):
+    act = transformers.activations.ACT2FN[name]
+    assert looks_like_a_gelu_written_out(act)
+    assert gelu_of(act) == ""
+    drawn = (4 * torch.randn(2, 300, generator=torch.Generator().manual_seed(0))).to(dtype)
+    x, exactly = drawn.to(DEVICE).requires_grad_(), drawn.double().requires_grad_()
+    expected = act(exactly)
+    kind = {"nc_device": DEVICE, "nc_compiled": False}
+    swap(act, OnePassGelu, nc_approximation=gelu_approximation(act), **kind)
+    found = act(x)
+    assert found.dtype == dtype
+    assert len(found.grad_fn.next_functions) == 1
+    assert "Gelu" in type(found.grad_fn).__name__
+    grads = [
+        torch.autograd.grad(each.sum(), of)[0] for each, of in ((found, x), (expected, exactly))
+    ]
+    step = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-20
+    for ours, theirs in ((found, expected), grads):
+        torch.testing.assert_close(ours.double().cpu(), theirs, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "silu", "relu"])
+def test_an_activation_of_one_operation_is_no_piece(name):
+    assert not looks_like_a_gelu_written_out(transformers.activations.ACT2FN[name])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["gelu_10", "quick_gelu"])
+def test_an_activation_that_is_something_else_is_left_alone_and_told(name):
+    act = transformers.activations.ACT2FN[name]
+    model = nn.Sequential(nn.Linear(4, 4), act)
+    with pytest.raises(UnsupportedError, match=f"{type(act).__name__} is no GELU"):
+        nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp32", fuse=["gelu"])
 
 
 @pytest.mark.interpreted

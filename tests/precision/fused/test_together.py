@@ -17,9 +17,9 @@ pytestmark = pytest.mark.interpreted
 ALL = ["loss", "mask", "rms_norm", "rotary", "swiglu"]
 HAVE = {
     "Llama": ALL, "Mistral": ALL, "Qwen2": ALL, "Qwen3": ALL, "Gemma": ALL, "Gemma2": ALL[1:],
-    "Gemma3Text": ALL, "Phi": ["loss", "layer_norm", "mask", "rotary"], "Phi3": ALL,
+    "Gemma3Text": ALL, "Phi": ["loss", "gelu", "layer_norm", "mask", "rotary"], "Phi3": ALL,
     "SmolLM3": ALL, "Olmo": ["loss", "mask", "rotary", "swiglu"], "Olmo2": ALL,
-    "GPT2": ["loss", "layer_norm", "mask"],
+    "GPT2": ["loss", "gelu", "layer_norm", "mask"],
 }  # fmt: skip
 SHORT = ("Mistral", "Qwen2", "Qwen3", "Gemma", "Phi", "Phi3", "Olmo", "Olmo2", "GPT2")
 """Families whose blocks are all alike: what two of them do to one another, Llama's show."""

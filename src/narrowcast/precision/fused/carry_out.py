@@ -9,6 +9,7 @@ from narrowcast.precision.fused.attention_masks import attend_as_ever, attend_wi
 from narrowcast.precision.fused.causal_loss import fuse_loss
 from narrowcast.precision.fused.elementwise import (
     OnePassGate,
+    OnePassGelu,
     OnePassLayerNorm,
     OnePassNorm,
     OnePassTurn,
@@ -17,7 +18,12 @@ from narrowcast.precision.fused.elementwise import (
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp, can_chain
 from narrowcast.precision.plan.fusing import pieces_asked
 from narrowcast.precision.plan.pieces.causal_loss import causal_models
-from narrowcast.precision.plan.pieces.known_modules import GatedMlp, gated_mlp_of, rms_norm_of
+from narrowcast.precision.plan.pieces.known_modules import (
+    GatedMlp,
+    gated_mlp_of,
+    gelu_approximation,
+    rms_norm_of,
+)
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import swap
 
@@ -55,6 +61,8 @@ def _fuse_module(module: nn.Module, piece: str, plan: Plan, device: str) -> None
             attend_without_mask(module)
         case "layer_norm":
             swap(module, OnePassLayerNorm, nc_widened=widened, **where)
+        case "gelu":
+            swap(module, OnePassGelu, nc_approximation=gelu_approximation(module), **where)
         case "rms_norm":
             swap(module, OnePassNorm, nc_norm=rms_norm_of(module), nc_widened=widened, **where)
         case "swiglu":

@@ -1,4 +1,4 @@
-"""Norms, gated activations and turned heads, mostly of transformers' models, in one pass each.
+"""Norms, activations and turned heads, mostly of transformers' models, in one pass each.
 
 Every one does what the module's own forward does, to the rounding of a format, and leaves the work
 to that where a kernel would not: on another device, in another dtype, for tensors that are several,
@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.precision.fused.declared import is_watched
@@ -99,6 +100,23 @@ class OnePassLayerNorm(Elementwise):
         if not self.nc_widened and not torch.is_autocast_enabled(self.nc_device):
             return False
         return self.weight.dtype in (torch.float32, x.dtype)
+
+
+class OnePassGelu(Elementwise):
+    """A GELU that is written out in operations of torch, as the one operation that torch has."""
+
+    nc_approximation: str
+    """Torch's word for which GELU it is."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Activate the one tensor that comes in.
+
+        Under autocast the powers in it would be fp32, and so the result: what multiplies it next
+        rounds that to 16 bits, as this does.
+        """
+        if self._nc_left_alone() or len(args) != 1 or kwargs or not _fit(self.nc_device, args[0]):
+            return super().forward(*args, **kwargs)
+        return F.gelu(args[0], approximate=self.nc_approximation)
 
 
 class OnePassGate(Elementwise):

@@ -20,8 +20,10 @@ from narrowcast.precision.plan.pieces.attention_masks import makes_masks, why_ma
 from narrowcast.precision.plan.pieces.causal_loss import causal_models
 from narrowcast.precision.plan.pieces.known_modules import (
     gated_mlp_of,
+    gelu_of,
     layer_norm_of,
     looks_like_a_gated_mlp,
+    looks_like_a_gelu_written_out,
     looks_like_a_layer_norm,
     looks_like_a_norm,
     looks_like_turning,
@@ -59,6 +61,7 @@ def _modules(looks: Callable[[nn.Module], bool], known: Callable[[nn.Module], An
 
 PIECES: Mapping[str, Known] = {
     "loss": _losses,
+    "gelu": _modules(looks_like_a_gelu_written_out, gelu_of),
     "layer_norm": _modules(looks_like_a_layer_norm, layer_norm_of),
     "mask": _modules(makes_masks, why_masked),
     "rms_norm": _modules(looks_like_a_norm, rms_norm_of),
@@ -69,6 +72,7 @@ PIECES: Mapping[str, Known] = {
 
 _MADE = {
     "loss": "taken from hidden states; no logits in training",
+    "gelu": "one operation of torch in the place of several",
     "layer_norm": "one pass over memory",
     "mask": "none is made in training where none is given, under a compiler too",
     "rms_norm": "one pass over memory",

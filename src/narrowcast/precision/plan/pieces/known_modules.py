@@ -1,10 +1,11 @@
-"""Modules of transformers that are known by what they compute: norms, gated MLPs, turned heads.
+"""Modules of transformers that are known by what they compute: norms, GELUs, MLPs, turned heads.
 
 None is taken by its name. Its own forward is called with numbers of a few rows, in float64, and has
 to give what the piece would; a class whose forward is somebody's own is not asked. The numbers of
 each distinct module are computed once, whatever the size of the model.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.precision.plan.module_kinds import kind_of
 from narrowcast.precision.swap import has_own_forward, plain_class
@@ -31,6 +33,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _ROWS, _WIDTH = 3, 8
 WIDEST = 32768
 """Numbers of a row that a program of 512 threads still holds in registers, 64 in each."""
+_NOT_RUN = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
+"""What other people's forwards raise that want something else."""
 _NEAR = 1e-9
 """Between float64 and what is another function, or another constant."""
 
@@ -94,6 +98,17 @@ def layer_norm_of(module: nn.Module) -> str:
     return "" if weight.numel() <= WIDEST else f"its rows of {weight.numel()} are too wide"
 
 
+def gelu_of(module: nn.Module) -> str:
+    """Say why a GELU that is written out is not known; nothing where `gelu_approximation` is."""
+    name = plain_class(module).__name__
+    return why_not_asked(module) or ("" if gelu_approximation(module) else f"{name} is no GELU")
+
+
+def gelu_approximation(module: nn.Module) -> str:
+    """Return torch's word for the GELU that a module computes; nothing where it is none."""
+    return {"gelu": "none", "gelu_tanh": "tanh"}.get(_activation(module), "")
+
+
 def gated_mlp_of(module: nn.Module) -> GatedMlp | str:
     """Return the parts of a gated MLP of transformers, or why it is not known."""
     why = why_not_asked(module)
@@ -141,6 +156,12 @@ def looks_like_a_gated_mlp(module: nn.Module) -> bool:
     return any(all(name in module._modules for name in names) for names in (*_MLPS, _JOINT_MLP))
 
 
+def looks_like_a_gelu_written_out(module: nn.Module) -> bool:
+    """Say whether a module is called a GELU and takes several operations for it."""
+    called = "GELU" in plain_class(module).__name__.upper() and not list(module.children())
+    return called and not isinstance(module, nn.GELU) and _operations(module) > 1
+
+
 def looks_like_turning(module: nn.Module) -> bool:
     """Say whether the forward of a module calls what turns queries and keys."""
     forward = inspect.unwrap(plain_class(module).forward)
@@ -176,7 +197,7 @@ def _normed(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     try:
         with torch.no_grad():
             return x, weight, type(twin).forward(twin, x)
-    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+    except _NOT_RUN:
         return x, weight, None
 
 
@@ -198,14 +219,33 @@ def _activation(module: nn.Module | None) -> str:
     """Return which activation a module is; nothing where it is another."""
     if module is None or next(module.parameters(), None) is not None:
         return ""
-    x = 4 * _numbers(64, seed=2)
+    drawn = _numbers(64, seed=2)
+    x = torch.cat((4 * drawn, 100 * drawn))  # far out too: some are cut off there
     try:
         with torch.no_grad():
             found = type(module).forward(module, x)
-    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+    except _NOT_RUN:
         return ""
     same = (name for name, known in _ACTIVATIONS.items() if _are_near(found, known(x)))
     return next(same, "")
+
+
+def _operations(module: nn.Module) -> int:
+    """Count what a module of one input launches; none where it does not run."""
+    counting, x = _Counting(), _numbers(_ROWS, seed=2)
+    with counting, contextlib.suppress(*_NOT_RUN), torch.no_grad():
+        type(module).forward(module, x)
+    return counting.operations
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
@@ -228,7 +268,7 @@ def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
     try:
         with torch.no_grad():
             return _are_near(type(twin).forward(twin, x), expected)
-    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+    except _NOT_RUN:
         return False
 
 
@@ -246,7 +286,7 @@ def _turns_halves(turn: Callable[..., Any]) -> bool:
             _are_near(a, halves_turned(b, angles[0][:, None], angles[1][:, None]))
             for a, b in zip(found, (query, key), strict=True)
         )
-    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
+    except _NOT_RUN:
         return False
 
 
