@@ -53,8 +53,9 @@ class BlockScaling:
         dtype: torch.dtype,
         by_weight: bool,
         fast: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Return left · rightᵀ in `dtype`, rounded to bf16 before.
+        """Return left · rightᵀ + bias in `dtype`, the product rounded to bf16 before.
 
         Sums are fp32 from block to block, whatever is `fast`.
         """
@@ -72,4 +73,5 @@ class BlockScaling:
             by_square if by_weight else by_line,
             output_dtype=torch.bfloat16,
         )
-        return product.to(dtype)
+        product = product.to(dtype)
+        return product if bias is None else product + bias.to(dtype)

@@ -121,8 +121,9 @@ def _along(
         dtype=dtype_of(formats.output),
         by_weight=True,
         fast=formats.fast,
-    )[: rows.shape[0]]
-    return output if bias is None else output + bias.to(output.dtype)
+        bias=bias,
+    )
+    return output[: rows.shape[0]]
 
 
 def _across(

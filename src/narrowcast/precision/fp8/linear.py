@@ -189,10 +189,9 @@ class _Fp8Product(torch.autograd.Function):
             dtype=dtype_of(formats.output),
             by_weight=True,
             fast=formats.fast,
+            bias=bias,
         )
         output = _first(output, x.shape[0])
-        if bias is not None:
-            output = output + bias.to(output.dtype)
         ctx.save_for_backward(
             x_columnwise if fp8_x else x,
             x_rowwise_scale_inv if x_columnwise_scale_inv is None else x_columnwise_scale_inv,

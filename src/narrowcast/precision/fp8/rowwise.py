@@ -51,8 +51,9 @@ class RowScaling:
         dtype: torch.dtype,
         by_weight: bool,
         fast: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Return left · rightᵀ in `dtype`, rounded to bf16 before."""
+        """Return left · rightᵀ + bias in `dtype`, the product rounded to bf16 before."""
         if not left.numel():  # of a batch without rows; torch's CPU leaves the result unwritten
             return left.new_zeros((left.shape[0], right.shape[0]), dtype=dtype)
         product = torch._scaled_mm(
@@ -63,4 +64,5 @@ class RowScaling:
             out_dtype=torch.bfloat16,
             use_fast_accum=fast,
         )
-        return product.to(dtype)
+        product = product.to(dtype)
+        return product if bias is None else product + bias.to(dtype)

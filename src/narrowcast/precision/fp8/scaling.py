@@ -47,8 +47,9 @@ class Scaling(Protocol):
         dtype: torch.dtype,
         by_weight: bool,
         fast: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Return left · rightᵀ, both laid out along the dimension that is summed.
+        """Return left · rightᵀ + bias, both laid out along the dimension that is summed.
 
         `by_weight`: the right one is a weight. `fast` sums keep 14 bits on Hopper; without it,
         partial sums are added up in fp32.

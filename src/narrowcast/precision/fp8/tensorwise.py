@@ -58,9 +58,10 @@ class TensorScaling:
         dtype: torch.dtype,
         by_weight: bool,
         fast: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Return left · rightᵀ, in `dtype` where tensor cores write that, and in bf16 elsewhere."""
-        return scaled_product(left, right, scale_invs, dtype=dtype, fast=fast)
+        """Return left · rightᵀ + bias, in `dtype` if tensor cores write that, in bf16 elsewhere."""
+        return scaled_product(left, right, scale_invs, dtype=dtype, fast=fast, bias=bias)
 
 
 def scaled_product(
@@ -70,16 +71,25 @@ def scaled_product(
     *,
     dtype: torch.dtype,
     fast: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Return left · rightᵀ, both laid out along the dimension that is summed."""
+    """Return left · rightᵀ + bias, both laid out along the dimension that is summed.
+
+    A bias of 16 bits is added inside the product, before it is rounded: after it, to read and write
+    the result again takes an eighth of the product's time at width 1024.
+    """
     out_dtype = BF16.dtype if dtype not in (torch.float32, torch.float16) else dtype
     if left.shape[1] == 0:  # of a batch without rows; torch's CPU leaves the result unwritten
         return left.new_zeros((left.shape[0], right.shape[0]), dtype=out_dtype)
-    return torch._scaled_mm(
+    bias = None if bias is None else bias.to(out_dtype)
+    inside = out_dtype != torch.float32  # torch takes none beside a wider result
+    result: Tensor = torch._scaled_mm(
         left,
         right.t(),
         scale_a=scale_invs[0],
         scale_b=scale_invs[1],
+        bias=bias if inside else None,
         out_dtype=out_dtype,
         use_fast_accum=fast,
     )
+    return result if inside or bias is None else result + bias

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.numerics import FP32, BlockFormat, Format
-from narrowcast.precision.products.operands import Along, ProductFormats, is_delayed, needs_scale
+from narrowcast.precision.products.operands import Along, ProductFormats, is_delayed
 from narrowcast.precision.products.straight import Scaled, straight, unseen
 
 
@@ -99,8 +99,7 @@ class _Transformed(torch.autograd.Function):
         rows, matrix = _rounded_once(x, weight, formats, scales)
         output = rows @ matrix.t()
         if bias is not None:
-            if needs_scale(formats.forward.name):
-                # An 8-bit product returns 16 bits, and the bias is added to those.
+            if formats.rounds_before_bias:
                 output = straight(output, formats.output, torch.float32, formats.output)
             output = output + straight(bias, formats.output, torch.float32, formats.output)
         return _result(output, x, formats)

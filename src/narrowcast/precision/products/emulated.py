@@ -21,7 +21,6 @@ from narrowcast.precision.products.differentiable import Scales
 from narrowcast.precision.products.operands import (
     ProductFormats,
     is_delayed,
-    needs_scale,
     operand,
     rounded,
 )
@@ -130,8 +129,7 @@ class _LinearProduct(torch.autograd.Function):
         rounded_bias = None if bias is None else rounded(bias.float(), formats.output)
         if rounded_bias is None:
             output = torch.ops.aten.mm.default(rounded_x, transposed)
-        elif needs_scale(formats.forward.name):
-            # An 8-bit product returns 16 bits, and the bias is added to those.
+        elif formats.rounds_before_bias:
             output = torch.ops.aten.mm.default(rounded_x, transposed)
             output = _rounded_fresh(output, formats.output)
             output = output + rounded_bias if _are_kept() else output.add_(rounded_bias)

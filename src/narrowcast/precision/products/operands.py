@@ -70,6 +70,14 @@ class ProductFormats:
         blocks = any(isinstance(f, BlockFormat) for f in (self.forward, self.grad_input))
         return same and not blocks and self.scaling not in ("row", "block")
 
+    @property
+    def rounds_before_bias(self) -> bool:
+        """Whether a product returns 16 bits that a bias is added to, and does not add it itself."""
+        if not needs_scale(self.forward.name):
+            return False
+        blocks = isinstance(self.forward, BlockFormat)
+        return blocks or self.scaling not in ("tensor", "delayed")
+
     def other_operand(self, product: Format | BlockFormat) -> Format | BlockFormat:
         """Return the format of the operand beside the gradient in a backward product.
 
