@@ -128,7 +128,7 @@ def with_host(h200):
     return dataclasses.replace(h200, speeds=dataclasses.replace(SPEEDS, host_seconds=HOSTS))
 
 
-def test_an_eager_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(with_host):
+def test_a_launched_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(with_host):
     def planned(policy, running):
         plan = make_plan(
             small_and_large(), policy, hardware=with_host, gemm_rows=4096, running=running
@@ -142,8 +142,9 @@ def test_an_eager_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(wit
     )
     assert eager.reason.endswith(f"; {told}")
     assert planned("fp8-tensor", None).reason == eager.reason  # it is not compiled
-    for running in ("compiled", "captured"):
-        assert planned("fp8-tensor", running).policy.forward == "e4m3"
+    compiled = planned("fp8-tensor", "compiled")  # casts are launched from Python there too
+    assert compiled.reason == eager.reason.replace("eager", "compiled")
+    assert planned("fp8-tensor", "captured").policy.forward == "e4m3"
     assert planned("fp8-delayed", "eager").policy.forward == "e4m3"  # saves more than it costs
 
 
@@ -181,6 +182,7 @@ def test_a_way_to_run_that_there_is_not_is_refused_with_those_there_are(cpu):
     ("only_faster", "running", "told"),
     [
         (True, None, "eager: 1 layer is kept wider for what fp8 costs the host"),
+        (True, "compiled", "compiled: 1 layer is kept wider for what fp8 costs the host"),
         (True, "captured", "captured: what fp8 costs the host is not counted"),
         (False, "eager", "eager: no layer is kept wider for what fp8 costs the host"),
     ],

@@ -83,7 +83,7 @@ class CapturedStep:
         last = self.why or "the last step was replayed"
         if spared := self._engine.plan.spares_host:
             last += (
-                f"; the plan is for eager steps, and keeps {spared} of the modules wider for what "
+                f"; the plan is for {self._engine.plan.running} steps, and keeps {spared} of the modules wider for what "
                 'fp8 costs the host, which a replay does not: run.change(…, running="captured")'
             )
         return f"<graphed step of {name}: {held}; {last}>"
