@@ -81,10 +81,12 @@ class CapturedStep:
         name = getattr(self._loss_of, "__qualname__", type(self._loss_of).__name__)
         held = f"{len(self._graphs)} of at most {self._most} signatures captured"
         last = self.why or "the last step was replayed"
-        if spared := self._engine.plan.spares_host:
+        plan = self._engine.plan
+        if plan.spares_host:
             last += (
-                f"; the plan is for {self._engine.plan.running} steps, and keeps {spared} of the modules wider for what "
-                'fp8 costs the host, which a replay does not: run.change(…, running="captured")'
+                f"; the plan is for {plan.running} steps, and keeps {plan.spares_host} of the "
+                "modules wider for what fp8 costs the host, which a replay does not: "
+                'run.change(…, running="captured")'
             )
         return f"<graphed step of {name}: {held}; {last}>"
 
