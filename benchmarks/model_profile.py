@@ -1,18 +1,17 @@
 """What an eager step of somebody else's model launches and waits for: AMP, and ours by the drop-in.
 
-Launches, milliseconds on the device by kind of kernel, and how long the device had nothing to do.
+Milliseconds of a step, launches, how long of it the device was busy, and with which kind of kernel.
 
     python benchmarks/model_profile.py [--models NAME ...] [--ways NAME ...] [--json FILE]
                                        [--label TEXT] [--tiny]
 
-It asks nothing of narrowcast but `prepare`, so `PYTHONPATH` may name the sources of an older commit
-and `--label` say so: rows of several calls stand side by side in one file.
+It asks nothing of narrowcast but `prepare` and which commit it is, so `PYTHONPATH` may name the
+sources of an older commit and `--label` say so: rows of several calls stand side by side in a file.
 """
 
 import argparse
 import importlib
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,13 +24,14 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import narrowcast as nc
+from narrowcast.runs.environment import describe_environment
 
 WARM_UP, STEPS, SHOWN = 5, 3, 12
 SPLIT = "bf16, params=bf16, master=split"
 WAYS = {"AMP": "", "bf16": "bf16", "bf16 + split": SPLIT}
 KINDS = {
+    "attention": ("flash", "fmha", "sdpa"),  # before products: cuDNN's are called fprop, too
     "products": ("nvjet", "gemm", "cutlass", "splitk", "conv", "wgrad", "dgrad", "fprop", "::mm"),
-    "attention": ("flash", "fmha", "sdpa"),
     "update": ("adam", "norm_out", "multi_tensor", "lpnorm", "l2_norm", "update"),
     "copies and casts": ("copy", "memcpy", "memset", "fill"),
 }
@@ -104,7 +104,7 @@ def profiled(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     for _ in range(WARM_UP if on_gpu else 1):
         step()
-    elapsed = elapsed_ms(step) if on_gpu else float("nan")
+    elapsed = elapsed_ms(step) if on_gpu else 0.0  # of a CPU nothing is said
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as found:
         for _ in range(STEPS):
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sources = options.label or describe_environment()["commit"]
     figures: dict[str, Any] = {"environment": machine(), "rows": []}
     if options.json and options.json.exists():
         figures = json.loads(options.json.read_text())
@@ -182,7 +183,8 @@ def main() -> None:
             model, batch = MODELS[model_name](device, tiny=options.tiny)
             step = step_of(model.train(), batch, WAYS[way], device)
             label = f", {options.label}" if options.label and WAYS[way] else ""
-            row = {"model": model_name, "who": f"{way}{label}", **profiled(step, device)}
+            row = {"model": model_name, "who": f"{way}{label}", "sources": sources}
+            row |= profiled(step, device)
             figures["rows"].append(row)
             if options.json:
                 options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -193,9 +195,7 @@ def main() -> None:
 def machine() -> dict[str, Any]:
     """Return what ran this: an older commit describes itself in other words, or not at all."""
     on_gpu = torch.cuda.is_available()
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "commit": head.stdout.strip() or None,
         "torch": torch.__version__,
         "transformers": importlib.import_module("transformers").__version__,
         "gpu": torch.cuda.get_device_name() if on_gpu else None,

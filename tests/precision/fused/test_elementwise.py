@@ -7,6 +7,7 @@ sums and their gradients are off by twice the roundings.
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD
 
 import narrowcast as nc
@@ -144,26 +145,38 @@ def test_a_norm_has_the_order_and_the_formats_of_its_own(
     restore(norm)
 
 
+TORCHS = {
+    "layer": lambda: nn.LayerNorm(48, device=DEVICE),
+    "rms": lambda: nn.RMSNorm(48, device=DEVICE),
+    "rms with an epsilon": lambda: nn.RMSNorm(48, eps=0.1, device=DEVICE),
+}
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("widened", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_norm_gives_and_learns_what_torchs_does(dtype, widened):
+@pytest.mark.parametrize("kind", TORCHS)
+def test_a_norm_of_torch_gives_and_learns_what_torchs_does(dtype, widened, kind):
     """Below it is fp32 between 16-bit layers, or what autocast makes of it on a GPU: all fp32."""
-    norm, plain = (torch.nn.LayerNorm(48, device=DEVICE) for _ in range(2))
+    norm, plain = (TORCHS[kind]() for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(5, 48, generator=generator).to(DEVICE, dtype) for _ in range(2)]
     for each in (norm, plain):
         each.weight.data = torch.linspace(-1, 2, 48, device=DEVICE)
         if widened:
             swap(each, Fp32Norm)
-    swap(norm, OnePassLayerNorm, nc_widened=widened, nc_device=DEVICE, nc_compiled=True)
+    where = {"nc_widened": widened, "nc_device": DEVICE, "nc_compiled": True}
+    if kind == "layer":
+        swap(norm, OnePassLayerNorm, **where)
+    else:
+        swap(norm, OnePassNorm, nc_norm=rms_norm_of(norm), **where)
     results = []
     for each in (norm, plain):
         x = drawn[0].clone().requires_grad_()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=each is norm):
             y = each(x if each is norm or widened else x.float())
         y.backward(drawn[1].to(y.dtype))
-        results.append((y, x.grad, each.weight.grad, each.bias.grad))
+        results.append((y, x.grad, *[weight.grad for weight in each.parameters()]))
     step = 2.0**-6 if dtype == torch.bfloat16 else 2.0**-18
     for found, expected in zip(*results, strict=True):
         assert found.dtype == expected.dtype
@@ -193,6 +206,37 @@ def test_a_gelu_that_is_written_out_is_one_operation_and_the_same(name, dtype):
         torch.testing.assert_close(ours.double().cpu(), theirs, rtol=step, atol=step)
 
 
+class PickyGELU(nn.Module):
+    """Somebody's own: it remembers, draws, and wants something else than it would be asked with."""
+
+    asked = 0
+
+    def forward(self, x):
+        self.asked += 1
+        assert x.dim() == 3, "expects (batch, length, width)"
+        return 0.5 * x * (1 + torch.tanh(x + torch.rand(())))
+
+
+def test_somebody_elses_gelu_is_not_asked():
+    model = nn.Sequential(nn.Linear(4, 4), PickyGELU())
+    nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp32")
+    assert model[1].asked == 0
+
+
+def test_a_gelu_is_known_where_tensors_have_no_numbers():
+    with FakeTensorMode():
+        assert looks_like_a_gelu_written_out(act := transformers.activations.ACT2FN["gelu_new"])
+        assert gelu_approximation(act) == "tanh"
+
+
+def test_a_cpu_can_have_a_gelu_as_one_operation():
+    model = nn.Sequential(nn.Linear(4, 4), transformers.activations.ACT2FN["gelu_new"])
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp32", fuse=["gelu"])
+    x = torch.randn(3, 4)
+    assert "Gelu" in type(model(x).grad_fn).__name__
+    assert "fused" in str(run.plan)
+
+
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "silu", "relu"])
 def test_an_activation_of_one_operation_is_no_piece(name):
     assert not looks_like_a_gelu_written_out(transformers.activations.ACT2FN[name])
@@ -205,6 +249,35 @@ def test_an_activation_that_is_something_else_is_left_alone_and_told(name):
     model = nn.Sequential(nn.Linear(4, 4), act)
     with pytest.raises(UnsupportedError, match=f"{type(act).__name__} is no GELU"):
         nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp32", fuse=["gelu"])
+
+
+@pytest.mark.interpreted
+def test_a_norm_of_torch_without_a_cast_around_it_is_left_to_torch():
+    norm = nn.RMSNorm(8, device=DEVICE)
+    where = {"nc_widened": False, "nc_device": DEVICE, "nc_compiled": False}
+    swap(norm, OnePassNorm, nc_norm=rms_norm_of(norm), **where)
+    x = torch.randn(3, 8, device=DEVICE)
+    assert torch.equal(norm(x), nn.functional.rms_norm(x, (8,), norm.weight))
+    with pytest.raises(RuntimeError):  # torch's own error for other shapes
+        norm(x[:, :4])
+
+
+class OwnNorm(nn.RMSNorm):
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("norm", "why"),
+    [
+        (nn.RMSNorm(8, elementwise_affine=False), "it has no weight"),
+        (nn.RMSNorm((2, 4)), "its rows have several dimensions"),
+        (nn.RMSNorm(40000), "its rows of 40000 are too wide"),
+        (OwnNorm(8), "OwnNorm has a forward of its own"),
+    ],
+)
+def test_a_norm_of_torch_that_is_something_else_is_not_known(norm, why):
+    assert rms_norm_of(norm) == why
 
 
 @pytest.mark.interpreted

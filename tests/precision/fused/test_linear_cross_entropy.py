@@ -193,6 +193,21 @@ def test_what_is_not_finite_in_the_states_is_not_finite_in_the_loss(bad):
     assert not gradients(loss, hidden, head)[1].isfinite().all()
 
 
+@pytest.mark.parametrize("columns", [9, 16])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_an_ignored_row_has_no_gradient_whatever_it_holds(columns, bad):
+    """Whether the columns are filled up or not."""
+    hidden, head, targets = drawn(4, columns=columns)
+    with torch.no_grad():
+        hidden[1, 0] = bad
+    targets[:] = 1
+    targets[1] = -100
+    loss = nc.linear_cross_entropy(hidden, head, targets, chunk_rows=4, reduction="sum")
+    (found,) = torch.autograd.grad(loss, hidden)
+    assert not found[1].any()
+    assert found[0].isfinite().all()
+
+
 def test_gradients_of_two_calls_add_up():
     hidden, head, targets = drawn(10)
     for part in (slice(0, 4), slice(4, 10)):

@@ -65,10 +65,9 @@ class Casts(TorchDispatchMode):
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_batch_norm_of_torch_reads_16_bits_without_a_cast(form, affine):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=affine))
-    plain, wide = model[1], copy.deepcopy(model[1])
-    policy = "bf16, params=bf16, master=split"
-    nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
+    plain = nn.BatchNorm2d(8, affine=affine)
+    wide = copy.deepcopy(plain)
+    swap(plain, Fp32Norm, nc_widens_itself=True)
     drawn = torch.randn(4, 8, 5, 5).bfloat16()
     x, exactly = (t.contiguous(memory_format=form).requires_grad_() for t in (drawn, drawn.float()))
     down = torch.randn(4, 8, 5, 5).bfloat16()
@@ -87,6 +86,53 @@ def test_a_batch_norm_of_torch_reads_16_bits_without_a_cast(form, affine):
     assert plain.running_mean.dtype == torch.float32
     if affine:
         torch.testing.assert_close(plain.weight.grad, wide.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_batch_norm_that_torch_would_not_compute_in_fp32_is_widened(dtype):
+    """Without weights and statistics nothing tells it to, and float64 it would refuse."""
+    torch.manual_seed(0)
+    layers = [nn.BatchNorm1d(8, affine=False, track_running_stats=False), nn.BatchNorm1d(8)]
+    layer = layers[dtype == torch.float64]
+    x = (torch.randn(64, 8) + 10).to(dtype)
+    expected = copy.deepcopy(layer)(x.float()).to(dtype)
+    swap(layer, Fp32Norm, nc_widens_itself=True)
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_batch_norm_under_a_transform_is_widened():
+    layer = nn.BatchNorm1d(8).eval()
+    swap(layer, Fp32Norm, nc_widens_itself=True)
+    x = torch.randn(5, 4, 8).bfloat16()
+    expected = torch.stack([layer(each) for each in x])
+    torch.testing.assert_close(torch.func.vmap(layer)(x), expected, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_only_a_gpu_reads_16_bits_in_batch_norms_of_torch(device):
+    """On a CPU torch's compiler would round their mean and deviation to 16 bits."""
+    kinds = (nn.BatchNorm2d, OwnBatchNorm, nn.SyncBatchNorm)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *[kind(8) for kind in kinds]).to(device)
+    policy = "bf16, params=bf16, master=split"
+    nc.prepare(model, torch.optim.AdamW(model.parameters()), policy=policy)
+    assert [norm.nc_widens_itself for norm in model[1:]] == [device == "cuda", False, False]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_compiled_batch_norm_has_the_gradients_of_fp32(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)).to(device)
+    policy = "bf16, params=bf16, master=split"
+    nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy=policy)
+    x = (torch.randn(32, 8, 16, 16, device=device) + 10).bfloat16().requires_grad_()
+    down = torch.randn(32, 8, 16, 16, device=device).bfloat16() + 1
+    exactly, wide = nn.BatchNorm2d(8).double().to(device), x.detach().double().requires_grad_()
+    exactly(wide).backward(down.double())
+    backend = "inductor" if device == "cuda" else "aot_eager_decomp_partition"
+    torch.compile(model[1], backend=backend)(x).backward(down)
+    found, expected = model[1].weight.grad.double(), exactly.weight.grad
+    # Sums of 8,192 products in fp32, of numbers that cancel to a tenth.
+    assert (found - expected).abs().max() <= 8192 * 10 * 2.0**-24 * expected.abs().max()
 
 
 class OwnBatchNorm(nn.BatchNorm2d):

@@ -8,8 +8,8 @@ is their gradient, 2MV bytes each time; every chunk after the first reads and wr
 gradient, 8KV bytes. So chunks are few and large.
 
 A vocabulary that is no multiple of 8, such as GPT-2's 50257, is filled up with columns of zeros: a
-matrix product that sums over 50257 numbers cannot read them in words of 16 bytes. Their logits and
-gradients are zero by themselves, and the loss never looks at them.
+matrix product that sums over 50257 numbers cannot read them in words of 16 bytes. The loss never
+looks at them, and their gradients are zero.
 
 Being a registered op it is one node of a compiled graph.
 """
@@ -87,6 +87,8 @@ def chunked_pass(
                 lift=lift(dtype),
                 factors=None if factors is None else factors[part],
             )
+            if filled != columns:  # of a row that is ignored, infinite states would be NaN there
+                logits[:, columns:] = 0
             if needs[0]:
                 _product_into(grads[0][part], logits, narrow_weight, add=False)
             if needs[1]:

@@ -57,17 +57,22 @@ class OnePassNorm(Elementwise):
         (x,), known = args, self.nc_norm
         if self.nc_widened and weight.dtype not in (torch.float32, x.dtype):
             return super().forward(*args, **kwargs)
+        if known.of_torch and not _narrow_between_wide(self, x, weight):
+            return super().forward(*args, **kwargs)
         from narrowcast.kernels.norms import rms_norm
 
         inside = weight.dtype if self.nc_widened else x.dtype
-        promotes = known.promotes and not self.nc_widened
+        dtype = x.dtype
+        if known.promotes and not self.nc_widened:  # torch's own is all fp32 under autocast
+            wide = torch.float32 if known.of_torch else weight.dtype
+            dtype = torch.promote_types(x.dtype, wide)
         return rms_norm(
             x,
             weight,
             eps=known.eps,
             offset=known.offset,
             rounds=known.rounds and inside != torch.float32,
-            dtype=torch.promote_types(x.dtype, weight.dtype) if promotes else x.dtype,
+            dtype=dtype,
         )
 
 
@@ -83,23 +88,17 @@ class OnePassLayerNorm(Elementwise):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalise the one tensor that comes in."""
         fits = len(args) == 1 and not kwargs and _fit(self.nc_device, args[0], self.weight)
-        if self._nc_left_alone() or not fits or not self._nc_has_kernel(args[0]):
+        if (
+            self._nc_left_alone()
+            or not fits
+            or not _narrow_between_wide(self, args[0], self.weight)
+        ):
             return super().forward(*args, **kwargs)
         from narrowcast.kernels.norms import layer_norm
 
         (x,) = args
         dtype = x.dtype if self.nc_widened else torch.float32
         return layer_norm(x, self.weight, self.bias, eps=self.eps, dtype=dtype)
-
-    def _nc_has_kernel(self, x: Tensor) -> bool:
-        """Say whether the kernel does what would be done, in fewer passes."""
-        if x.shape[x.dim() - self.weight.dim() :] != self.weight.shape:
-            return False
-        if x.dtype == torch.float32:  # torch's own is one pass as well
-            return self.nc_compiled and self.weight.dtype == torch.float32
-        if not self.nc_widened and not torch.is_autocast_enabled(self.nc_device):
-            return False
-        return self.weight.dtype in (torch.float32, x.dtype)
 
 
 class OnePassGelu(Elementwise):
@@ -111,8 +110,8 @@ class OnePassGelu(Elementwise):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Activate the one tensor that comes in.
 
-        Under autocast the powers in it would be fp32, and so the result: what multiplies it next
-        rounds that to 16 bits, as this does.
+        Under autocast the powers in it would be fp32, and so the result, which is rounded to 16
+        bits where it is multiplied next: of torch's own operation it is in 16 bits at once.
         """
         if self._nc_left_alone() or len(args) != 1 or kwargs or not _fit(self.nc_device, args[0]):
             return super().forward(*args, **kwargs)
@@ -206,6 +205,17 @@ def _fit(device: str, *tensors: Tensor) -> bool:
         and each.numel() > 0
         for each in tensors
     )
+
+
+def _narrow_between_wide(norm: OnePassNorm | OnePassLayerNorm, x: Tensor, weight: Tensor) -> bool:
+    """Say whether torch's own norm would be a pass between casts, which a kernel is not."""
+    if x.shape[x.dim() - weight.dim() :] != weight.shape:
+        return False
+    if x.dtype == torch.float32:  # torch's own is one pass as well
+        return norm.nc_compiled and weight.dtype == torch.float32
+    if not norm.nc_widened and not torch.is_autocast_enabled(norm.nc_device):
+        return False
+    return weight.dtype in (torch.float32, x.dtype)
 
 
 def _turns(device: str, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> bool:

@@ -101,13 +101,14 @@ class Kept:
         if before is not None and (earlier := before()) is not None:
             earlier._after = weakref.ref(self)
         self._places: dict[tuple[int, int], int] = {}
-        self._seen: list[tuple[Tensor, int]] = []
-        """A tensor on each storage, and how often that was written to when it was copied."""
+        self._seen: list[tuple[Tensor, int, int]] = []
+        """A tensor on each storage, how often that was written to when it was copied, and where its
+        copy is."""
         self._there: list[Tensor] | None = []
         """Bytes of each storage on the device, while they are there."""
         self._hosts: list[Tensor] = []
-        self._torn = False
-        """Whether a storage was written to before the computation had waited for its copy."""
+        self._torn: set[int] = set()
+        """Copies of storages that were written to before the computation had waited for them."""
         self._sent: Mark = None
         self._ready: Mark = None
         self._begun = False
@@ -136,7 +137,7 @@ class Kept:
             self._there.append(there)
             self._hosts.append(host)
             if not tensor.is_inference():
-                self._seen.append((tensor.detach(), version))
+                self._seen.append((tensor.detach(), version, self._places[key]))
         return _View(self, self._places[key], tensor)
 
     def let_go(self) -> None:
@@ -148,9 +149,8 @@ class Kept:
         """Return the bytes of a storage on the device, for the backward pass of the block."""
         if not self._begun or self._there is None:
             self._begun = True
-            if self._is_written_to():
+            if self._written_to():
                 self._leave()  # written to since: the copy has what was kept
-            self._refuse_torn()
             self._seen = []
             self.fetch()
             later = None if self._after is None else self._after()
@@ -158,6 +158,7 @@ class Kept:
                 later._leave()
             if self._before is not None and (earlier := self._before()) is not None:
                 earlier.fetch()
+        self._refuse_torn(place)
         wait_for(self._ready, self._shelf.device)
         self._arriving &= computing_on(self._shelf.device) != self._home
         assert self._there is not None
@@ -176,16 +177,17 @@ class Kept:
     def _leave(self) -> None:
         """Let go of the storages on the device; the computation waits for their copies first."""
         self._keep_arriving()
-        # Copies of a CPU were done as they were asked for.
-        self._torn |= self._shelf.device.type == "cuda" and self._is_written_to()
+        if self._shelf.device.type == "cuda":  # copies of a CPU were done as they were asked for
+            self._torn |= self._written_to()
         wait_for(self._sent, self._shelf.device)
         self._there, self._seen = None, []
 
-    def _is_written_to(self) -> bool:
-        return any(tensor._version != version for tensor, version in self._seen)
+    def _written_to(self) -> set[int]:
+        """Return the places of storages that were written to since they were copied."""
+        return {place for tensor, version, place in self._seen if tensor._version != version}
 
-    def _refuse_torn(self) -> None:
-        if self._torn:
+    def _refuse_torn(self, place: int) -> None:
+        if place in self._torn:
             raise UnsupportedError(
                 "memory.offload=[activations]: what a backward pass needs was modified by an "
                 "inplace operation while it was copied to the host; write that operation out of "

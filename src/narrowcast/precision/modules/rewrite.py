@@ -78,7 +78,7 @@ def _give_formats(model: nn.Module, plan: Plan) -> dict[str, Region]:
         around = _around(module_plan.name.rpartition(".")[0], regions)
         match module_plan.kind:
             case "normalisation":
-                _rewrite_norm(module, module_plan, plan.policy)
+                _rewrite_norm(module, module_plan, plan.policy, device_type)
             case "linear" if _needs_own_products(module_plan, around):
                 autocast = device_type if around.is_of_16_bits else None
                 _rewrite_linear(module, module_plan, autocast)
@@ -247,13 +247,16 @@ def _allow_kernels(model: nn.Module, plan: Plan) -> None:
                 module.__dict__["nc_kernels"] = True
 
 
-def _rewrite_norm(module: nn.Module, module_plan: ModulePlan, policy: Policy) -> None:
+def _rewrite_norm(
+    module: nn.Module, module_plan: ModulePlan, policy: Policy, device_type: str
+) -> None:
     if module_plan.policy.reduce != "fp32":
         swap(module, RoundedNorm, nc_dtype=_dtype(module_plan.policy.reduce))
     elif policy.params != "fp32":
-        # One forward for all of torch's own but SyncBatchNorm, which wants one dtype.
+        # One forward for all of torch's own but SyncBatchNorm, which wants one dtype. On a CPU
+        # torch rounds mean and deviation to 16 bits where it is compiled.
         of_torch = plain_class(module).forward is _BatchNorm.forward and not has_own_forward(module)
-        swap(module, Fp32Norm, nc_widens_itself=of_torch)
+        swap(module, Fp32Norm, nc_widens_itself=of_torch and device_type == "cuda")
 
 
 def _cast_weights(

@@ -15,6 +15,7 @@ from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.modes import sees_reductions
 from narrowcast.precision.products.operands import ProductFormats
+from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 
 
@@ -43,8 +44,8 @@ class Fp32Norm(Mixin):
     """A normalisation in fp32 between 16-bit neighbours."""
 
     nc_widens_itself: bool = False
-    """Whether torch reads 16 bits and computes in fp32 by itself, as its batch norms do: two casts
-    of a picture take as long as its norm."""
+    """Whether torch reads 16 bits and computes in fp32 by itself, as its batch norms do on a GPU:
+    two casts of a picture take as long as its norm."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Widen, normalise, and return what came in."""
@@ -53,9 +54,17 @@ class Fp32Norm(Mixin):
             # A frozen norm that came in 16 bits computes as it would where it came from.
             own = next(iter(self.parameters()), None)
             wide = torch.float32 if own is None else own.dtype
-            if not (self.nc_widens_itself and wide == torch.float32):
+            if not (self.nc_widens_itself and self._nc_is_wide_beside(x)):
                 args, kwargs = cast_floats((args, kwargs), wide)
             return super().forward(*args, **kwargs).to(x.dtype)
+
+    def _nc_is_wide_beside(self, x: Tensor) -> bool:
+        """Say whether fp32 weights or statistics tell torch to read 16 bits and compute in fp32."""
+        beside = self._parameters.get("weight")
+        beside = self._buffers.get("running_mean") if beside is None else beside
+        if beside is None or beside.dtype != torch.float32 or is_transformed():
+            return False
+        return x.dtype in (torch.bfloat16, torch.float16)
 
 
 class RoundedNorm(Mixin):

@@ -82,8 +82,9 @@ _MADE = {
 _COMPILED = ", where no compiler does it"
 _OF_WHOLE_MODELS = ("loss", "mask")
 """Pieces that no compiler knows of, and that need no kernel of ours on a CPU."""
-_OF_TORCH = ("layer_norm",)
-"""Pieces that half of all models have: that a machine or a policy has none of them is no news."""
+_OF_TORCH = (nn.LayerNorm, nn.RMSNorm)
+"""Modules that half of all models have: that a machine or a policy fuses none of them is no news.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +158,11 @@ def fused_pieces(
     for piece in PIECES if named is None else named:
         everywhere = _why_nowhere(piece, policy, hardware, named=named is not None)
         everywhere = _EMULATED if emulated else everywhere
-        if everywhere and named is None and piece in _OF_TORCH:
-            continue
         by_reason: dict[tuple[bool, str], list[str]] = {}
         made = _MADE[piece] + (_COMPILED if named is None and piece not in _OF_WHOLE_MODELS else "")
         for name, why_not in PIECES[piece](model, left):
+            if everywhere and named is None and isinstance(model.get_submodule(name), _OF_TORCH):
+                continue
             reason = why_not or everywhere
             by_reason.setdefault((not reason, reason or made), []).append(name)
         of_piece = [
@@ -190,7 +191,8 @@ def _why_nowhere(piece: str, policy: Policy, hardware: Hardware, *, named: bool)
     missing = unsupported_reason(device)
     if policy.reduce != "fp32":
         return f"sums are rounded to {policy.reduce}"
-    if missing and not (named and piece in _OF_WHOLE_MODELS and device.type == "cpu"):
+    on_cpu = named and piece in _OF_WHOLE_MODELS and device.type == "cpu"
+    if missing and piece != "gelu" and not on_cpu:  # which is an operation of torch
         return missing
     if not named and policy.functional not in ("bf16", "fp16"):
         return f"products are {policy.functional}; name the piece to have it"

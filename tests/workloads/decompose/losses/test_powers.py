@@ -64,7 +64,7 @@ def test_a_larger_epsilon_bounds_the_slope(power):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("power", [0.4, 0.99, 1.0, 2.0])
+@pytest.mark.parametrize("power", [0.4, 0.99, 1.0, 2.0, 2])
 @pytest.mark.parametrize("annealed", [False, True])
 def test_below_a_power_of_1_an_importance_of_exactly_0_has_no_slope(kernels, power, annealed):
     """By the formula 6e6 at p = 0.4: one such number in bf16 drowned all others of a batch."""

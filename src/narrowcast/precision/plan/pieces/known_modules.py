@@ -49,6 +49,8 @@ class RmsNorm:
     """Whether the quotient is rounded to what came in before it meets the weight."""
     promotes: bool
     """Whether the result is in the wider format of what came in and the weight."""
+    of_torch: bool = False
+    """Whether it is torch's own, which is one pass already in a single dtype."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class GatedMlp:
 
 
 def rms_norm_of(module: nn.Module) -> RmsNorm | str:
-    """Return what a norm of transformers computes, or why it is not known."""
+    """Return what a norm of torch or of transformers computes, or why it is not known."""
+    if isinstance(module, nn.RMSNorm):
+        return _torchs_norm(module)
     why = why_not_asked(module)
     weight = module._parameters.get("weight")
     own = [
@@ -87,6 +91,19 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | str:
     return f"{plain_class(module).__name__} is no norm that is known"
 
 
+def _torchs_norm(module: nn.RMSNorm) -> RmsNorm | str:
+    plain, weight = plain_class(module), module._parameters.get("weight")
+    if has_own_forward(module) or plain.forward is not nn.RMSNorm.forward:
+        return f"{plain.__name__} has a forward of its own"
+    if weight is None or weight.dim() != 1:
+        return "it has no weight" if weight is None else "its rows have several dimensions"
+    if weight.numel() > WIDEST:
+        return f"its rows of {weight.numel()} are too wide"
+    # As torch has it of fp32, in which it is computed.
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    return RmsNorm(eps, 0.0, rounds=False, promotes=True, of_torch=True)
+
+
 def layer_norm_of(module: nn.Module) -> str:
     """Say why a layer norm of torch is not known; nothing where it is."""
     plain = plain_class(module)
@@ -100,8 +117,7 @@ def layer_norm_of(module: nn.Module) -> str:
 
 def gelu_of(module: nn.Module) -> str:
     """Say why a GELU that is written out is not known; nothing where `gelu_approximation` is."""
-    name = plain_class(module).__name__
-    return why_not_asked(module) or ("" if gelu_approximation(module) else f"{name} is no GELU")
+    return "" if gelu_approximation(module) else f"{plain_class(module).__name__} is no GELU"
 
 
 def gelu_approximation(module: nn.Module) -> str:
@@ -141,9 +157,8 @@ def rotary_of(module: nn.Module) -> FunctionType | str:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Say whether a module is a norm of somebody's own making, by the mean of squares."""
-    own = kind_of(module) == "normalisation" and "RMS" in plain_class(module).__name__
-    return own and not isinstance(module, nn.RMSNorm)
+    """Say whether a module is a norm by the mean of squares."""
+    return kind_of(module) == "normalisation" and "RMS" in plain_class(module).__name__
 
 
 def looks_like_a_layer_norm(module: nn.Module) -> bool:
@@ -157,9 +172,9 @@ def looks_like_a_gated_mlp(module: nn.Module) -> bool:
 
 
 def looks_like_a_gelu_written_out(module: nn.Module) -> bool:
-    """Say whether a module is called a GELU and takes several operations for it."""
+    """Say whether a module of transformers is called a GELU and takes several operations for it."""
     called = "GELU" in plain_class(module).__name__.upper() and not list(module.children())
-    return called and not isinstance(module, nn.GELU) and _operations(module) > 1
+    return called and not why_not_asked(module) and _operations(module) > 1
 
 
 def looks_like_turning(module: nn.Module) -> bool:
@@ -219,6 +234,18 @@ def _activation(module: nn.Module | None) -> str:
     """Return which activation a module is; nothing where it is another."""
     if module is None or next(module.parameters(), None) is not None:
         return ""
+    with _real_numbers():
+        return _activation_asked(module)
+
+
+def _real_numbers() -> contextlib.AbstractContextManager[Any]:
+    """Let numbers be numbers though a model is planned where tensors have none."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def _activation_asked(module: nn.Module) -> str:
     drawn = _numbers(64, seed=2)
     x = torch.cat((4 * drawn, 100 * drawn))  # far out too: some are cut off there
     try:
@@ -232,9 +259,11 @@ def _activation(module: nn.Module | None) -> str:
 
 def _operations(module: nn.Module) -> int:
     """Count what a module of one input launches; none where it does not run."""
-    counting, x = _Counting(), _numbers(_ROWS, seed=2)
-    with counting, contextlib.suppress(*_NOT_RUN), torch.no_grad():
-        type(module).forward(module, x)
+    counting = _Counting()
+    with _real_numbers(), contextlib.suppress(*_NOT_RUN), torch.no_grad():
+        x = _numbers(_ROWS, seed=2)
+        with counting:
+            type(module).forward(module, x)
     return counting.operations
 
 

@@ -82,9 +82,9 @@ def _slope(upper: Tensor, power: float | Tensor, epsilon: float, given: Tensor) 
 
 
 def _without_slope(upper: Tensor, power: float | Tensor) -> Tensor:
-    if isinstance(power, float):
-        return upper <= 0 if power < 1 else upper < 0
-    return torch.where(power < 1, upper <= 0, upper < 0)
+    if isinstance(power, Tensor):
+        return torch.where(power < 1, upper <= 0, upper < 0)
+    return upper <= 0 if power < 1 else upper < 0
 
 
 def _has_kernel(uppers: Sequence[Tensor]) -> bool:

@@ -109,7 +109,7 @@ def _back(
     else:
         p = _exponent(powers, power, POWER)
         slope = p * tl.exp2((p - 1.0) * tl.log2(tl.where(u < 0.0, 0.0, u) + epsilon))
-        slope = tl.where(u == 0.0, slope * (p >= 1.0), slope)
+        slope = tl.where(u == 0.0, tl.where(p < 1.0, 0.0, slope), slope)
     value = tl.where(u < 0.0, 0.0, slope * given[None, :])
     tl.store(out + at, value.to(out.dtype.element_ty), mask=here)
 
