@@ -60,8 +60,9 @@ class Fp32Norm(Mixin):
 
     def _nc_is_wide_beside(self, x: Tensor) -> bool:
         """Say whether fp32 weights or statistics tell torch to read 16 bits and compute in fp32."""
-        beside = self._parameters.get("weight")
-        beside = self._buffers.get("running_mean") if beside is None else beside
+        beside: Tensor | None = self._parameters.get("weight")
+        if beside is None:
+            beside = self._buffers.get("running_mean")
         if beside is None or beside.dtype != torch.float32 or is_transformed():
             return False
         return x.dtype in (torch.bfloat16, torch.float16)
