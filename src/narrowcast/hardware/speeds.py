@@ -33,7 +33,7 @@ KINDS = ("bf16", "tensor", "delayed", "row", "block", *FROZEN)
 HIDDEN = {"eager": 2.0, "compiled": 0.6}
 """So many times as long as the host is with a layer the device is with it, where that is never
 waited for. Between eager layers the host has work that the device does in no time; between compiled
-ones the device has work that takes the host none. Compiled, on one H200, layers of 0.26 to 0.37
+ones the device has work that takes the host none. Compiled, on one H200, layers of 0.24 to 0.37
 times gained 1.04 to 1.12 in four models and lost in three (0.84, 0.88, 0.92), and layers of 0.7
 gained 1.28 (`narrowcast bench models`)."""
 

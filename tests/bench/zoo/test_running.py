@@ -4,6 +4,7 @@ import pytest
 
 from narrowcast.bench.zoo import running
 from narrowcast.bench.zoo.running import Asked, measure_models
+from narrowcast.bench.zoo.ways import trials
 
 MINE = """\
 import os
@@ -85,6 +86,16 @@ def test_rows_of_a_group_are_set_up_together_and_timed_while_all_others_wait(mon
 def test_what_is_left_over_is_a_group_of_its_own():
     zoo = measured(mine="zoo_of_mine:build", ways=("ours",), together=2)
     assert [row["together"] for row in zoo.data["rows"]] == [2, 2, 1]
+
+
+def test_rows_that_compile_keep_no_others_waiting():
+    rows = trials(["unet", "lstm"], ways=["amp", "bf16"], modes=["eager", "compiled"])
+    groups = running._groups(rows, 3)
+    assert [[trial.mode for trial in group] for group in groups] == [
+        ["compiled"] * 3, ["compiled"], ["eager"] * 3, ["eager"],
+    ]  # fmt: skip
+    assert {trial for group in groups for trial in group} == set(rows)
+    assert running._groups(rows, 1) == [(trial,) for trial in rows]
 
 
 def test_a_row_that_fails_beside_others_is_tried_again_alone(tmp_path):

@@ -193,8 +193,16 @@ def test_a_way_to_run_that_there_is_not_is_refused_with_those_there_are(cpu):
 @pytest.mark.parametrize(
     ("only_faster", "running", "told"),
     [
-        (True, None, "eager: 1 layer is kept wider for what fp8 costs the host"),
-        (True, "compiled", "compiled: 1 layer is kept wider for what fp8 costs the host"),
+        (
+            True,
+            None,
+            "eager: 1 layer is kept wider for what fp8 costs the host; captured, none would be",
+        ),
+        (
+            True,
+            "compiled",
+            "compiled: 1 layer is kept wider for what fp8 costs the host; captured, none would be",
+        ),
         (True, "captured", "captured: what fp8 costs the host is not counted"),
         (False, "eager", "eager: no layer is kept wider for what fp8 costs the host"),
     ],

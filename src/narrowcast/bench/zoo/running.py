@@ -236,7 +236,16 @@ class _Line:
 
 
 def _groups(trials: Sequence[Trial], size: int) -> list[Group]:
-    return [tuple(trials[start : start + size]) for start in range(0, len(trials), size)]
+    """Cut trials into groups; those that compile, which takes minutes, keep no others waiting."""
+    if size == 1:
+        return [(trial,) for trial in trials]
+    compiled = [trial for trial in trials if trial.mode == "compiled"]
+    launched = [trial for trial in trials if trial.mode != "compiled"]
+    return [
+        tuple(of[first : first + size])
+        for of in (compiled, launched)
+        for first in range(0, len(of), size)
+    ]
 
 
 def _missing(trial: Trial) -> str:

@@ -75,8 +75,9 @@ def scaled_product(
 ) -> Tensor:
     """Return left · rightᵀ + bias, both laid out along the dimension that is summed.
 
-    A bias of 16 bits is added inside the product, before it is rounded: after it, to read and write
-    the result again takes an eighth of the product's time at width 1024.
+    A bias of 16 bits is added inside the product, before it is rounded. Afterwards, 16384 × 4096
+    results would be read and written again: by their bytes 64 µs on an H200, where the product from
+    1024 takes 160.
     """
     out_dtype = BF16.dtype if dtype not in (torch.float32, torch.float16) else dtype
     if left.shape[1] == 0:  # of a batch without rows; torch's CPU leaves the result unwritten

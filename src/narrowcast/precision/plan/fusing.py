@@ -83,8 +83,7 @@ _COMPILED = ", where no compiler does it"
 _OF_WHOLE_MODELS = ("loss", "mask")
 """Pieces that no compiler knows of, and that need no kernel of ours on a CPU."""
 _OF_TORCH = (nn.LayerNorm, nn.RMSNorm)
-"""Modules that half of all models have: that a machine or a policy fuses none of them is no news.
-"""
+"""Modules that half of all models have: that a machine or a policy fuses none is no news."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,4 +95,5 @@ def lines_of(running: Running, *, spared: int, weighed: bool) -> Sequence[tuple[
     if running == "captured":
         return [("running", "captured: what fp8 costs the host is not counted")]
     kept = f"{spared} layer{'s are' if spared > 1 else ' is'}" if spared else "no layer is"
-    return [("running", f"{running}: {kept} kept wider for what fp8 costs the host")]
+    told = f"{running}: {kept} kept wider for what fp8 costs the host"
+    return [("running", f"{told}; captured, none would be" if spared else told)]
