@@ -262,6 +262,19 @@ def test_a_norm_of_torch_without_a_cast_around_it_is_left_to_torch():
         norm(x[:, :4])
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kind", ["torch", "transformers"])
+def test_a_norm_has_the_epsilon_that_it_has_now(kind, language_model):
+    norm = nn.RMSNorm(32) if kind == "torch" else language_model("Llama").model.norm
+    norm = norm.to(DEVICE)
+    model = nn.Sequential(nn.Linear(32, 32, device=DEVICE), norm)
+    fused(model, ["rms_norm"])
+    x = torch.randn(3, 32, device=DEVICE)
+    setattr(norm, "eps" if kind == "torch" else "variance_epsilon", 0.5)
+    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.5)
+    torch.testing.assert_close(norm(x), expected * norm.weight)
+
+
 class OwnNorm(nn.RMSNorm):
     def forward(self, x):
         return x * self.weight
@@ -270,8 +283,8 @@ class OwnNorm(nn.RMSNorm):
 @pytest.mark.parametrize(
     ("norm", "why"),
     [
-        (nn.RMSNorm(8, elementwise_affine=False), "it has no weight"),
-        (nn.RMSNorm((2, 4)), "its rows have several dimensions"),
+        (nn.RMSNorm(8, elementwise_affine=False), "it has no weight of its own"),
+        (nn.RMSNorm((2, 4)), "its rows are of several dimensions"),
         (nn.RMSNorm(40000), "its rows of 40000 are too wide"),
         (OwnNorm(8), "OwnNorm has a forward of its own"),
     ],
@@ -321,7 +334,7 @@ def test_layer_norms_are_told_which_are_known():
     assert told == {
         ("0",): "one pass over memory, where no compiler does it",
         ("1",): "Shifted has a forward of its own",
-        ("2",): "it has no weight",
+        ("2",): "it has no weight of its own",
         ("3",): "its rows of 65536 are too wide",
     }
     # On a machine that has no kernels it is no news that there is none for these.
@@ -407,8 +420,8 @@ def test_a_cpu_is_told_to_have_no_kernels_by_the_plan(language_model):
     if interpreted() or DEVICE == "cuda":
         pytest.skip("needs a machine without kernels")
     plan = nc.plan(language_model("Llama"), "fp32", hardware=nc.probe("cpu"))
-    pieces = "loss, mask, rms_norm, rotary, swiglu"
-    assert f"unfused  {pieces}: Triton has no kernels for cpu" in str(plan)
+    assert "unfused  loss, mask: a CPU has it only where fuse names it" in str(plan)
+    assert "unfused  rms_norm, rotary, swiglu: Triton has no kernels for cpu" in str(plan)
 
 
 @pytest.mark.gpu

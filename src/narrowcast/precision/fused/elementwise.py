@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.precision.fused.declared import is_watched
-from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, RmsNorm, rotary_of
+from narrowcast.precision.plan.pieces.known_modules import (
+    ROTARY,
+    GatedMlp,
+    RmsNorm,
+    epsilon_of,
+    rotary_of,
+)
 from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 
@@ -69,7 +75,7 @@ class OnePassNorm(Elementwise):
         return rms_norm(
             x,
             weight,
-            eps=known.eps,
+            eps=epsilon_of(self),
             offset=known.offset,
             rounds=known.rounds and inside != torch.float32,
             dtype=dtype,

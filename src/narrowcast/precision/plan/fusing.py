@@ -190,8 +190,9 @@ def _why_nowhere(piece: str, policy: Policy, hardware: Hardware, *, named: bool)
     missing = unsupported_reason(device)
     if policy.reduce != "fp32":
         return f"sums are rounded to {policy.reduce}"
-    on_cpu = named and piece in _OF_WHOLE_MODELS and device.type == "cpu"
-    if missing and piece != "gelu" and not on_cpu:  # which is an operation of torch
+    if missing and piece in _OF_WHOLE_MODELS and device.type == "cpu":
+        return "" if named else "a CPU has it only where fuse names it"
+    if missing and piece != "gelu":  # which is an operation of torch
         return missing
     if not named and policy.functional not in ("bf16", "fp16"):
         return f"products are {policy.functional}; name the piece to have it"

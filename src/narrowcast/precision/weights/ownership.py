@@ -122,7 +122,8 @@ class Ownership:
                 f"a weight is {now[0]} on {now[1]} with strides {now[2]}, and was {was[0]} on "
                 f"{was[1]} with strides {was[2]} after prepare(): how weights are kept is the "
                 "policy's to say, and the optimizer's state would not follow; call model.to(…) "
-                "before prepare()"
+                "before prepare(), or, where the model casts it in its own forward, let it stay: "
+                "`NAME: params=fp32` in the policy"
             )
 
     @property

@@ -78,7 +78,7 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | str:
         return why or f"{plain_class(module).__name__} is no norm that is known"
     if weight.numel() > WIDEST:
         return f"its rows of {weight.numel()} are too wide"
-    eps = float(vars(module)[own[0]])
+    eps = epsilon_of(module)
     if eps <= 0:
         return f"{plain_class(module).__name__} has no epsilon"
     wide, narrow = (_normed(module, dtype) for dtype in (torch.float64, torch.bfloat16))
@@ -96,12 +96,21 @@ def _torchs_norm(module: nn.RMSNorm) -> RmsNorm | str:
     if has_own_forward(module) or plain.forward is not nn.RMSNorm.forward:
         return f"{plain.__name__} has a forward of its own"
     if weight is None or weight.dim() != 1:
-        return "it has no weight" if weight is None else "its rows have several dimensions"
+        return (
+            "it has no weight of its own"
+            if weight is None
+            else "its rows are of several dimensions"
+        )
     if weight.numel() > WIDEST:
         return f"its rows of {weight.numel()} are too wide"
+    return RmsNorm(epsilon_of(module), 0.0, rounds=False, promotes=True, of_torch=True)
+
+
+def epsilon_of(norm: nn.Module) -> float:
+    """Return what a norm adds to the mean of squares, as it is now."""
+    own = vars(norm).get("eps", vars(norm).get("variance_epsilon"))
     # As torch has it of fp32, in which it is computed.
-    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
-    return RmsNorm(eps, 0.0, rounds=False, promotes=True, of_torch=True)
+    return torch.finfo(torch.float32).eps if own is None else float(own)
 
 
 def layer_norm_of(module: nn.Module) -> str:
@@ -111,7 +120,7 @@ def layer_norm_of(module: nn.Module) -> str:
         return f"{plain.__name__} has a forward of its own"
     weight = module._parameters.get("weight")
     if weight is None:
-        return "it has no weight"
+        return "it has no weight of its own"
     return "" if weight.numel() <= WIDEST else f"its rows of {weight.numel()} are too wide"
 
 
@@ -157,8 +166,11 @@ def rotary_of(module: nn.Module) -> FunctionType | str:
 
 
 def looks_like_a_norm(module: nn.Module) -> bool:
-    """Say whether a module is a norm by the mean of squares."""
-    return kind_of(module) == "normalisation" and "RMS" in plain_class(module).__name__
+    """Say whether a module is a norm by the mean of squares, or derived from torch's."""
+    if isinstance(module, nn.RMSNorm):
+        return True
+    by_name = "RMS" in plain_class(module).__name__ or "variance_epsilon" in vars(module)
+    return kind_of(module) == "normalisation" and by_name
 
 
 def looks_like_a_layer_norm(module: nn.Module) -> bool:
@@ -181,6 +193,13 @@ def looks_like_turning(module: nn.Module) -> bool:
     """Say whether the forward of a module calls what turns queries and keys."""
     forward = inspect.unwrap(plain_class(module).forward)
     return isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
+
+
+def in_a_line(error: Exception) -> str:
+    """Return what went wrong in somebody else's forward, short enough for a plan."""
+    first = next(iter(str(error).splitlines()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return text if len(text) <= 90 else f"{text[:89]}…"
 
 
 def why_not_asked(module: nn.Module) -> str:
