@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.plan.pieces.known_modules import in_a_line, twin_of, why_not_asked
+from narrowcast.precision.plan.pieces.known_modules import (
+    NOT_RUN,
+    in_a_line,
+    twin_of,
+    why_not_asked,
+)
 from narrowcast.precision.swap import plain_class
 
 MASKING = "transformers.masking_utils"
@@ -92,7 +97,7 @@ def _why_not_counted(module: nn.Module) -> str:
         with torch.no_grad():
             plain.forward(twin, input_ids=tokens, use_cache=False)
     # Anything may go wrong in somebody else's forward that was not made for stand-ins.
-    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
+    except NOT_RUN as error:
         return f"{plain.__name__} could not be followed to its masks ({in_a_line(error)})"
     finally:
         setattr(library, PACKED, theirs)

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.plan.pieces.known_modules import in_a_line, twin_of, why_not_asked
+from narrowcast.precision.plan.pieces.known_modules import (
+    NOT_RUN,
+    in_a_line,
+    twin_of,
+    why_not_asked,
+)
 from narrowcast.precision.swap import has_own_forward, plain_class
 
 
@@ -112,7 +117,7 @@ def _followed(module: nn.Module, head_name: str) -> str:
             and hidden.shape == (2, 3, _Inside.WIDTH)
         )
     # Anything may go wrong in somebody else's forward that was not made for stand-ins.
-    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
+    except NOT_RUN as error:
         return f"{plain.__name__} could not be followed to its loss ({in_a_line(error)})"
     return "" if unchanged else f"{plain.__name__} does more with its logits than take a loss"
 

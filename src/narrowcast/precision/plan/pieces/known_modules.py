@@ -33,7 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _ROWS, _WIDTH = 3, 8
 WIDEST = 32768
 """Numbers of a row that a program of 512 threads still holds in registers, 64 in each."""
-_NOT_RUN = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
+NOT_RUN = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
 """What other people's forwards raise that want something else."""
 _NEAR = 1e-9
 """Between float64 and what is another function, or another constant."""
@@ -231,7 +231,7 @@ def _normed(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     try:
         with torch.no_grad():
             return x, weight, type(twin).forward(twin, x)
-    except _NOT_RUN:
+    except NOT_RUN:
         return x, weight, None
 
 
@@ -270,7 +270,7 @@ def _activation_asked(module: nn.Module) -> str:
     try:
         with torch.no_grad():
             found = type(module).forward(module, x)
-    except _NOT_RUN:
+    except NOT_RUN:
         return ""
     same = (name for name, known in _ACTIVATIONS.items() if _are_near(found, known(x)))
     return next(same, "")
@@ -279,7 +279,7 @@ def _activation_asked(module: nn.Module) -> str:
 def _operations(module: nn.Module) -> int:
     """Count what a module of one input launches; none where it does not run."""
     counting = _Counting()
-    with _real_numbers(), contextlib.suppress(*_NOT_RUN), torch.no_grad():
+    with _real_numbers(), contextlib.suppress(*NOT_RUN), torch.no_grad():
         x = _numbers(_ROWS, seed=2)
         with counting:
             type(module).forward(module, x)
@@ -316,7 +316,7 @@ def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
     try:
         with torch.no_grad():
             return _are_near(type(twin).forward(twin, x), expected)
-    except _NOT_RUN:
+    except NOT_RUN:
         return False
 
 
@@ -334,7 +334,7 @@ def _turns_halves(turn: Callable[..., Any]) -> bool:
             _are_near(a, halves_turned(b, angles[0][:, None], angles[1][:, None]))
             for a, b in zip(found, (query, key), strict=True)
         )
-    except _NOT_RUN:
+    except NOT_RUN:
         return False
 
 
