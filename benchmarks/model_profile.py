@@ -21,21 +21,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 
 import narrowcast as nc
+from kernel_times import KINDS, kernel_times, kind_of
 from narrowcast.runs.environment import describe_environment
 
 WARM_UP, STEPS, SHOWN = 5, 3, 12
 SPLIT = "bf16, params=bf16, master=split"
 WAYS = {"AMP": "", "bf16": "bf16", "bf16 + split": SPLIT}
-KINDS = {
-    "attention": ("flash", "fmha", "sdpa"),  # before products: cuDNN's are called fprop, too
-    "products": ("nvjet", "gemm", "cutlass", "splitk", "conv", "wgrad", "dgrad", "fprop", "::mm"),
-    "update": ("adam", "norm_out", "multi_tensor", "lpnorm", "l2_norm", "update"),
-    "copies and casts": ("copy", "memcpy", "memset", "fill"),
-}
-"""Words in the names of kernels, looked for in this order; all other kernels are `other`."""
 
 
 def llama(device: torch.device, *, tiny: bool) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -105,29 +98,18 @@ def profiled(step: Callable[[], None], device: torch.device) -> dict[str, Any]:
     for _ in range(WARM_UP if on_gpu else 1):
         step()
     elapsed = elapsed_ms(step) if on_gpu else 0.0  # of a CPU nothing is said
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as found:
-        for _ in range(STEPS):
-            step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    spent, launched = Counter[str](), Counter[str]()
-    for event in found.events():
-        if event.device_type == kind:
-            spent[event.name] += event.device_time_total if on_gpu else event.self_cpu_time_total
-            launched[event.name] += 1
+    spent, launched = kernel_times(step, steps=STEPS, on_gpu=on_gpu)
     kinds = Counter[str]()
-    for name, microseconds in spent.items():
-        kinds[kind_of(name)] += microseconds
+    for name, milliseconds in spent.items():
+        kinds[kind_of(name)] += milliseconds
     return {
         "elapsed_ms": elapsed,
-        "busy_ms": sum(spent.values()) / STEPS / 1e3,
-        "launches": sum(launched.values()) / STEPS,
-        "kinds_ms": {name: value / STEPS / 1e3 for name, value in kinds.most_common()},
+        "busy_ms": sum(spent.values()),
+        "launches": sum(launched.values()),
+        "kinds_ms": dict(kinds.most_common()),
         "kernels": [
-            {"name": name[:120], "ms": value / STEPS / 1e3, "launches": launched[name] / STEPS}
-            for name, value in spent.most_common(SHOWN)
+            {"name": name[:120], "ms": milliseconds, "launches": launched[name]}
+            for name, milliseconds in spent.most_common(SHOWN)
         ],
     }
 
@@ -142,12 +124,6 @@ def elapsed_ms(step: Callable[[], None]) -> float:
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last) / (2 * STEPS)
-
-
-def kind_of(name: str) -> str:
-    """Return what a kernel is for."""
-    small = name.lower()
-    return next((k for k, words in KINDS.items() if any(w in small for w in words)), "other")
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

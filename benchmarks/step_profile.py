@@ -10,9 +10,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import torch
-from torch.autograd import DeviceType
-
+from kernel_times import kernel_times, kind_of
 from narrowcast.bench.model import set_up
 from narrowcast.bench.peers.ours import build
 from narrowcast.runs import describe_machine
@@ -20,17 +18,6 @@ from narrowcast.workloads import load_recipe
 
 POLICIES = "bf16, params=bf16, master=split | fp16, params=fp16, master=fp32"
 WARM_UP, STEPS, SHOWN = 15, 5, 25
-KINDS = {
-    "products": ("nvjet", "gemm", "cutlass", "splitk", "aten::mm", "aten::addmm", "aten::bmm"),
-    "attention": ("cudnn", "flash", "fmha", "sdpa", "scaled_dot_product"),
-}
-"""Words in the names of kernels; all other kernels are `other`."""
-
-
-def kind_of(name: str) -> str:
-    """Return what a kernel is for."""
-    small = name.lower()
-    return next((k for k, words in KINDS.items() if any(w in small for w in words)), "other")
 
 
 def profiled(recipe: str, policy: str) -> Counter[str]:
@@ -40,19 +27,7 @@ def profiled(recipe: str, policy: str) -> Counter[str]:
     on_gpu = bench.device.type == "cuda"
     for _ in range(WARM_UP if on_gpu else 1):
         step()
-    activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as found:
-        for _ in range(STEPS):
-            step()
-        if on_gpu:
-            torch.cuda.synchronize()
-    spent: Counter[str] = Counter()
-    for event in found.events():
-        if on_gpu and event.device_type == DeviceType.CUDA:
-            spent[event.name] += event.device_time_total / STEPS / 1e3
-        elif not on_gpu:
-            spent[event.name] += event.self_cpu_time_total / STEPS / 1e3
-    return spent
+    return kernel_times(step, steps=STEPS, on_gpu=on_gpu)[0]
 
 
 def main() -> None:
