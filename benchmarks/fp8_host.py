@@ -10,11 +10,13 @@ host and wall clock of a forward and a backward pass, launches, device time by k
 how many casts there were. `--profile` adds the functions in which the host spends its time.
 Then, of a chain of twelve linear layers with GELUs between them and few rows, what the host takes
 over a layer of it, both passes, eager and compiled: of a compiled one what is left are the casts,
-which are operators in Python to the compiler.
+which are operators in Python to the compiler. Last, single calls of which those layers are made:
+products, casts and launches, with so few rows that the device never keeps the host waiting.
 """
 
 import argparse
 import cProfile
+import functools
 import itertools
 import json
 import pstats
@@ -30,6 +32,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import narrowcast as nc
+from narrowcast.kernels.fp8 import DECIDED, Quantized, quantize, quantize_into
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
@@ -48,7 +51,7 @@ CASTS = ("quantize", "largest_magnitude", "largest_of_both", "back_tile", "lines
 PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "xmma")
 
 
-def microseconds(step: Callable[[], Any]) -> float:
+def microseconds(step: Callable[[], Any], *, calls: int = CALLS) -> float:
     """Return what the host takes to queue a step: the median of rounds, each begun with nothing."""
     for _ in range(WARM_UP):
         step()
@@ -56,9 +59,9 @@ def microseconds(step: Callable[[], Any]) -> float:
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             step()
-        rounds.append((time.perf_counter() - begin) / CALLS * 1e6)
+        rounds.append((time.perf_counter() - begin) / calls * 1e6)
     torch.cuda.synchronize()
     return statistics.median(rounds)
 
@@ -185,16 +188,57 @@ def chain_step(policy: str, *, compiled: bool) -> Callable[[], Any]:
     return passes
 
 
-def measure_chains() -> list[dict[str, Any]]:
+def measure_chains(*, profiled: bool) -> list[dict[str, Any]]:
     rows = []
     for compiled in (False, True):
         plain = 0.0
         for policy in ("bf16, params=bf16, master=split", "fp8-delayed, params=bf16, master=split"):
-            host = microseconds(chain_step(policy, compiled=compiled)) / CHAIN
+            passes = chain_step(policy, compiled=compiled)
+            host = microseconds(passes) / CHAIN
             plain = plain or host
-            told = {"mode": "compiled" if compiled else "eager", "policy": policy}
+            told: dict[str, Any] = {"mode": "compiled" if compiled else "eager", "policy": policy}
+            if profiled:
+                told["host_functions"] = hottest(passes, count=30)
             rows.append(told | {"layer_us": round(host, 1), "above_us": round(host - plain, 1)})
             print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def measure_parts() -> list[dict[str, Any]]:
+    """Return what single calls take the host."""
+    wide = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
+    scale = torch.ones(1, device="cuda")
+    noted = torch.zeros(4, dtype=torch.int32, device="cuda")
+    narrow, fp8 = wide.to(torch.float8_e4m3fn), torch.float8_e4m3fn
+    narrow_weight = weight.to(fp8)
+    out, transposed = narrow.clone(), torch.empty(1024, 256, device="cuda", dtype=fp8)
+    made = Quantized(out, transposed, scale, scale)
+    DECIDED.add(scale)
+    operator = torch.ops.narrowcast.quantize_fp8.default
+    by_torch = functools.partial(torch._scaled_mm, scale_a=scale, scale_b=scale)
+    in_bf16 = functools.partial(by_torch, narrow, narrow_weight.t(), out_dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "torch.empty": lambda: torch.empty(256, 1024, device="cuda", dtype=fp8),
+        "one elementwise kernel of torch": bias.neg_,
+        "bf16 product": lambda: torch.mm(wide, weight),
+        "bf16 product and bias": lambda: torch.addmm(bias, wide, weight),
+        "fp8 product": in_bf16,
+        "fp8 product, fast accumulation": lambda: in_bf16(use_fast_accum=True),
+        "fp8 product and bias": lambda: in_bf16(bias=bias),
+        "cast, as a function": lambda: quantize(wide, fp8, scale_inv=scale, cast_stats=noted),
+        "cast, as an operator": lambda: operator(wide, fp8, scale, noted, True, True, "", None),
+        "cast, into memory that exists": lambda: quantize_into(
+            made, wide, cast_stats=noted, by_itself=False
+        ),
+    }
+    with torch.no_grad():
+        rows = [{"call": name, "us": round(microseconds(call, calls=100), 1)} for name, call in
+                calls.items()]  # fmt: skip
+    for row in rows:
+        print(row, file=sys.stderr, flush=True)
     return rows
 
 
@@ -219,12 +263,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--profile", action="store_true", help="say where the host is")
-    sections = ("layers", "blocks", "chains")
+    sections = ("layers", "blocks", "chains", "parts")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     options = parser.parse_args()
     figures: dict[str, Any] = {"environment": describe_machine()}
     if "chains" in options.only:
-        figures["chains"] = measure_chains()
+        figures["chains"] = measure_chains(profiled=options.profile)
+    if "parts" in options.only:
+        figures["parts"] = measure_parts()
     if "layers" in options.only:
         figures["layers"] = measure_layers()
     if "blocks" in options.only:
