@@ -1,0 +1,112 @@
+"""What an eager step of the zoo's models costs the host: AMP, and ours by the drop-in.
+
+    python benchmarks/host_models.py [--models NAME ...] [--ways NAME ...] [--profile] [--json FILE]
+
+The models are those of `narrowcast bench models`, whole, with a batch of one row of 64 tokens or
+one picture: the device has next to nothing to do, and a step takes what the host takes to ask for
+it. Models of this kind are trained at that speed wherever batches are small. `--profile` adds the
+functions in which the host spends its time. On a CPU, which computes as well, this says nothing.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowcast.bench.zoo.built import Built
+from narrowcast.bench.zoo.models import ZOO, built
+from narrowcast.bench.zoo.ways import AMP, BF16_SPLIT, WAYS, Trial, step_of
+from narrowcast.runs.environment import describe_environment
+
+WARM_UP, STEPS, ROUNDS, SHOWN = 5, 5, 7, 40
+LENGTH = 64
+
+
+def little(made: Built) -> Built:
+    """Return a model with the first 64 places of the first row, or the first picture."""
+
+    def cut(given: Any) -> Any:
+        if not isinstance(given, Tensor) or not given.dim():
+            return given
+        # Tokens, labels of places, and rows of vectors; else pictures, and what belongs to one.
+        in_places = given.dim() == 3 or (given.dim() == 2 and not given.is_floating_point())
+        return given[:1, :LENGTH].contiguous() if in_places else given[:1]
+
+    return replace(made, inputs=tuple(cut(each) for each in made.inputs))
+
+
+def milliseconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Return what a step takes, the median of rounds that each begin with nothing queued."""
+    rounds = []
+    for _ in range(ROUNDS):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        _wait(device)
+        rounds.append((time.perf_counter() - begin) / STEPS * 1e3)
+    return statistics.median(rounds)
+
+
+def hottest(step: Callable[[], Any], device: torch.device) -> list[str]:
+    """Return where the host spends its time in a step."""
+    profiler = cProfile.Profile()
+    _wait(device)
+    profiler.enable()
+    for _ in range(STEPS):
+        step()
+    profiler.disable()
+    _wait(device)
+    entries: Any = pstats.Stats(profiler)
+    found = sorted(entries.stats.items(), key=lambda each: -each[1][2])[:SHOWN]
+    return [
+        f"{Path(where).name}:{line} {name}: {calls / STEPS:.0f} calls, {own / STEPS * 1e6:.0f} µs"
+        for (where, line, name), (_, calls, own, _, _) in found
+    ]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured(name: str, way: str, device: torch.device, *, profiled: bool) -> dict[str, Any]:
+    made = little(built(name, device, quick=False))
+    step, _ = step_of(made, Trial(model=name, way=way, mode="eager"), device)
+    for _ in range(WARM_UP):
+        step()
+    row: dict[str, Any] = {"model": name, "way": way, "ms": round(milliseconds(step, device), 2)}
+    return row | ({"host_functions": hottest(step, device)} if profiled else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=tuple(ZOO), default=tuple(ZOO))
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=(AMP, BF16_SPLIT))
+    parser.add_argument("--profile", action="store_true", help="say where the host is")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    device, rows = torch.device(options.device), []
+    print("| model | way | host ms a step |\n|---|---|---|")
+    for name in options.models:
+        for way in options.ways:
+            rows.append(measured(name, way, device, profiled=options.profile))
+            print(f"| {name} | {way} | {rows[-1]['ms']} |", flush=True)
+            if options.json:
+                figures = {"environment": describe_environment(), "rows": rows}
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
