@@ -216,7 +216,7 @@ def measure_parts() -> list[dict[str, Any]]:
     out, transposed = narrow.clone(), torch.empty(1024, 256, device="cuda", dtype=fp8)
     made = Quantized(out, transposed, scale, scale)
     DECIDED.add(scale)
-    operator = torch.ops.narrowcast.quantize_fp8.default
+    operator = torch.ops.narrowcast.quantize_fp8_by.default
     by_torch = functools.partial(torch._scaled_mm, scale_a=scale, scale_b=scale)
     in_bf16 = functools.partial(by_torch, narrow, narrow_weight.t(), out_dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {

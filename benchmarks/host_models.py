@@ -14,7 +14,7 @@ import json
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,21 @@ def little(made: Built) -> Built:
     return replace(made, inputs=tuple(cut(each) for each in made.inputs))
 
 
-def milliseconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Return what a step takes, the median of rounds that each begin with nothing queued."""
-    rounds = []
+def rounds_ms(steps: list[Callable[[], Any]], device: torch.device) -> list[list[float]]:
+    """Return what each step takes, round by round, all of them in turn: hosts grow slow at times.
+
+    A round begins with nothing queued.
+    """
+    found: list[list[float]] = [[] for _ in steps]
     for _ in range(ROUNDS):
-        _wait(device)
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        _wait(device)
-        rounds.append((time.perf_counter() - begin) / STEPS * 1e3)
-    return statistics.median(rounds)
+        for step, rounds in zip(steps, found, strict=True):
+            _wait(device)
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            _wait(device)
+            rounds.append((time.perf_counter() - begin) / STEPS * 1e3)
+    return found
 
 
 def hottest(step: Callable[[], Any], device: torch.device) -> list[str]:
@@ -79,13 +83,31 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measured(name: str, way: str, device: torch.device, *, profiled: bool) -> dict[str, Any]:
+def ready_step(name: str, way: str, device: torch.device) -> Callable[[], Any]:
     made = little(built(name, device, quick=False))
     step, _ = step_of(made, Trial(model=name, way=way, mode="eager"), device)
     for _ in range(WARM_UP):
         step()
-    row: dict[str, Any] = {"model": name, "way": way, "ms": round(milliseconds(step, device), 2)}
-    return row | ({"host_functions": hottest(step, device)} if profiled else {})
+    return step
+
+
+def measured(
+    name: str, ways: Sequence[str], device: torch.device, *, profiled: bool
+) -> list[dict[str, Any]]:
+    """Return a row for each way, of which the first is what others are compared with."""
+    steps = [ready_step(name, way, device) for way in ways]
+    found = rounds_ms(steps, device)
+    rows: list[dict[str, Any]] = []
+    for way, step, rounds in zip(ways, steps, found, strict=True):
+        ratios = [theirs / ours for theirs, ours in zip(found[0], rounds, strict=True)]
+        row = {
+            "model": name,
+            "way": way,
+            "ms": round(statistics.median(rounds), 2),
+            "times_as_fast": round(statistics.median(ratios), 3),
+        }
+        rows.append(row | ({"host_functions": hottest(step, device)} if profiled else {}))
+    return rows
 
 
 def main() -> None:
@@ -96,16 +118,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    device, rows = torch.device(options.device), []
-    print("| model | way | host ms a step |\n|---|---|---|")
+    device, rows = torch.device(options.device), list[dict[str, Any]]()
+    print(
+        f"| model | way | host ms a step | times as fast as {options.ways[0]} |\n|---|---|---|---|"
+    )
     for name in options.models:
-        for way in options.ways:
-            rows.append(measured(name, way, device, profiled=options.profile))
-            print(f"| {name} | {way} | {rows[-1]['ms']} |", flush=True)
-            if options.json:
-                figures = {"environment": describe_environment(), "rows": rows}
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+        for row in measured(name, options.ways, device, profiled=options.profile):
+            rows.append(row)
+            print(f"| {name} | {row['way']} | {row['ms']} | {row['times_as_fast']} |", flush=True)
+        if options.json:
+            figures = {"environment": describe_environment(), "rows": rows}
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

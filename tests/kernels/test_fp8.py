@@ -1,5 +1,6 @@
 """Scale, cast and transpose, against ml_dtypes' rounding and torch's GELU in float64."""
 
+import functools
 from contextlib import contextmanager
 
 import ml_dtypes
@@ -402,6 +403,14 @@ def test_with_an_activation_the_kernel_and_its_twin_differ_rarely_and_by_one_cod
     assert (apart[large] > 0).float().mean() <= 2 / 64
 
 
+def operator(x, target, inverse):
+    """The operator for a scale that is given, or for one of the matrix's own."""
+    ops = torch.ops.narrowcast
+    if inverse is None:
+        return functools.partial(ops.quantize_fp8, x, target)
+    return functools.partial(ops.quantize_fp8_by, x, target, inverse)
+
+
 def call(x, target, inverse, notes):
     return quantize(x, target, scale_inv=inverse, cast_stats=notes)
 
@@ -418,7 +427,7 @@ def test_the_operator_and_a_traced_call_are_the_direct_call(target, scale):
 
     direct_with, op_with, traced_with = arguments(), arguments(), arguments()
     direct = call(*direct_with)
-    op = torch.ops.narrowcast.quantize_fp8(*op_with, True, True, "", None)
+    op = operator(*op_with[:3])(op_with[3], True, True, "", None)
     traced = torch.compile(call, backend="eager", fullgraph=True)(*traced_with)
     assert isinstance(traced, Quantized)
     for a, b, c in zip(direct[:2], op, traced, strict=False):
@@ -435,11 +444,10 @@ def test_the_operator_and_a_traced_call_are_the_direct_call(target, scale):
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_fake_tensors_have_the_shapes_of_real_ones(target, shape, rows, columns, scaled):
-    op = torch.ops.narrowcast.quantize_fp8
-    x = torch.ones(shape)
-    real = op(x, target, torch.ones(1) if scaled else None, None, rows, columns, "", None)
+    x, how = torch.ones(shape), (None, rows, columns, "", None)
+    real = operator(x, target, torch.ones(1) if scaled else None)(*how)
     with FakeTensorMode() as mode:
         inverse = mode.from_tensor(torch.ones(1)) if scaled else None
-        fake = op(mode.from_tensor(x), target, inverse, None, rows, columns, "", None)
+        fake = operator(mode.from_tensor(x), target, inverse)(*how)
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())

@@ -1,3 +1,5 @@
+import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -6,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.kernels import launch
 from narrowcast.kernels.launch import interpreted, specialised, unsupported_reason
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WITHOUT_TRITON = """
 import sys
@@ -144,3 +148,90 @@ def test_a_kernel_that_was_found_again_computes_what_the_first_launch_did(cuda, 
     expected = x.abs().max().view(torch.int32).item()
     for _ in range(3):
         assert largest_magnitude(x).item() == expected
+
+
+@pytest.mark.gpu
+def test_a_launch_is_found_again_by_its_sizes_however_many_there_are(cuda, monkeypatch):
+    from narrowcast.kernels.gelu import gelu
+
+    monkeypatch.setattr(launch, "_KEPT", 3)
+    for count in (16, 32, 33, 48, 16, 64, 80, 33, 1, 16):
+        x = torch.randn(count, device=cuda)
+        torch.testing.assert_close(gelu(x), torch.nn.functional.gelu(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_who_listens_to_launches_is_told_of_those_that_are_found_again(cuda):
+    from triton import knobs
+
+    from narrowcast.kernels.gelu import gelu
+
+    x, told = torch.randn(4096, device=cuda), []
+    gelu(x)
+    listen = lambda about: told.append(about.get()["name"])  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(listen)
+    try:
+        gelu(x)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(listen)
+    gelu(x)
+    assert told == ["_forward"]
+
+
+def pieces():
+    """Kernels that autograd follows: what each is called with, and its operators."""
+    from narrowcast.kernels.gated import gated, gated_halves
+    from narrowcast.kernels.norms import layer_norm, rms_norm
+    from narrowcast.kernels.rotary import turn_halves, turn_heads
+
+    bf16 = torch.bfloat16
+    rms = functools.partial(rms_norm, eps=1e-5, offset=0.0, rounds=False, dtype=bf16)
+    return {
+        "layer_norm": (functools.partial(layer_norm, eps=1e-5, dtype=bf16), [(3, 16), 16, 16]),
+        "rms_norm": (rms, [(3, 16), 16]),
+        "gated": (functools.partial(gated, activation="silu"), [(3, 16), (3, 16)]),
+        "gated halves": (functools.partial(gated_halves, activation="gelu"), [(3, 32)]),
+        "turn_halves": (turn_halves, [(1, 2, 3, 16), (1, 2, 3, 16), (1, 3, 16), (1, 3, 16)]),
+        "turn_heads": (functools.partial(turn_heads, queries=2), [(1, 3, 6, 16), (3, 1, 8, 2)]),
+    }
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators of ours are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "narrowcast":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(pieces()) if HAS_TRITON else [])
+def test_a_mode_is_told_of_every_operator_and_changes_nothing(name):
+    call, shapes = pieces()[name]
+    device = "cpu" if interpreted() else "cuda"
+    torch.manual_seed(0)
+    given = [torch.randn(shape, device=device) for shape in shapes]
+    if name in ("turn_halves", "turn_heads"):
+        given = [each.to(torch.bfloat16) if each.dim() == 4 else each for each in given]
+        given[-1] = given[-1].float()
+    else:
+        given[0] = given[0].to(torch.bfloat16)
+        given[1:] = [each.to(torch.bfloat16) if name == "gated" else each for each in given[1:]]
+    learnt = [each.requires_grad_() for each in given if not name.startswith("turn")]
+    learnt = learnt or [each.requires_grad_() for each in given if each.dtype == torch.bfloat16]
+
+    def both_passes():
+        result = call(*given)
+        first = result[0] if isinstance(result, tuple) else result
+        return first.detach(), *torch.autograd.grad(first.float().square().sum(), learnt)
+
+    with Operators() as mode:
+        seen = both_passes()
+    assert len(mode.seen) == 2  # there and back
+    assert mode.seen[0] == name.split()[0]
+    for a, b in zip(seen, both_passes(), strict=True):
+        assert torch.equal(a, b)

@@ -5,7 +5,13 @@ from collections import UserDict, namedtuple
 import pytest
 import torch
 
-from narrowcast.precision.nested import copy_tensors, map_tensors, outline, tensors_in
+from narrowcast.precision.nested import (
+    cast_arguments,
+    copy_tensors,
+    map_tensors,
+    outline,
+    tensors_in,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -61,3 +67,24 @@ def test_batches_of_other_values_have_the_same_outline():
 )
 def test_batches_that_are_built_otherwise_have_another_outline(change):
     assert outline({**batch(0), **change}) != outline(batch(0))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.ones(2),), {}),
+        ((torch.ones(2, dtype=torch.bfloat16),), {}),
+        ((torch.ones(2, dtype=torch.int64),), {}),
+        (([torch.ones(2)],), {}),
+        ((torch.ones(2), torch.ones(3, dtype=torch.int64)), {"x": torch.ones(4)}),
+        ((), {"x": Pair(torch.ones(2), "text")}),
+    ],
+)
+def test_arguments_are_cast_as_any_value_is_and_only_where_they_must_be(args, kwargs):
+    found, expected = (
+        cast_arguments(args, kwargs, torch.bfloat16),
+        map_tensors((args, kwargs), lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t),
+    )
+    assert outline(found) == outline(expected)
+    for before, after in zip(tensors_in((args, kwargs)), tensors_in(found), strict=True):
+        assert (after is before) == (before.dtype != torch.float32)

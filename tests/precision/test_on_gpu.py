@@ -127,7 +127,6 @@ def test_neither_buffers_nor_clipping_by_hand_make_the_host_wait(policy, host_ne
     assert all(map(torch.equal, after, kept))
 
 
-@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single:UserWarning")
 @pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda c: c.__name__)
 def test_a_recurrent_layer_is_in_bf16_and_not_in_fp16(cuda, kind, policy):

@@ -7,9 +7,9 @@ the next step's scale comes from, and how many values the cast lost. Without a s
 a pass before it takes that of the matrix itself. Rows are filled up with zeros to a multiple of 16,
 which adds nothing to a product.
 
-Inside `torch.compile` this is one opaque operator, `narrowcast::quantize_fp8`: no graph break, and
-the same kernel as in eager mode. Where Triton has no kernels, plain torch does the same in more
-passes.
+Inside `torch.compile` this is one opaque operator, `narrowcast::quantize_fp8`, or with a scale that
+is given `narrowcast::quantize_fp8_by`: no graph break, and the same kernel as in eager mode. Where
+Triton has no kernels, plain torch does the same in more passes.
 """
 
 import functools
@@ -59,9 +59,11 @@ class DecidedScales:
 
     def first_use(self, scale_inv: Tensor) -> bool:
         """Say whether the matrix at hand decides a scale, which is decided from then on."""
-        undecided = scale_inv not in self
-        self.add(scale_inv)
-        return undecided
+        address = scale_inv.data_ptr()
+        if address in self._addresses:
+            return False
+        self._addresses.add(address)
+        return True
 
     def among(self, addresses: AbstractSet[int]) -> frozenset[int]:
         """Return the addresses of those scales that are decided."""
@@ -119,10 +121,14 @@ def quantize(
     quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `beside`, or
     `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `beside` times the activation of x.
     """
-    call = torch.ops.narrowcast.quantize_fp8 if torch.compiler.is_compiling() else _made
-    found = call(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside)
-    used = found[2] if scale_inv is None else scale_inv
-    return Quantized(found[0], found[1], used, used)
+    ops, how = torch.ops.narrowcast, (cast_stats, rowwise, columnwise, activation, beside)
+    if not torch.compiler.is_compiling():
+        in_rows, in_columns, used = _made(x, target, scale_inv, *how)
+    elif scale_inv is None:
+        in_rows, in_columns, used = ops.quantize_fp8(x, target, *how)
+    else:
+        (in_rows, in_columns), used = ops.quantize_fp8_by(x, target, scale_inv, *how), scale_inv
+    return Quantized(in_rows, in_columns, used, used)
 
 
 def quantize_into(
@@ -160,19 +166,27 @@ def castable(value: Tensor, scale_inv: Tensor, largest: float) -> Tensor:
 def _quantize(
     x: Tensor,
     target: torch.dtype,
-    scale_inv: Tensor | None,
     cast_stats: Tensor | None,
     rowwise: bool,
     columnwise: bool,
     activation: str,
     beside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _made(x, target, None, cast_stats, rowwise, columnwise, activation, beside)
+
+
+def _quantize_by(
+    x: Tensor,
+    target: torch.dtype,
+    scale_inv: Tensor,
+    cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    activation: str,
+    beside: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return what an operator may: no tensor that it was given."""
-    in_rows, in_columns, used = _made(
-        x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside
-    )
-    fresh = used if scale_inv is None else used.new_empty(0)
-    return in_rows, in_columns, fresh
+    return _made(x, target, scale_inv, cast_stats, rowwise, columnwise, activation, beside)[:2]
 
 
 def _made(
@@ -287,29 +301,48 @@ def _plainly(
 # declared, they would make it copy state back and forth for a maximum that may be taken twice.
 # Registered by hand, at a fifth of what torch's decorator costs the host a call.
 _library = torch.library.Library("narrowcast", "FRAGMENT")
+_HOW = "Tensor? cast_stats, bool rowwise, bool columnwise, str activation, Tensor? beside"
+_TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 _library.define(
-    "quantize_fp8(Tensor x, ScalarType target, Tensor? scale_inv, Tensor? cast_stats, "
-    "bool rowwise, bool columnwise, str activation, Tensor? beside) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag),
+    f"quantize_fp8(Tensor x, ScalarType target, {_HOW}) -> (Tensor, Tensor, Tensor)", tags=_TAGS
+)
+_library.define(
+    f"quantize_fp8_by(Tensor x, ScalarType target, Tensor scale_inv, {_HOW}) -> (Tensor, Tensor)",
+    tags=_TAGS,
 )
 _library.impl("quantize_fp8", _quantize, "CompositeExplicitAutograd")
+_library.impl("quantize_fp8_by", _quantize_by, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("narrowcast::quantize_fp8")
 def _shapes(
     x: Tensor,
     target: torch.dtype,
-    scale_inv: Tensor | None,
     cast_stats: Tensor | None,
     rowwise: bool,
     columnwise: bool,
     activation: str,
     beside: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    fresh = x.new_empty(1, dtype=torch.float32)
+    given = (cast_stats, rowwise, columnwise, activation, beside)
+    return *_shapes_by(x, target, fresh, *given), fresh
+
+
+@torch.library.register_fake("narrowcast::quantize_fp8_by")
+def _shapes_by(
+    x: Tensor,
+    target: torch.dtype,
+    scale_inv: Tensor,
+    cast_stats: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    activation: str,
+    beside: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     count, width = x.shape
     padded = count + -count % MULTIPLE
     return (
         x.new_empty((padded, width) if rowwise else 0, dtype=target),
         x.new_empty((width, padded) if columnwise else 0, dtype=target),
-        x.new_empty(1 if scale_inv is None else 0, dtype=torch.float32),
     )

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowcast.kernels.gelu_arithmetic import share_and_slope
-from narrowcast.kernels.launch import Launcher, interpreted
+from narrowcast.kernels.launch import Launcher, interpreted, is_traced
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 _BLOCK = 1024  # elements of a program: 16 bytes a load in each of 128 threads
+_BY_BITS = interpreted()
 
 
 def gated(gate: Tensor, value: Tensor, activation: Activation) -> Tensor:
@@ -40,14 +41,20 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, value: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, value)
         ctx.activation = activation
-        result: Tensor = torch.ops.narrowcast.gated(gate, value, activation)
+        call = torch.ops.narrowcast.gated if is_traced() else _gated
+        result: Tensor = call(gate, value, activation)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        both = torch.ops.narrowcast.gated_back(grad, *ctx.saved_tensors, ctx.activation, False)
-        return both[0], both[1], None
+        gate, value = ctx.saved_tensors
+        if is_traced():
+            both = torch.ops.narrowcast.gated_back(grad, gate, value, ctx.activation, False)
+            return both[0], both[1], None
+        grads = [torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2)]
+        _write_back(grad, gate, value, ctx.activation, grads[0], grads[1])
+        return grads[0], grads[1], None
 
 
 class _GatedHalves(torch.autograd.Function):
@@ -55,14 +62,18 @@ class _GatedHalves(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(both)
         ctx.activation = activation
-        result: Tensor = torch.ops.narrowcast.gated(*both.chunk(2, -1), activation)
+        call = torch.ops.narrowcast.gated if is_traced() else _gated
+        gate, value = both.chunk(2, -1)
+        result: Tensor = call(gate, value, activation)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (both,) = ctx.saved_tensors
-        return torch.ops.narrowcast.gated_back(grad, *both.chunk(2, -1), ctx.activation, True), None
+        call = torch.ops.narrowcast.gated_back if is_traced() else _gated_back
+        gate, value = both.chunk(2, -1)
+        return call(grad, gate, value, ctx.activation, True), None
 
 
 _apply: Any = _Gated.apply
@@ -71,13 +82,12 @@ _apply_halves: Any = _GatedHalves.apply
 
 def _gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     result: Tensor = _product_shape(gate, value, activation)
-    gate, value = _rows(gate, value)
-    rows, width = gate.shape
+    gate, value, rows, sizes = _rows(gate, value)
     _launch_forward(
-        (rows * -(-width // _BLOCK), 1, 1),
+        (rows * -(-sizes[0] // _BLOCK), 1, 1),
         (gate, value, result),
-        (width, gate.stride(0), value.stride(0)),
-        (activation, interpreted(), _BLOCK),
+        sizes,
+        (activation, _BY_BITS, _BLOCK),
         num_warps=4,
     )
     return result
@@ -85,27 +95,47 @@ def _gated(gate: Tensor, value: Tensor, activation: str) -> Tensor:
 
 def _gated_back(grad: Tensor, gate: Tensor, value: Tensor, activation: str, halves: bool) -> Tensor:
     result: Tensor = _back_shape(grad, gate, value, activation, halves)
-    gate, value = _rows(gate, value, apart=halves)
-    rows, width = gate.shape
     first, second = result.chunk(2, -1) if halves else result
-    _launch_backward(
-        (rows * -(-width // _BLOCK), 1, 1),
-        (grad.contiguous(), gate, value, first, second),
-        (width, gate.stride(0), value.stride(0), 2 * width if halves else width),
-        (activation, interpreted(), _BLOCK),
-        num_warps=4,
-    )
+    _write_back(grad, gate, value, activation, first, second, halves=halves)
     return result
 
 
-def _rows(gate: Tensor, value: Tensor, *, apart: bool = False) -> tuple[Tensor, Tensor]:
-    """Return both as rows that are dense in themselves; as one row where nothing is in between."""
+def _write_back(
+    grad: Tensor,
+    gate: Tensor,
+    value: Tensor,
+    activation: str,
+    grad_gate: Tensor,
+    grad_value: Tensor,
+    *,
+    halves: bool = False,
+) -> None:
+    """Write the gradients of gate and value, dense or as halves of one tensor."""
+    gate, value, rows, sizes = _rows(gate, value, apart=halves)
+    width = sizes[0]
+    _launch_backward(
+        (rows * -(-width // _BLOCK), 1, 1),
+        (grad.contiguous(), gate, value, grad_gate, grad_value),
+        (*sizes, 2 * width if halves else width),
+        (activation, _BY_BITS, _BLOCK),
+        num_warps=4,
+    )
+
+
+def _rows(
+    gate: Tensor, value: Tensor, *, apart: bool = False
+) -> tuple[Tensor, Tensor, int, tuple[int, int, int]]:
+    """Return both as rows that are dense in themselves, how many, and their width and strides.
+
+    One row where nothing is in between.
+    """
     if gate.is_contiguous() and value.is_contiguous() and not apart:
-        return gate.view(1, -1), value.view(1, -1)
+        count = gate.numel()
+        return gate, value, 1, (count, count, count)
     width = gate.shape[-1]
     flat = [x.reshape(-1, width) for x in (gate, value)]  # halves of one tensor stay where they are
     gate, value = (x if x.stride(1) == 1 else x.contiguous() for x in flat)
-    return gate, value
+    return gate, value, gate.shape[0], (width, gate.stride(0), value.stride(0))
 
 
 @triton.jit

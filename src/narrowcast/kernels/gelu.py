@@ -12,38 +12,40 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.gelu_arithmetic import share_and_gauss
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.launch import Launcher, interpreted, is_traced
 
 _BLOCK = 4096
+_BY_BITS = interpreted()
 
 
 def gelu(x: Tensor) -> Tensor:
     """Return x times the share of a normal distribution below it; computed in fp32."""
-    result: Tensor = torch.ops.narrowcast.gelu(x)
+    result: Tensor = (torch.ops.narrowcast.gelu if is_traced() else _gelu)(x)
     return result
 
 
 def gelu_back(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of `x` from that of `gelu(x)`, and `gelu(x)`."""
-    result: tuple[Tensor, Tensor] = torch.ops.narrowcast.gelu_back(grad, x)
+    call = torch.ops.narrowcast.gelu_back if is_traced() else _gelu_back
+    result: tuple[Tensor, Tensor] = call(grad, x)
     return result
 
 
 def _gelu(x: Tensor) -> Tensor:
     x = x.contiguous()
     result = torch.empty_like(x)
-    _forward[(triton.cdiv(x.numel(), _BLOCK),)](
-        x, result, x.numel(), BY_BITS=interpreted(), BLOCK=_BLOCK, num_warps=4
-    )
+    count = x.numel()
+    grid = -(-count // _BLOCK), 1, 1
+    _launch_forward(grid, (x, result), (count,), (_BY_BITS, _BLOCK), num_warps=4)
     return result
 
 
 def _gelu_back(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     grad, x = grad.contiguous(), x.contiguous()
     grad_x, result = torch.empty_like(x), torch.empty_like(x)
-    _backward[(triton.cdiv(x.numel(), _BLOCK),)](
-        grad, x, grad_x, result, x.numel(), BY_BITS=interpreted(), BLOCK=_BLOCK, num_warps=4
-    )
+    count = x.numel()
+    grid, tensors = (-(-count // _BLOCK), 1, 1), (grad, x, grad_x, result)
+    _launch_backward(grid, tensors, (count,), (_BY_BITS, _BLOCK), num_warps=4)
     return grad_x, result
 
 
@@ -66,6 +68,7 @@ def _backward(grad, x, grad_x, out, count, BY_BITS: tl.constexpr, BLOCK: tl.cons
     tl.store(out + place, (value * share).to(out.dtype.element_ty), mask=place < count)
 
 
+_launch_forward, _launch_backward = Launcher(_forward), Launcher(_backward)
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define("gelu(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 _library.define(

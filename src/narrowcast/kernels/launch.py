@@ -7,14 +7,18 @@ before Triton is imported), and how the kernels are tested on machines without a
 import functools
 import importlib.util
 import os
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _ALIGNED = 16
 """Bytes; Triton compiles another kernel for an address, or a size, that is no multiple of it."""
 _INT32 = 2**31
+_KEPT = 1024
+"""Launches of one kernel that are known by their very sizes; more are found by what they share."""
 
 
 def interpreted() -> bool:
@@ -46,18 +50,32 @@ def is_capturing(device: torch.device | None = None) -> bool:
     return on_gpu and torch.cuda.graphs.is_current_stream_capturing()
 
 
+def is_traced() -> bool:
+    """Say whether somebody follows operators: a compiler, or a mode that is told of each.
+
+    Else a kernel is launched at once: what torch does between the call of an operator and the
+    function behind it takes the host as long as a launch.
+    """
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
 @final
 class Launcher:
     """Launches one Triton kernel, without what Triton's own way costs the host every time.
 
-    Triton reads off each argument what it would compile for, writes that as a text and looks for it
-    among its kernels: 20 to 30 µs. Which kernel it took is kept here by `specialised`. Tensors come
+    Triton reads off each argument what it would compile for, writes that as a text, looks for it
+    among its kernels, tells hooks that nobody has set, and asks the driver about each address: 40
+    to 60 µs. Which kernel it took is kept here by `specialised`, and given addresses. Tensors come
     first among a kernel's arguments, then sizes, then constants.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, *, views: Mapping[int, torch.dtype] | None = None) -> None:
+        """Take a kernel, and as what it reads tensors in fp8 by their place among its arguments."""
         self._kernel = kernel
-        self._compiled: dict[Any, Any] = {}
+        self._views = views or {}
+        self._interpreted = interpreted()  # as the kernel is, since it was defined
+        self._by_sizes: dict[Any, _Launch] = {}
+        self._compiled: dict[Any, _Launch] = {}
 
     def __call__(
         self,
@@ -67,27 +85,98 @@ class Launcher:
         constants: tuple[Any, ...],
         **options: int,
     ) -> None:
-        """Launch it; `options` are Triton's, such as the number of warps."""
-        if interpreted():
-            self._kernel[grid](*tensors, *sizes, *constants, **options)
+        """Launch it where its tensors are; `options` are Triton's, such as the number of warps."""
+        if self._interpreted:
+            self._kernel[grid](*self._viewed(tensors), *sizes, *constants, **options)
             return
-        device = torch.cuda.current_device()
-        key = device, constants, *options.values(), *specialised(tensors, sizes)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._launch_first(key, grid, (*tensors, *sizes, *constants), options)
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            compiled[grid](*tensors, *sizes, *constants, stream=stream)
+        device = tensors[0].get_device()
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self(grid, tensors, sizes, constants, **options)
+            return
+        addresses = [each.data_ptr() for each in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        aligned = bits % _ALIGNED == 0 or tuple([each % _ALIGNED == 0 for each in addresses])
+        dtypes = tuple([each.dtype for each in tensors])
+        key = device, constants, sizes, dtypes, aligned, *options.values()
+        known = self._by_sizes.get(key)
+        if known is None:
+            known = self._first(key, grid, tensors, sizes, constants, options)
+            if known is None:
+                return
+        known(grid, addresses, sizes, constants)
 
-    def _launch_first(
-        self, key: Any, grid: tuple[int, int, int], args: tuple[Any, ...], options: dict[str, int]
-    ) -> None:
+    def _first(
+        self,
+        key: Any,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        sizes: tuple[int, ...],
+        constants: tuple[Any, ...],
+        options: dict[str, int],
+    ) -> "_Launch | None":
+        """Return how to launch it for new sizes; None where Triton was asked, and has done so."""
+        alike = key[0], constants, *options.values(), *specialised(tensors, sizes)
+        known = self._compiled.get(alike)
+        if known is not None:
+            if len(self._by_sizes) >= _KEPT:  # each sequence may have a length of its own
+                self._by_sizes.clear()
+            self._by_sizes[key] = known
+            return known
         from triton.compiler import CompiledKernel
 
-        found = self._kernel[grid](*args, **options)
+        found = self._kernel[grid](*self._viewed(tensors), *sizes, *constants, **options)
         if isinstance(found, CompiledKernel):
-            self._compiled[key] = found
+            self._compiled[alike] = self._by_sizes[key] = _Launch(found)
+        return None
+
+    def _viewed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self._views:
+            return tensors
+        seen = [
+            each.view(self._views[i]) if i in self._views and each.dtype in _FP8 else each
+            for i, each in enumerate(tensors)
+        ]
+        return tuple(seen)
+
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@final
+class _Launch:
+    """Launches what Triton has compiled."""
+
+    def __init__(self, compiled: Any) -> None:
+        from triton import knobs
+
+        self._compiled, self._hooks = compiled, knobs.runtime
+        self._run, self._function = compiled.run, compiled.function
+        self._metadata = compiled.packed_metadata
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        addresses: list[int],
+        sizes: tuple[int, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        hooks = self._hooks
+        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):  # by a profiler
+            self._compiled[grid](*addresses, *sizes, *constants, stream=stream)
+            return
+        self._run(
+            *grid, stream, self._function, self._metadata, None, None, None,
+            *addresses, *sizes, *constants,
+        )  # fmt: skip
+
+
+def _is_set(hook: Any) -> bool:
+    """Say whether anybody is called before or after launches: it is a list of calls, or one."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def specialised(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ _TILES = {"": (128, 64, 8, 64), "gelu": (64, 64, 4, 56), "gelu_backward": (64, 6
 _TILES |= dict.fromkeys(("gated_silu", "gated_gelu", "gated_gelu_tanh"), _TILES["gelu_backward"])
 _BLOCK = 16384
 _COUNTED = tl.constexpr(8)  # one tile in so many
+_BY_BITS = interpreted()  # whose own casts to fp8 are wrong
 
 
 def _assembly(name: str) -> tl.constexpr:
@@ -69,8 +70,8 @@ def quantize_into(
         (
             x,
             x if beside is None else beside,
-            rowwise.view(torch.uint8) if in_rows else x,
-            columnwise.view(torch.int32) if in_columns else x,
+            rowwise if in_rows else x,
+            columnwise if in_columns else x,
             scale_inv,
             scale_inv if measured is None else measured,
             scale_inv if cast_stats is None else cast_stats,
@@ -84,7 +85,7 @@ def quantize_into(
             in_rows,
             in_columns,
             activation,
-            interpreted(),  # whose own casts to fp8 are wrong
+            _BY_BITS,
             target == torch.float8_e5m2,
             tile_rows // 4,
             tile_columns,
@@ -102,7 +103,7 @@ def largest_magnitude(x: Tensor, *, activation: str = "", beside: Tensor | None 
             (-(-x.numel() // _BLOCK), 1, 1),
             (x, x if beside is None else beside, seen),
             (x.numel(),),
-            (activation, interpreted(), _BLOCK),
+            (activation, _BY_BITS, _BLOCK),
             num_warps=8,
         )
     return seen
@@ -337,4 +338,5 @@ def _quantize_tile(
         )
 
 
-_launch_tile, _launch_largest = Launcher(_quantize_tile), Launcher(_largest_magnitude)
+_launch_tile = Launcher(_quantize_tile, views={2: torch.uint8, 3: torch.int32})
+_launch_largest = Launcher(_largest_magnitude)

@@ -15,6 +15,7 @@ from narrowcast.kernels.quantize import (
 )
 
 BLOCK = 128
+_BY_BITS = interpreted()
 
 
 def quantize_blocks_into(
@@ -38,8 +39,8 @@ def quantize_blocks_into(
         (-(-width // BLOCK), -(-padded // BLOCK), 1),
         (
             x,
-            rowwise.view(torch.uint8) if in_rows else x,
-            columnwise.view(torch.int32) if in_columns else x,
+            rowwise if in_rows else x,
+            columnwise if in_columns else x,
             rowwise_scale_inv,
             columnwise_scale_inv,
         ),
@@ -55,7 +56,7 @@ def quantize_blocks_into(
             in_rows,
             in_columns,
             square,
-            interpreted(),
+            _BY_BITS,
             rowwise.dtype == torch.float8_e5m2,
             BLOCK,
         ),
@@ -153,4 +154,4 @@ def _quantize_block(
             )
 
 
-_launch = Launcher(_quantize_block)
+_launch = Launcher(_quantize_block, views={1: torch.uint8, 2: torch.int32})

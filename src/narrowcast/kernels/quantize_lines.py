@@ -18,6 +18,7 @@ from narrowcast.kernels.quantize_blocks import _loaded
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
 _WIDENED = 2048  # elements that one program widens
 _SQUARE = 128  # bytes of a tile that is transposed, each way
+_BY_BITS = interpreted()
 _STRIP = tl.constexpr(8)  # tiles side by side that one program measures
 
 
@@ -56,8 +57,8 @@ def quantize_lines_into(
         (
             x,
             by,
-            rowwise.view(torch.uint8) if by_rows else x,
-            columnwise.view(torch.int32) if by_columns else x,
+            rowwise if by_rows else x,
+            columnwise if by_columns else x,
             rowwise_scale_inv,
             columnwise_scale_inv,
             measured,
@@ -68,7 +69,7 @@ def quantize_lines_into(
             by_rows,
             by_columns,
             factors is not None,
-            interpreted(),
+            _BY_BITS,
             e5m2,
             _TILE_ROWS // 4,
             _TILE_COLUMNS,
@@ -226,4 +227,5 @@ def _transpose_tile(codes, result, rows, width, TILE: tl.constexpr):
     tl.store(result + to, tl.trans(tile), mask=tl.trans(here))
 
 
-_launch_tile, _launch_largest = Launcher(_quantize_tile), Launcher(_largest_of_lines)
+_launch_tile = Launcher(_quantize_tile, views={2: torch.uint8, 3: torch.int32})
+_launch_largest = Launcher(_largest_of_lines)

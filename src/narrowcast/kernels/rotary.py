@@ -9,6 +9,7 @@ halved, negated, joined, multiplied twice and added: 18 bytes an element. Inside
 these are the operators `narrowcast::turn_heads` and `narrowcast::turn_halves`.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from narrowcast.kernels.launch import Launcher, is_traced
 
 _TILE = 4096  # elements of a program
 
@@ -32,7 +35,7 @@ def turn_heads(heads: Tensor, table: Tensor, *, queries: int) -> tuple[Tensor, T
 
 
 def turn_halves(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn pairs that are half a head apart, of (batch, length, heads, head width).
+    """Turn pairs that are half a head apart, of (batch, heads, length, head width).
 
     `cosine` and `sine` are (batch or 1, length, head width), for each number its own. Computed in
     fp32, rounded once.
@@ -47,9 +50,9 @@ class _TurnHeads(torch.autograd.Function):
         ctx: Any, heads: Tensor, table: Tensor, queries: int, keys: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(table)
-        turned = torch.ops.narrowcast.turn_heads(
-            *heads.split([queries, keys, keys], dim=2), table, False
-        )
+        call = torch.ops.narrowcast.turn_heads if is_traced() else _turn_heads
+        query, key, value = heads.split([queries, keys, keys], dim=2)
+        turned: Tensor = call(query, key, value, table, False)
         query, key, value = turned.split([queries, keys, keys], dim=2)
         return query, key, value
 
@@ -57,7 +60,8 @@ class _TurnHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
         (table,) = ctx.saved_tensors
-        return torch.ops.narrowcast.turn_heads(query, key, value, table, True), None, None, None
+        call = torch.ops.narrowcast.turn_heads if is_traced() else _turn_heads
+        return call(query, key, value, table, True), None, None, None
 
 
 class _TurnHalves(torch.autograd.Function):
@@ -66,15 +70,21 @@ class _TurnHalves(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
-        turned: tuple[Tensor, Tensor] = torch.ops.narrowcast.turn_halves(
-            query, key, cosine, sine, False
-        )
-        return turned
+        return _turned_halves(query, key, cosine, sine, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
-        return *torch.ops.narrowcast.turn_halves(query, key, *ctx.saved_tensors, True), None, None
+        return *_turned_halves(query, key, *ctx.saved_tensors, back=True), None, None
+
+
+def _turned_halves(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *, back: bool
+) -> tuple[Tensor, Tensor]:
+    call = torch.ops.narrowcast.turn_halves if is_traced() else _turn_halves
+    # In here, where autograd does not follow them.
+    query, key = call(query.transpose(1, 2), key.transpose(1, 2), cosine, sine, back)
+    return query.transpose(1, 2), key.transpose(1, 2)
 
 
 _apply: Any = _TurnHeads.apply
@@ -109,34 +119,41 @@ def _launch(
     halves: bool,
 ) -> None:
     """Turn queries and keys, and copy values where there are any, in one launch."""
-    heads = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in heads)
+    heads = tuple([t if t.stride(-1) == 1 else t.contiguous() for t in heads])
     batch, length, queries, width = heads[0].shape
     keys, values = heads[1].shape[2], heads[2].shape[2] if len(heads) > 2 else 0
+    wide, together, tokens, chunks = _cut(width, queries, keys, values)
+    source, target = (*heads, heads[1])[:3], (*targets, targets[1])[:3]
+    _launch_turn(
+        (-(-batch * length // tokens), chunks, 1),
+        (*source, *target, *angles),
+        (
+            batch * length,
+            length,
+            width,
+            queries,
+            keys,
+            values,
+            *source[0].stride()[:3],
+            *source[1].stride()[:3],
+            *source[2].stride()[:3],
+            target[0].stride(1),
+            target[1].stride(1),
+            target[2].stride(1),
+            *angle_steps,
+        ),
+        (-1.0 if back else 1.0, halves, tokens, together, wide),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def _cut(width: int, queries: int, keys: int, values: int) -> tuple[int, int, int, int]:
+    """Return the power of two above a width, heads and tokens of a program, and chunks of heads."""
     wide = triton.next_power_of_2(width)
     together = min(triton.next_power_of_2(min(queries, keys)), max(_TILE // wide, 1))
     tokens = max(_TILE // wide // together, 1)
-    chunks = sum(triton.cdiv(count, together) for count in (queries, keys, values))
-    source, target = (*heads, heads[1])[:3], (*targets, targets[1])[:3]
-    _turn[(triton.cdiv(batch * length, tokens), chunks)](
-        *source,
-        *target,
-        *angles,
-        batch * length,
-        length,
-        width,
-        queries,
-        keys,
-        values,
-        *[step for each in source for step in each.stride()[:3]],
-        *[each.stride(1) for each in target],
-        *angle_steps,
-        SIGN=-1.0 if back else 1.0,
-        HALVES=halves,
-        TOKENS=tokens,
-        HEADS=together,
-        WIDTH=wide,
-        num_warps=4,
-    )
+    return wide, together, tokens, sum(-(-count // together) for count in (queries, keys, values))
 
 
 def _empty(query: Tensor, key: Tensor, value: Tensor, table: Tensor, back: bool) -> Tensor:
@@ -289,6 +306,7 @@ def _turned(
     return tl.reshape(turned, [TOKENS, HEADS, WIDTH]).to(x.dtype)
 
 
+_launch_turn = Launcher(_turn)
 _library = torch.library.Library("narrowcast", "FRAGMENT")
 _library.define(
     "turn_heads(Tensor query, Tensor key, Tensor value, Tensor table, bool back) -> Tensor",

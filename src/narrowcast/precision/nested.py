@@ -31,6 +31,18 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with their floating-point tensors cast."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        # What most layers are given, in every call of every one: a walk takes longer than a cast.
+        x = args[0]
+        return (x.to(dtype),) if x.is_floating_point() and x.dtype != dtype else args, kwargs
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = cast_floats((args, kwargs), dtype)
+    return cast
+
+
 def widen_floats(value: Any) -> Any:
     """Return a value with its tensors of 16 bits cast to fp32."""
     narrow = (torch.bfloat16, torch.float16)
@@ -39,6 +51,8 @@ def widen_floats(value: Any) -> Any:
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the first tensor among the arguments of a call."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]
     return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
 
 

@@ -135,6 +135,77 @@ def test_a_compiled_batch_norm_has_the_gradients_of_fp32(device):
     assert (found - expected).abs().max() <= 8192 * 10 * 2.0**-24 * expected.abs().max()
 
 
+WRAPPED = {
+    "widened": (Fp32Norm, {}),
+    "widens itself": (Fp32Norm, {"nc_widens_itself": True}),
+    "rounded": (RoundedNorm, {"nc_dtype": torch.bfloat16}),
+}
+
+
+class Watched(nn.BatchNorm1d):
+    """Says whether autocast is on inside, and fails where it is told to."""
+
+    def forward(self, input):  # noqa: A002  # torch's own name
+        self.autocast = torch.is_autocast_enabled("cpu")
+        if input.shape[0] == 0:
+            raise ValueError("an empty batch")
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(("kind", "settings"), WRAPPED.values(), ids=WRAPPED)
+def test_autocast_is_off_inside_a_norm_and_on_again_whatever_happens(kind, settings):
+    layer = Watched(8)
+    swap(layer, kind, **settings)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(torch.randn(4, 8).bfloat16())
+        assert not layer.autocast
+        with pytest.raises(ValueError, match="an empty batch"):
+            layer(torch.randn(0, 8).bfloat16())
+        assert torch.is_autocast_enabled("cpu")
+    layer(torch.randn(4, 8).bfloat16())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize(("kind", "settings"), WRAPPED.values(), ids=WRAPPED)
+def test_a_compiled_norm_is_one_graph_for_all_calls_alike(kind, settings, autocast):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.BatchNorm2d(8) for _ in range(3)]
+    eager = copy.deepcopy(layers)
+    for each in (*layers, *eager):
+        swap(each, kind, **settings)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(nn.Sequential(*layers), backend=backend, fullgraph=True)
+    x = torch.randn(4, 8, 5, 5).bfloat16()
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            assert torch.equal(compiled(x), nn.Sequential(*eager)(x))
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [Fp32Norm, MatchingInput], ids=lambda c: c.__name__)
+def test_a_norm_computes_in_the_dtype_of_whichever_weight_it_has(kind, dtype):
+    """A frozen one, one without a weight, and one whose weights are made by a parametrization."""
+    x = torch.randn(4, 8)
+    plain = nn.LayerNorm(8, bias=False, dtype=dtype)
+    without = nn.LayerNorm(8, dtype=dtype)
+    without.weight = None
+    made = nn.LayerNorm(8, dtype=dtype)
+    for name in ("weight", "bias"):
+        nn.utils.parametrize.register_parametrization(made, name, nn.Identity())
+    for layer in (plain.requires_grad_(False), without, made):
+        expected = layer(x.to(dtype))
+        swap(layer, kind)
+        assert torch.equal(layer(x), expected.float() if kind is Fp32Norm else expected)
+
+
 class OwnBatchNorm(nn.BatchNorm2d):
     def forward(self, input):  # noqa: A002  # torch's own name
         return input * self.weight[:, None, None]

@@ -220,6 +220,38 @@ def test_a_weight_may_be_tied_or_lie_in_another_order_in_memory():
         assert (full[0][name] - value).abs().max() < 3 * 1e-2 * 2.0**-14
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("policy", ["fp32", *(f"fp32, params=bf16, master={m}" for m in MASTERS)])
+def test_weights_that_are_parts_of_one_piece_of_memory_train_as_others_do(policy):
+    """As those of recurrent layers are for cuDNN, some of them at no multiple of 16 bytes."""
+    apart, together = fresh(policy), fresh(policy)
+    for run in (apart, together):
+        kept = run.engine.weights
+        kept.fused = FusedAdamW(
+            run.optimizer, kept.all, kept.masters, policy=run.plan.policy, kernel=True
+        )
+    weights, others = (list(run.model.parameters()) for run in (together, apart))
+    for dtype in {p.dtype for p in weights}:
+        some = [p for p in weights if p.dtype == dtype]
+        piece = torch.empty(sum(p.numel() + 1 for p in some), dtype=dtype, device=DEVICE)
+        parts = piece.split([p.numel() + 1 for p in some])
+        for p, part in zip(some, parts, strict=True):
+            p.data = part[1:].view_as(p).copy_(p.detach())
+    before = [p.data_ptr() for p in weights]
+    for _ in range(3):
+        with apart.compute():
+            loss = F.mse_loss(apart.model(X), Y)
+        apart.backward(loss)
+        for p, other in zip(weights, others, strict=True):  # a GPU multiplies others in other ways
+            p.grad = other.grad.clone()
+        assert together.step().applied
+        assert apart.step().applied
+    assert [p.data_ptr() for p in weights] == before
+    assert all(map(torch.equal, weights, others))
+    full = apart.full_weights()
+    assert all(torch.equal(value, full[name]) for name, value in together.full_weights().items())
+
+
 def test_an_optimizer_may_bring_the_moments_it_has():
     for moments in ("fp32", "bf16", "int8"):
         model = net()

@@ -20,6 +20,7 @@ from narrowcast.kernels.quantize import (
 # Rows, columns and warps of a program: half a tile of the kernel that casts one matrix, a thread.
 _TILE_ROWS, _TILE_COLUMNS, _WARPS = 64, 64, 8
 _BLOCK = 4096
+_BY_BITS = interpreted()
 
 Pair = tuple[Tensor, Tensor]
 
@@ -51,7 +52,7 @@ def back_into(
             (-(-grad.numel() // _BLOCK), 1, 1),
             (grad, gate, value, measured),
             (grad.numel(),),
-            (activation, interpreted(), _BLOCK),
+            (activation, _BY_BITS, _BLOCK),
             num_warps=8,
         )
         for i, (own, noted) in enumerate(zip(by_itself, cast_stats, strict=True)):
@@ -60,9 +61,9 @@ def back_into(
     counts = [scale_inv[i] if noted is None else noted for i, noted in enumerate(cast_stats)]
     in_rows, in_columns = bool(rowwise[0].numel()), bool(columnwise[0].numel())
     codes = [
-        layout.view(as_what) if layout.numel() else grad
+        layout if layout.numel() else grad
         for both in zip(rowwise, columnwise, strict=True)
-        for layout, as_what in zip(both, (torch.uint8, torch.int32), strict=True)
+        for layout in both
     ]
     _launch_tile(
         (-(-width // _TILE_COLUMNS), -(-padded // _TILE_ROWS), 1),
@@ -85,7 +86,7 @@ def back_into(
             in_rows,
             in_columns,
             activation,
-            interpreted(),
+            _BY_BITS,
             rowwise[0].dtype == torch.float8_e5m2,
             _TILE_ROWS // 4,
             _TILE_COLUMNS,
@@ -297,4 +298,7 @@ def _back_tile(
         )  # fmt: skip
 
 
-_launch_tile, _launch_largest = Launcher(_back_tile), Launcher(_largest_of_both)
+_launch_tile = Launcher(
+    _back_tile, views={3: torch.uint8, 4: torch.int32, 5: torch.uint8, 6: torch.int32}
+)
+_launch_largest = Launcher(_largest_of_both)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from narrowcast.kernels.launch import is_traced
 from narrowcast.kernels.norms.programs import backward_normed, write_normed
 
 
@@ -33,7 +34,8 @@ class _LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        result: Tensor = torch.ops.narrowcast.layer_norm(x, weight, bias, eps, dtype)
+        call = torch.ops.narrowcast.layer_norm if is_traced() else _layer_norm
+        result: Tensor = call(x, weight, bias, eps, dtype)
         return result
 
     @staticmethod
@@ -41,9 +43,8 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x, by_weight, by_bias = torch.ops.narrowcast.layer_norm_back(
-            grad, x, weight, ctx.eps, needs_weight, needs_bias
-        )
+        call = torch.ops.narrowcast.layer_norm_back if is_traced() else _layer_norm_back
+        grad_x, by_weight, by_bias = call(grad, x, weight, ctx.eps, needs_weight, needs_bias)
         by_weight, by_bias = (by_weight if needs_weight else None, by_bias if needs_bias else None)
         return grad_x, by_weight, by_bias, None, None
 
@@ -62,9 +63,11 @@ def _layer_norm(
 def _layer_norm_back(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward_normed(
+    grad_x, sums = backward_normed(
         grad, x, weight, eps=eps, centred=True, needs_weight=needs_weight, needs_bias=needs_bias
     )
+    by_weight = sums[0] if needs_weight else weight.new_empty(0)
+    return grad_x, by_weight, sums[-1] if needs_bias else weight.new_empty(0)
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")

@@ -55,14 +55,14 @@ def backward_normed(
     centred: bool = False,
     needs_weight: bool,
     needs_bias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias; empty ones of what needs none."""
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradient of the input, and those of weight and bias, of what needs one."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     grad_x, width = torch.empty_like(x), weight.numel()
     rows, together, wide = _cut(x, width)
     tiles = -(-rows // together)
     # A power of two, so that few kernels are compiled for whatever number of rows there is.
-    turns = triton.next_power_of_2(-(-tiles // (_PROGRAMS * _processors(x.device))))
+    turns = _power_of_2(-(-tiles // (_PROGRAMS * _processors(x.device))))
     programs = -(-tiles // turns)
     summed = needs_weight + needs_bias
     partial = x.new_empty((summed, programs, width), dtype=torch.float32)
@@ -74,15 +74,21 @@ def backward_normed(
         num_warps=_warps(together * wide),
     )
     # Each by itself: results of an operator may not share memory.
-    sums = [each.sum(0).to(weight.dtype).view_as(weight) for each in partial]
-    by_weight = sums[0] if needs_weight else weight.new_empty(0)
-    return grad_x, by_weight, sums[-1] if needs_bias else weight.new_empty(0)
+    sums = [partial.sum((0, 1))] if summed == 1 else [each.sum(0) for each in partial]
+    if weight.dtype != torch.float32 or weight.dim() != 1:
+        sums = [each.to(weight.dtype).view_as(weight) for each in sums]
+    return grad_x, sums
 
 
 def _cut(x: Tensor, width: int) -> tuple[int, int, int]:
     """Return how many rows there are, how many go at once, and the power of two above the width."""
-    wide = triton.next_power_of_2(width)
+    wide = _power_of_2(width)
     return x.numel() // width, max(_TILE // wide, 1), wide
+
+
+def _power_of_2(count: int) -> int:
+    """Return the power of two that is as large, or the next; Triton's own takes the host longer."""
+    return 1 << (count - 1).bit_length()
 
 
 def _warps(elements: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from narrowcast.kernels.launch import is_traced
 from narrowcast.kernels.norms.programs import backward_normed, write_normed
 
 
@@ -41,7 +42,8 @@ class _RmsNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = eps, offset, rounds
-        result: Tensor = torch.ops.narrowcast.rms_norm(x, weight, eps, offset, rounds, dtype)
+        call = torch.ops.narrowcast.rms_norm if is_traced() else _rms_norm
+        result: Tensor = call(x, weight, eps, offset, rounds, dtype)
         return result
 
     @staticmethod
@@ -49,9 +51,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[1]
-        grad_x, grad_weight = torch.ops.narrowcast.rms_norm_back(
-            grad, x, weight, *ctx.settings, needs
-        )
+        call = torch.ops.narrowcast.rms_norm_back if is_traced() else _rms_norm_back
+        eps, offset, rounds = ctx.settings
+        grad_x, grad_weight = call(grad, x, weight, eps, offset, rounds, needs)
         return grad_x, grad_weight if needs else None, None, None, None, None
 
 
@@ -75,10 +77,10 @@ def _rms_norm_back(
     rounds: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    grad_x, by_weight, _ = backward_normed(
+    grad_x, sums = backward_normed(
         grad, x, weight, eps=eps, offset=offset, rounds=rounds, needs_weight=needs_weight
     )
-    return grad_x, by_weight
+    return grad_x, sums[0] if needs_weight else weight.new_empty(0)
 
 
 _library = torch.library.Library("narrowcast", "FRAGMENT")

@@ -183,8 +183,7 @@ def _turning(forward: FunctionType, device: str) -> FunctionType:
             return result
         from narrowcast.kernels.rotary import turn_halves
 
-        query, key = turn_halves(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return query.transpose(1, 2), key.transpose(1, 2)
+        return turn_halves(q, k, cos, sin)
 
     # Without a name these are nobody's: a compiler looks in the module of that name for them.
     names = {name: each for name, each in forward.__globals__.items() if name != "__name__"}
@@ -204,13 +203,12 @@ def _called(layer: nn.Module | None, x: Tensor) -> Tensor:
 
 def _fit(device: str, *tensors: Tensor) -> bool:
     """Say whether the kernels take these tensors."""
-    return all(
-        type(each) in _PLAIN
-        and each.dtype in _DTYPES
-        and each.device.type == device
-        and each.numel() > 0
-        for each in tensors
-    )
+    for each in tensors:  # not all(…): with a generator in it this takes the host twice as long
+        if type(each) not in _PLAIN or each.dtype not in _DTYPES:
+            return False
+        if each.device.type != device or not each.numel():
+            return False
+    return True
 
 
 def _narrow_between_wide(norm: OnePassNorm | OnePassLayerNorm, x: Tensor, weight: Tensor) -> bool:

@@ -20,6 +20,7 @@ from narrowcast.precision.fused.gelu_mlp import GeluMlp
 from narrowcast.precision.fused.gelu_mlp import can_fuse as can_fuse_16_bits
 from narrowcast.precision.memory.checkpointing import recompute_blocks
 from narrowcast.precision.memory.host_activations import offload_blocks
+from narrowcast.precision.modules.recurrent import compact_recurrent
 from narrowcast.precision.modules.siblings import siblings_in
 from narrowcast.precision.modules.wrappers import (
     Bf16Recurrent,
@@ -274,13 +275,6 @@ def _cast_weights(
         lowered.append((parameter, full))
     compact_recurrent(model)
     return lowered
-
-
-def compact_recurrent(model: nn.Module) -> None:
-    """Lay the weights of recurrent layers side by side again, where cuDNN wants them so."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
 
 
 def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

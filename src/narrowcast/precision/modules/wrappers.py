@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.fp8.delayed import AmaxHistory
-from narrowcast.precision.nested import cast_floats, first_tensor, map_tensors
+from narrowcast.precision.modules.recurrent import compact_bf16
+from narrowcast.precision.nested import cast_arguments, first_tensor, map_tensors
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.modes import sees_reductions
@@ -50,13 +51,14 @@ class Fp32Norm(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Widen, normalise, and return what came in."""
         x = first_tensor(args, kwargs)
-        with torch.autocast(x.device.type, enabled=False):
-            # A frozen norm that came in 16 bits computes as it would where it came from.
-            own = next(iter(self.parameters()), None)
-            wide = torch.float32 if own is None else own.dtype
+        with autocast_off(x.device.type):
             if not (self.nc_widens_itself and self._nc_is_wide_beside(x)):
-                args, kwargs = cast_floats((args, kwargs), wide)
-            return super().forward(*args, **kwargs).to(x.dtype)
+                # A frozen norm that came in 16 bits computes as it would where it came from.
+                own = _first_parameter(self)
+                wide = torch.float32 if own is None else own.dtype
+                args, kwargs = cast_arguments(args, kwargs, wide)
+            y = super().forward(*args, **kwargs)
+            return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def _nc_is_wide_beside(self, x: Tensor) -> bool:
         """Say whether fp32 weights or statistics tell torch to read 16 bits and compute in fp32."""
@@ -79,8 +81,9 @@ class RoundedNorm(Mixin):
         # A mode that sees the sums leaves them in fp32, which without autocast would be an island.
         off = contextlib.nullcontext() if sees_reductions() else autocast_off(x.device.type)
         with off:
-            rounded = cast_floats((args, kwargs), self.nc_dtype)
-            args, kwargs = cast_floats(rounded, next(iter(self.parameters()), x).dtype)
+            own = _first_parameter(self)
+            args, kwargs = cast_arguments(args, kwargs, self.nc_dtype)
+            args, kwargs = cast_arguments(args, kwargs, (x if own is None else own).dtype)
             return super().forward(*args, **kwargs).to(self.nc_dtype).to(x.dtype)
 
 
@@ -89,9 +92,18 @@ class MatchingInput(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast floating-point arguments to the dtype of the weights."""
-        dtype = next(iter(self.parameters())).dtype
-        args, kwargs = cast_floats((args, kwargs), dtype)
+        own = _first_parameter(self)
+        assert own is not None
+        args, kwargs = cast_arguments(args, kwargs, own.dtype)
         return super().forward(*args, **kwargs)
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """Return what `parameters()` yields first, which is slow to say of a module's own."""
+    for each in module._parameters.values():
+        if each is not None:
+            return each
+    return next(module.parameters(), None)
 
 
 class NarrowBilinear(Mixin, nn.Bilinear):
@@ -116,10 +128,12 @@ class Bf16Recurrent(Mixin):
         weights = self._flat_weights
         if not torch.is_autocast_enabled(weights[0].device.type):
             return super().forward(*args, **kwargs)
-        args, kwargs = cast_floats((args, kwargs), torch.bfloat16)
+        args, kwargs = cast_arguments(args, kwargs, torch.bfloat16)
         with torch.autocast(weights[0].device.type, enabled=False):
             self._flat_weights = [weight.to(torch.bfloat16) for weight in weights]
             try:
+                if weights[0].dtype != torch.bfloat16:
+                    compact_bf16(cast(nn.RNNBase, self))
                 return super().forward(*args, **kwargs)
             finally:
                 self._flat_weights = weights

@@ -71,6 +71,8 @@ class BufferGuard:
         """What each held at the time of its mark in `_seen`."""
         self._alike: dict[tuple[int, ...], list[list[int]]] = {}
         """Places of some buffers, by dtype and device: one operation can be on all of those."""
+        self._outlined: tuple[tuple[int, ...], list[tuple[object, ...]]] = (), []
+        """Places of some buffers, and the outlines of what they held."""
         self._seen = self._marks()
         self._left: _Marks | None = None
         """Marks at the end of the last pass of this step; none before a pass has ended."""
@@ -117,9 +119,10 @@ class BufferGuard:
         Asked twice, as a capture does, it queues the same twice.
         """
         self._was_asked = True
-        places = self._written_by_passes()
+        now = self._marks()
+        places = self._written_by_passes(now)
         for some in self._groups(places):
-            self._give_back(some, finite)
+            self._give_back(self._shards(some, now), some, finite)
         if self._left is not None:
             self._left.take(self._marks(), places)
 
@@ -198,12 +201,12 @@ class BufferGuard:
         for i in set(found).difference(fitting):
             self._before[i] = self._shards([i], now)[0].detach().clone()
             self._alike.clear()
+            self._outlined = (), []
         for some in self._groups(fitting):
             torch._foreach_copy_([self._before[i] for i in some], self._shards(some, now))
 
-    def _written_by_passes(self) -> list[int]:
+    def _written_by_passes(self, now: _Marks) -> list[int]:
         """Return the places of what the passes of this step wrote, and nobody after them."""
-        now = self._marks()
         if self._left is None and not self._began_at:
             # Nobody told of a pass. What torch has counted may be the user's.
             written = self._in_training() if self._is_current else set()
@@ -212,8 +215,7 @@ class BufferGuard:
         written = self._silent | left.differing(self._seen)
         return self._fitting(sorted(written - now.differing(left)), now)
 
-    def _give_back(self, places: Sequence[int], finite: Tensor) -> None:
-        buffers = self._shards(places, self._marks())
+    def _give_back(self, buffers: list[Tensor], places: Sequence[int], finite: Tensor) -> None:
         now = _flatten_dense_tensors(buffers)
         before = _flatten_dense_tensors([self._before[i] for i in places])
         good = finite.to(now.device)
@@ -236,11 +238,14 @@ class BufferGuard:
 
     def _fitting(self, places: list[int], now: _Marks) -> list[int]:
         """Return where a buffer can hold what it held: one of another shape or dtype is trusted."""
-        before = [self._before[i] for i in places]
-        if _outlines(self._shards(places, now)) == _outlines(before):
+        key = tuple(places)
+        if self._outlined[0] != key:
+            self._outlined = key, _outlines([self._before[i] for i in places])
+        outlines = self._outlined[1]
+        if _outlines(self._shards(places, now)) == outlines:
             return places
-        pairs = zip(places, before, strict=True)
-        return [i for i, b in pairs if _outlines(self._shards([i], now)) == _outlines([b])]
+        pairs = zip(places, outlines, strict=True)
+        return [i for i, each in pairs if _outlines(self._shards([i], now)) == [each]]
 
     def _groups(self, places: list[int]) -> list[list[int]]:
         key = tuple(places)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from narrowcast.precision.dtensor import replace_values
+from narrowcast.precision.modules.recurrent import compact_recurrent
 from narrowcast.precision.step.engine import Engine
 from narrowcast.precision.weights.ownership import StandIn, ValueOf
 from narrowcast.precision.weights.trained import TrainedWeights
@@ -24,6 +25,8 @@ def standing_in(engine: Engine, what: StandIn, value_of: ValueOf) -> Iterator[No
         weights.ownership.swapped_in(what, value_of),
         _in_place_of(weights, value_of),
     ):
+        # Weights that nothing stands in for must not move: captured steps look for them.
+        compact_recurrent(engine.model, only=set(weights.all))
         yield
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from narrowcast.errors import RecipeError
 from narrowcast.precision.dtensor import as_sharded, replace_values
 from narrowcast.precision.gradients.check import norms_of
+from narrowcast.precision.modules.recurrent import compact_recurrent
 from narrowcast.precision.modules.rewrite import (
-    compact_recurrent,
     rewrite,
     rewrite_modules,
     set_grad_dtype,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.launch import Launcher
+
 TAPS = 3
 _LENGTH, _CHANNELS = 64, 64  # of a program's tile, which turns in shared memory
 
@@ -19,10 +21,13 @@ def short_forward(x: Tensor, weight: Tensor, bias: Tensor, left: int) -> Tensor:
     rows, length, channels = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty((rows, channels, length))
-    _forward[(rows, triton.cdiv(length, _LENGTH), triton.cdiv(channels, _CHANNELS))](
-        x, weight, bias, out, length, channels, *x.stride()[:2], left,
-        LENGTH=_LENGTH, CHANNELS=_CHANNELS, num_warps=4,
-    )  # fmt: skip
+    _launch_forward(
+        (rows, -(-length // _LENGTH), -(-channels // _CHANNELS)),
+        (x, weight, bias, out),
+        (length, channels, *x.stride()[:2], left),
+        (_LENGTH, _CHANNELS),
+        num_warps=4,
+    )
     return out
 
 
@@ -34,12 +39,15 @@ def short_backward(
     x = x if x.stride(-1) == 1 else x.contiguous()
     grad = grad if grad.stride(-1) == 1 or length == 1 else grad.contiguous()
     to_x = x.new_empty((rows, length, channels))
-    blocks = triton.cdiv(length, _LENGTH)
+    blocks = -(-length // _LENGTH)
     sums = torch.empty((rows * blocks, TAPS + 1, channels), device=x.device)
-    _backward[(rows, blocks, triton.cdiv(channels, _CHANNELS))](
-        grad, x, weight, to_x, sums, length, channels, *x.stride()[:2], *grad.stride()[:2], left,
-        LENGTH=_LENGTH, CHANNELS=_CHANNELS, num_warps=8,
-    )  # fmt: skip
+    _launch_backward(
+        (rows, blocks, -(-channels // _CHANNELS)),
+        (grad, x, weight, to_x, sums),
+        (length, channels, *x.stride()[:2], *grad.stride()[:2], left),
+        (_LENGTH, _CHANNELS),
+        num_warps=8,
+    )
     summed = sums.sum(0)
     return to_x, summed[:TAPS].t().to(weight.dtype), summed[TAPS].to(weight.dtype)
 
@@ -112,3 +120,6 @@ def _backward(
             tl.store(line + 3 * channels, tl.sum(given, axis=0), mask=known)
     at = (row * length + position.to(tl.int64)[:, None]) * channels + channel[None, :]
     tl.store(to_x + at, total.to(to_x.dtype.element_ty), mask=here)
+
+
+_launch_forward, _launch_backward = Launcher(_forward), Launcher(_backward)

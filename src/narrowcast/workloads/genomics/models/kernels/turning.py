@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.launch import Launcher
+
 _BLOCK = 1024  # letters of a program, 8 for each of 128 threads
 
 
@@ -23,18 +25,11 @@ def turn_in(value: Tensor, before: Tensor | None, turns: Tensor, *, out: Tensor)
     value, before = _lined_up(value), None if before is None else _lined_up(before)
     second = value if before is None else before
     size = len(turns)
-    _turn_in[(rows * channels, triton.cdiv(size, _BLOCK))](
-        value,
-        second,
-        torch.view_as_real(turns),
-        torch.view_as_real(out),
-        channels,
-        length,
-        size,
-        *value.stride()[:2],
-        *second.stride()[:2],
-        GATED=before is not None,
-        BLOCK=_BLOCK,
+    _launch_in(
+        (rows * channels, -(-size // _BLOCK), 1),
+        (value, second, torch.view_as_real(turns), torch.view_as_real(out)),
+        (channels, length, size, *value.stride()[:2], *second.stride()[:2]),
+        (before is not None, _BLOCK),
         num_warps=4,
     )
 
@@ -58,25 +53,32 @@ def turn_out(
     rows, channels, length = value.shape
     given = [_lined_up(value if t is None else t) for t in (value, before, *gates)]
     first, second = outs[0], outs[0] if outs[1] is None else outs[1]
-    _turn_out[(rows * channels, triton.cdiv(length, _BLOCK))](
-        torch.view_as_real(turned),
-        torch.view_as_real(turns),
-        *given,
-        first if bias is None else bias,
-        first,
-        second,
-        first if products is None else products,
-        channels,
-        length,
-        len(turns),
-        *[step for each in (*given, first, second) for step in each.stride()[:2]],
-        *((0, 0) if products is None else products.stride()[:2]),
-        GATED=before is not None,
-        BIASED=bias is not None,
-        FIRST=gates[0] is not None,
-        SECOND=outs[1] is not None,
-        SUMMED=products is not None,
-        BLOCK=_BLOCK,
+    _launch_out(
+        (rows * channels, blocks_of(length), 1),
+        (
+            torch.view_as_real(turned),
+            torch.view_as_real(turns),
+            *given,
+            first if bias is None else bias,
+            first,
+            second,
+            first if products is None else products,
+        ),
+        (
+            channels,
+            length,
+            len(turns),
+            *[step for each in (*given, first, second) for step in each.stride()[:2]],
+            *((0, 0) if products is None else products.stride()[:2]),
+        ),
+        (
+            before is not None,
+            bias is not None,
+            gates[0] is not None,
+            outs[1] is not None,
+            products is not None,
+            _BLOCK,
+        ),
         num_warps=4,
     )
 
@@ -95,14 +97,11 @@ def mix_spectra(
     conjugate sequences to `summed`, (channels, size): the spectra of the gradients of filters.
     """
     rows, channels, size = of_z.shape
-    _mix_spectra[(triton.cdiv(size, _BLOCK // 2), channels)](
-        *(torch.view_as_real(each) for each in (of_z, of_grad, of_filter, summed)),
-        rows,
-        size,
-        of_z.stride(0),
-        of_grad.stride(0),
-        FORWARD=forward,
-        BLOCK=_BLOCK // 2,
+    _launch_mix(
+        (-(-size // (_BLOCK // 2)), channels, 1),
+        tuple([torch.view_as_real(each) for each in (of_z, of_grad, of_filter, summed)]),
+        (rows, size, of_z.stride(0), of_grad.stride(0)),
+        (forward, _BLOCK // 2),
         num_warps=4,
     )
 
@@ -260,3 +259,7 @@ def _write(target, start, size, real, imaginary, BLOCK: tl.constexpr):
     place = 2 * start + tl.arange(0, 2 * BLOCK)
     pairs = tl.reshape(tl.join(real, imaginary), [2 * BLOCK])
     tl.store(target + place, pairs, mask=place < 2 * size)
+
+
+_launch_in, _launch_out = Launcher(_turn_in), Launcher(_turn_out)
+_launch_mix = Launcher(_mix_spectra)
