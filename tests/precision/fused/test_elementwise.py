@@ -80,6 +80,26 @@ def test_each_family_computes_what_transformers_does(language_model, sentences, 
 
 
 @pytest.mark.interpreted
+def test_an_encoder_and_a_decoder_of_t5_compute_what_transformers_does():
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=97, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(transformers.T5ForConditionalGeneration(config).to(DEVICE).train())
+    plain, model = models
+    tokens = torch.randint(2, 97, (2, 7), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    run = fused(model, ["rms_norm"])
+    norms = [each for each in model.modules() if isinstance(each, OnePassNorm)]
+    assert len(norms) == 2 * 2 + 2 * 3 + 2  # of each layer, and after the last
+    found, expected = (each(input_ids=tokens, labels=tokens).loss for each in (model, plain))
+    assert_same(gradients(model, found), gradients(plain, expected))
+    run.release()
+
+
+@pytest.mark.interpreted
 def test_adapters_inside_a_gated_mlp_learn_what_they_would(language_model, sentences):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -111,9 +131,10 @@ def test_checkpointed_activations_give_the_same_gradients(language_model, senten
 
 
 NORMS = {
-    "Llama": RmsNorm(1e-6, 0.0, rounds=True, promotes=True),
-    "Gemma": RmsNorm(1e-6, 1.0, rounds=False, promotes=False),
-    "Olmo2": RmsNorm(1e-5, 0.0, rounds=False, promotes=False),
+    "Llama": RmsNorm(1e-6, 0.0, rounds=True, rounds_beside=True, promotes=True),
+    "Gemma": RmsNorm(1e-6, 1.0, rounds=False, rounds_beside=False, promotes=False),
+    "Olmo2": RmsNorm(1e-5, 0.0, rounds=False, rounds_beside=False, promotes=False),
+    "T5": RmsNorm(1e-6, 0.0, rounds=False, rounds_beside=True, promotes=True),
 }
 
 
@@ -125,7 +146,9 @@ NORMS = {
 def test_a_norm_has_the_order_and_the_formats_of_its_own(
     language_model, family, dtype, weight_dtype, widened
 ):
-    norm = language_model(family).model.norm.to(DEVICE, weight_dtype)
+    of_t5 = transformers.models.t5.modeling_t5.T5LayerNorm
+    norm = of_t5(32) if family == "T5" else language_model(family).model.norm
+    norm = norm.to(DEVICE, weight_dtype)
     known = rms_norm_of(norm)
     assert known == NORMS[family]
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)

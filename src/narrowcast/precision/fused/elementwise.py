@@ -61,13 +61,14 @@ class OnePassNorm(Elementwise):
         ):
             return super().forward(*args, **kwargs)
         (x,), known = args, self.nc_norm
-        if self.nc_widened and weight.dtype not in (torch.float32, x.dtype):
+        if weight.dtype not in (torch.float32, x.dtype):
             return super().forward(*args, **kwargs)
         if known.of_torch and not _narrow_between_wide(self, x, weight):
             return super().forward(*args, **kwargs)
         from narrowcast.kernels.norms import rms_norm
 
         inside = weight.dtype if self.nc_widened else x.dtype
+        rounds = known.rounds if weight.dtype == torch.float32 else known.rounds_beside
         dtype = x.dtype
         if known.promotes and not self.nc_widened:  # torch's own is all fp32 under autocast
             wide = torch.float32 if known.of_torch else weight.dtype
@@ -77,7 +78,7 @@ class OnePassNorm(Elementwise):
             weight,
             eps=epsilon_of(self),
             offset=known.offset,
-            rounds=known.rounds and inside != torch.float32,
+            rounds=rounds and inside != torch.float32,
             dtype=dtype,
         )
 
