@@ -277,7 +277,9 @@ class _Fp8Product(torch.autograd.Function):
                 found.columnwise, x, scales, dtype=ctx.weight_dtype, by_weight=False
             )
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            # Torch adds up in fp32 whatever it gives; from fp32 a pass more would narrow it.
+            summed = grad.dtype if ctx.bias_dtype == grad.dtype else torch.float32
+            grad_bias = grad.sum(0, dtype=summed).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, *[None] * 11
 
 

@@ -73,13 +73,13 @@ class _Chain(torch.autograd.Function):
         if needs_last:
             grad_last = rows.t() @ between.flatten(0, -2)
         if needs_last_bias:
-            grad_last_bias = rows.sum(0, dtype=torch.float32).to(grad.dtype)
+            grad_last_bias = rows.sum(0)  # torch adds up in fp32
         if needs_x:
             grad_x = through @ first
         if needs_first:
             grad_first = rows_through.t() @ x.flatten(0, -2)
         if needs_bias:
-            grad_bias = rows_through.sum(0, dtype=torch.float32).to(grad.dtype)
+            grad_bias = rows_through.sum(0)
         return grad_x, grad_first, grad_bias, grad_last, grad_last_bias
 
 
