@@ -1,8 +1,10 @@
+import ast
 import functools
 import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import narrowcast
 from narrowcast.kernels import launch
 from narrowcast.kernels.launch import interpreted, specialised, unsupported_reason
 
@@ -235,3 +238,17 @@ def test_a_mode_is_told_of_every_operator_and_changes_nothing(name):
     assert mode.seen[0] == name.split()[0]
     for a, b in zip(seen, both_passes(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_every_kernel_is_launched_where_its_tensors_are():
+    """Triton launches on the current device; `kernel[grid](…)` stands in one place that asks."""
+    root = Path(narrowcast.__file__).parent
+    found = [
+        f"{path.relative_to(root)}:{node.lineno}"
+        for path in root.rglob("*.py")
+        if "triton" in (text := path.read_text()) and path.name != "launch.py"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id not in ("list", "dict")
+    ]
+    assert found == []

@@ -17,7 +17,8 @@ class AsyncCopy:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor.detach(), non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            # The copy is queued on the tensor's device, which need not be the current one.
+            self._copied.record(torch.cuda.current_stream(tensor.device))
         else:
             self._host = tensor.detach().clone()
 

@@ -7,14 +7,12 @@ pass moves two bytes in and two out for each 16-bit logit, and four bytes a row 
 Nothing is allocated but the losses. The arithmetic is fp32 whatever the logits are.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import unsupported_reason
+from narrowcast.kernels.launch import launch_kernel, unsupported_reason
 
 BLOCK = 16384
 """Logits a program holds at once: 16 for each of 1024 threads, two 16-byte loads of 16-bit ones."""
@@ -53,8 +51,9 @@ def cross_entropy_(
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(columns), BLOCK)
-    kernel: Any = _rows_kernel
-    kernel[(rows,)](
+    launch_kernel(
+        _rows_kernel,
+        (rows,),
         logits,
         targets.contiguous(),
         losses,

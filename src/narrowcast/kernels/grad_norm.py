@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import is_capturing
+from narrowcast.kernels.launch import is_capturing, launch_kernel
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
@@ -62,12 +62,24 @@ class NormKernel:
             self._captured.append(tables)
         tables.addresses.write(addresses)
         for chunks, first, options in tables.launches:
-            _sum_squares[(len(chunks),)](
-                chunks, tables.addresses.tensor, tables.partial, first, **options
+            launch_kernel(
+                _sum_squares,
+                (len(chunks),),
+                chunks,
+                tables.addresses.tensor,
+                tables.partial,
+                first,
+                **options,
             )
         norms = torch.empty(len(dense), device=self._device)
-        _join[(len(dense),)](
-            tables.partial, tables.ranges, norms, ROUNDS=tables.rounds, WIDTH=JOIN_WIDTH
+        launch_kernel(
+            _join,
+            (len(dense),),
+            tables.partial,
+            tables.ranges,
+            norms,
+            ROUNDS=tables.rounds,
+            WIDTH=JOIN_WIDTH,
         )
         return norms
 

@@ -6,12 +6,12 @@ four bytes in for each pair of 16-bit logits, and its backward pass two out besi
 allocated but the gradient and three numbers a row. The arithmetic is fp32 whatever the logits are.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from narrowcast.kernels.launch import launch_kernel
 
 BLOCK = 8192
 """Pairs of logits a program holds at once: 16 for each of 512 threads."""
@@ -30,9 +30,10 @@ def kl_rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     assert target.shape == (groups, rows, columns)
     losses = torch.empty(groups, copies, rows, dtype=torch.float32, device=output.device)
     wholes = torch.empty(2, groups, copies, rows, dtype=torch.float32, device=output.device)
-    kernel: Any = _rows_kernel
     block, warps = _launch(columns)
-    kernel[(losses.numel(),)](
+    launch_kernel(
+        _rows_kernel,
+        (losses.numel(),),
         output,
         target,
         losses,
@@ -52,9 +53,10 @@ def kl_rows_grad(output: Tensor, target: Tensor, wholes: Tensor, factors: Tensor
     groups, copies, rows, columns = output.shape
     assert factors.shape == (groups,)
     grad = torch.empty_like(output)
-    kernel: Any = _grad_kernel
     block, warps = _launch(columns)
-    kernel[(groups * copies * rows,)](
+    launch_kernel(
+        _grad_kernel,
+        (groups * copies * rows,),
         output,
         target,
         wholes,

@@ -59,6 +59,16 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a kernel of Triton's where its first argument is; Triton itself asks no tensor."""
+    device = args[0].get_device()
+    if device < 0 or device == torch._C._cuda_getDevice():
+        kernel[grid](*args, **options)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*args, **options)
+
+
 @final
 class Launcher:
     """Launches one Triton kernel, without what Triton's own way costs the host every time.

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import Launcher, interpreted
+from narrowcast.kernels.launch import Launcher, interpreted, launch_kernel
 from narrowcast.kernels.quantize import (
     _castable,
     _scale_inv_for,
@@ -81,16 +81,30 @@ def quantize_lines_into(
 def widen_lines_into(result: Tensor, codes: Tensor, scale_inv: Tensor) -> None:
     """Write e4m3 codes times the inverse scale of their row, in the dtype of `result`."""
     rows, width = codes.shape
-    _widen_row[(rows, triton.cdiv(width, _WIDENED))](
-        codes.view(torch.uint8), scale_inv, result, width, TILE=_WIDENED, num_warps=4
+    launch_kernel(
+        _widen_row,
+        (rows, triton.cdiv(width, _WIDENED)),
+        codes.view(torch.uint8),
+        scale_inv,
+        result,
+        width,
+        TILE=_WIDENED,
+        num_warps=4,
     )
 
 
 def transpose_into(result: Tensor, codes: Tensor) -> None:
     """Write a matrix of bytes transposed; torch's own copy reads or writes them one by one."""
     rows, width = codes.shape
-    _transpose_tile[(triton.cdiv(width, _SQUARE), triton.cdiv(rows, _SQUARE))](
-        codes.view(torch.uint8), result.view(torch.uint8), rows, width, TILE=_SQUARE, num_warps=8
+    launch_kernel(
+        _transpose_tile,
+        (triton.cdiv(width, _SQUARE), triton.cdiv(rows, _SQUARE)),
+        codes.view(torch.uint8),
+        result.view(torch.uint8),
+        rows,
+        width,
+        TILE=_SQUARE,
+        num_warps=8,
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.grad_norm import TYPES
+from narrowcast.kernels.launch import launch_kernel
 from narrowcast.kernels.tables import HostTable, upload
 
 BLOCK = 1024
@@ -41,7 +42,9 @@ class SampleKernel:
         self._addresses.write([0 if t is None else t.data_ptr() for t in here])
         width = into.shape[1]
         for dtype, rows in self._rows[dtypes].items():
-            _copy[(len(rows), triton.cdiv(width, BLOCK))](
+            launch_kernel(
+                _copy,
+                (len(rows), triton.cdiv(width, BLOCK)),
                 rows,
                 self._spacings,
                 self._addresses.tensor,

@@ -34,7 +34,7 @@ from torch import Tensor
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw.programs import begin, update
 from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, share_of
-from narrowcast.kernels.launch import interpreted, is_capturing
+from narrowcast.kernels.launch import interpreted, is_capturing, launch_kernel
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
@@ -185,7 +185,9 @@ class AdamKernel:
         if is_capturing(self._device):
             self._captured.append(self._launches)
         for launch in self._launches:
-            update[(launch.programs,)](
+            launch_kernel(
+                update,
+                (launch.programs,),
                 launch.chunks,
                 self._addresses.tensor,
                 self._gradients.tensor,
@@ -248,7 +250,9 @@ class AdamKernel:
     def _prepare(self, factor: Tensor | None, finite: Tensor | None) -> None:
         count = len(self.weights)
         width = 128
-        begin[(triton.cdiv(count, width),)](
+        launch_kernel(
+            begin,
+            (triton.cdiv(count, width),),
             self._addresses.tensor,
             self._gradients.tensor,
             self._groups,

@@ -22,6 +22,7 @@ from narrowcast.kernels.attention.programs import (
     forward,
     row_sums,
 )
+from narrowcast.kernels.launch import launch_kernel
 
 
 class Tiling(NamedTuple):
@@ -104,7 +105,9 @@ def _forward(
     query, key, value = (_dense_last(t) for t in (query, key, value))
     batch, heads, length, width = query.shape
     tiling = tilings(width, query.element_size())[0]
-    forward[(triton.cdiv(length, tiling.rows), batch * heads)](
+    launch_kernel(
+        forward,
+        (triton.cdiv(length, tiling.rows), batch * heads),
         query,
         key,
         value,
@@ -150,8 +153,16 @@ def _backward(
     sums = torch.empty_like(log_sums)
     constants = _constants(width, by_rows)
     columns = constants.pop("COLUMNS")
-    row_sums[(triton.cdiv(length, by_rows.rows), batch * heads)](
-        output, grad_output, sums, length, heads, *grad_output.stride()[:3], **constants
+    launch_kernel(
+        row_sums,
+        (triton.cdiv(length, by_rows.rows), batch * heads),
+        output,
+        grad_output,
+        sums,
+        length,
+        heads,
+        *grad_output.stride()[:3],
+        **constants,
     )
     given = (query, key, value, bounds.contiguous(), grad_output, log_sums, sums)
     sizes = (scale * math.log2(math.e), window, length, heads, heads // key.shape[1])
@@ -162,11 +173,25 @@ def _backward(
         *grad_output.stride()[:3],
     )
     of_query, of_key, of_value = grads
-    backward_queries[(triton.cdiv(length, by_rows.rows), batch * heads)](
-        *given, of_query, *sizes, *strides, COLUMNS=columns, **constants
+    launch_kernel(
+        backward_queries,
+        (triton.cdiv(length, by_rows.rows), batch * heads),
+        *given,
+        of_query,
+        *sizes,
+        *strides,
+        COLUMNS=columns,
+        **constants,
     )
-    backward_keys[(triton.cdiv(length, by_columns.columns), batch * key.shape[1])](
-        *given, of_key, of_value, *sizes, *strides, **_constants(width, by_columns)
+    launch_kernel(
+        backward_keys,
+        (triton.cdiv(length, by_columns.columns), batch * key.shape[1]),
+        *given,
+        of_key,
+        of_value,
+        *sizes,
+        *strides,
+        **_constants(width, by_columns),
     )
     return grads
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowcast.kernels.gelu_arithmetic import share_and_gauss
-from narrowcast.kernels.launch import interpreted
+from narrowcast.kernels.launch import interpreted, launch_kernel
 
 _ROWS, _COLUMNS = 32, 64  # of a tile: 16 elements for each of 128 threads
 _UNITS = 16  # that a thread holds: three weights of each and three sums are 96 registers
@@ -44,7 +44,9 @@ def mlp_backward(grad: Tensor, h: Tensor, weights: Tensor, *, to_h: bool) -> tup
     blocks = triton.cdiv(rows, _BLOCK)
     grad_h = torch.empty_like(h) if to_h else h.new_empty(0)
     sums = torch.empty((blocks, weights.numel() + seeds * count), device=h.device)
-    _through_rows[(triton.cdiv(count, _LANES) * pieces, blocks, seeds)](
+    launch_kernel(
+        _through_rows,
+        (triton.cdiv(count, _LANES) * pieces, blocks, seeds),
         grad,
         h,
         weights,
@@ -71,7 +73,9 @@ def _through_units(
 ) -> None:
     seeds, rows, count = h.shape
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(count, _COLUMNS), seeds)
-    _units[grid](
+    launch_kernel(
+        _units,
+        grid,
         grad,
         h,
         weights,

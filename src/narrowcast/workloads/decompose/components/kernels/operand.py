@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.launch import launch_kernel
 from narrowcast.workloads.decompose.components.kernels.shares import (
     delta_of,
     places,
@@ -42,7 +43,9 @@ def write_operand(
     (seeds, rows). Columns beyond the components and beyond x are zero.
     """
     cut = _Cut(h, x, importance)
-    _write[cut.grid](
+    launch_kernel(
+        _write,
+        cut.grid,
         out,
         h,
         h if x is None else x,
@@ -93,7 +96,9 @@ def write_gradients(
         lines = cut.grid[0] // h.shape[0] if within else h.shape[1]
         shape = (h.shape[0], lines, importance.shape[-1])
         of_source = down.new_empty(shape, dtype=torch.float32)
-    _back[cut.grid](
+    launch_kernel(
+        _back,
+        cut.grid,
         down,
         h,
         h if x is None else x,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.launch import launch_kernel
+
 _ROWS = 64
 _WIDEST = 64  # columns of a tile: 32 elements for each of 128 threads
 
@@ -26,7 +28,8 @@ def power_means(uppers: Sequence[Tensor], power: float | Tensor, epsilon: float)
     sums = torch.empty((blocks, seeds, width), device=uppers[0].device)
     first = 0
     for upper in uppers:
-        _sum[_grid(upper)](
+        launch_kernel(
+            _sum, _grid(upper),
             upper, *_power(upper, power), sums, first, width, *_sizes(upper, epsilon),
             **_constants(upper, power),
         )  # fmt: skip
@@ -41,7 +44,8 @@ def power_means_back(
     found, first = [], 0
     for upper in uppers:
         out = torch.empty_like(upper)
-        _back[_grid(upper)](
+        launch_kernel(
+            _back, _grid(upper),
             upper, *_power(upper, power), grad, out, first, *grad.stride(),
             *_sizes(upper, epsilon), **_constants(upper, power),
         )  # fmt: skip

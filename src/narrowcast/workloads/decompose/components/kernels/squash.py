@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.launch import launch_kernel
+
 _BLOCK = 1024
 
 
@@ -16,7 +18,17 @@ def squash(logits: Tensor, leak: float) -> tuple[Tensor, Tensor]:
     """Return the lower and the upper importances of contiguous `logits`, in their format."""
     low, up = torch.empty_like(logits), torch.empty_like(logits)
     size = logits.numel()
-    _forward[(triton.cdiv(size, _BLOCK),)](logits, low, up, size, leak, BLOCK=_BLOCK, num_warps=4)
+    launch_kernel(
+        _forward,
+        (triton.cdiv(size, _BLOCK),),
+        logits,
+        low,
+        up,
+        size,
+        leak,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
     return low, up
 
 
@@ -26,7 +38,9 @@ def squash_back(
     """Return the gradient of the logits; of a result without one there is nothing to read."""
     grad = torch.empty_like(logits)
     size = logits.numel()
-    _back[(triton.cdiv(size, _BLOCK),)](
+    launch_kernel(
+        _back,
+        (triton.cdiv(size, _BLOCK),),
         logits,
         logits if grad_low is None else grad_low,
         logits if grad_up is None else grad_up,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast.kernels.launch import launch_kernel
+
 _BLOCK = 1024
 
 
@@ -18,7 +20,9 @@ def write_weights(out: Tensor, V: Tensor, U: Tensor, weight_t: Tensor | None, pa
     seeds, d_in, count = V.shape
     other = U if weight_t is None else weight_t.expand(seeds, -1, -1)
     size = out.shape[1]
-    _write[(triton.cdiv(size, _BLOCK), seeds)](
+    launch_kernel(
+        _write,
+        (triton.cdiv(size, _BLOCK), seeds),
         out,
         V,
         U,
