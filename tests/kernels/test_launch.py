@@ -4,6 +4,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast
+from narrowcast.errors import UnsupportedError
 from narrowcast.kernels import launch
 from narrowcast.kernels.launch import interpreted, specialised, unsupported_reason
 
@@ -199,6 +202,26 @@ def pieces():
     }
 
 
+def test_a_mode_counts_where_it_is():
+    """One of another thread is nobody's here, whichever of them ends first."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def other():
+        with Operators():
+            begun.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait(60)
+    assert not launch.is_traced()
+    with Operators():
+        may_end.set()
+        thread.join()
+        assert launch.is_traced()
+    assert not launch.is_traced()
+
+
 class Operators(TorchDispatchMode):
     """Notes which operators of ours are called."""
 
@@ -243,12 +266,149 @@ def test_a_mode_is_told_of_every_operator_and_changes_nothing(name):
 def test_every_kernel_is_launched_where_its_tensors_are():
     """Triton launches on the current device; `kernel[grid](…)` stands in one place that asks."""
     root = Path(narrowcast.__file__).parent
+    sources = {path: path.read_text() for path in root.rglob("*.py")}
+    trees = {path: ast.parse(text) for path, text in sources.items() if "triton" in text}
+    kernels = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(each).startswith("triton.jit") for each in node.decorator_list)
+    }
+    assert {"update", "_turn", "_rows_kernel"} <= kernels
     found = [
         f"{path.relative_to(root)}:{node.lineno}"
-        for path in root.rglob("*.py")
-        if "triton" in (text := path.read_text()) and path.name != "launch.py"
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-        if isinstance(node.func.value, ast.Name) and node.func.value.id not in ("list", "dict")
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and ast.unparse(node.func.value) in kernels
     ]
     assert found == []
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launch asks of a tensor on a GPU."""
+
+    address: int = 256
+    dtype: torch.dtype = torch.bfloat16
+    where: int = 0
+    count: int = 4
+
+    device = property(lambda self: f"cuda:{self.where}")
+
+    def get_device(self):
+        return self.where
+
+    def data_ptr(self):
+        return self.address
+
+    def numel(self):
+        return self.count
+
+
+class Compiler:
+    """Compiles anew whenever it is asked, as Triton does for arguments that it has not seen."""
+
+    def __init__(self):
+        self.made = []
+        self.launched = []
+
+    def __getitem__(self, grid):
+        def compiled(*args, **options):
+            from triton.compiler import CompiledKernel
+
+            found = object.__new__(CompiledKernel)
+            found.function, found.packed_metadata = len(self.made), ()
+            found.module, found._run = self, self.note
+            self.made.append(found)
+            self.launched.append((found.function, args))
+            return found
+
+        return compiled
+
+    def note(self, x, y, z, stream, function, metadata, about, enter, leave, *args):
+        self.launched.append((function, args))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A launcher as on a GPU, and what it has compiled and launched."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    compiler = Compiler()
+    return launch.Launcher(compiler), compiler
+
+
+ONE = {"tensors": (Place(), Place(512)), "sizes": (16, 33), "constants": (1e-5, True)}
+ALIKE = [
+    {"tensors": (Place(4096), Place(64))},  # elsewhere
+    {"sizes": (32, 35)},  # as divisible
+]
+OTHERS = [
+    {"tensors": (Place(), Place(513))},
+    {"tensors": (Place(), Place(512, torch.float32))},
+    {"sizes": (17, 33)},
+    {"sizes": (16, 1)},
+    {"sizes": (16, 2**31 + 1)},
+    {"constants": (1e-6, True)},
+    {"constants": (1e-5, False)},
+    {"num_warps": 8},
+    {"num_warps": None, "num_stages": 4},
+]
+
+
+def launched(launcher, **changed):
+    given = ONE | {"num_warps": 4} | changed
+    options = {k: v for k, v in given.items() if k.startswith("num") and v is not None}
+    launcher((1, 1, 1), given["tensors"], given["sizes"], given["constants"], **options)
+
+
+@pytest.mark.parametrize("changed", OTHERS, ids=str)
+def test_what_triton_would_compile_anew_is_compiled_anew(on_a_gpu, changed):
+    launcher, compiler = on_a_gpu
+    for each in ({}, changed, {}, changed):
+        launched(launcher, **each)
+    assert [function for function, _ in compiler.launched] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("changed", ALIKE, ids=str)
+def test_what_is_alike_to_triton_is_launched_by_address(on_a_gpu, changed):
+    launcher, compiler = on_a_gpu
+    for each in ({}, {}, changed, changed):
+        launched(launcher, **each)
+    assert len(compiler.made) == 1
+    given = ONE | changed
+    addresses = [each.address for each in given["tensors"]]
+    assert compiler.launched[-1] == (0, (*addresses, *given["sizes"], *given["constants"]))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "known"),
+    [
+        ((Place(where=-1), Place()), False),
+        ((Place(where=-1), Place()), True),
+        ((Place(), Place(where=-1)), False),
+        ((Place(), Place(where=1)), False),
+        ((Place(), Place(address=0)), False),
+        ((Place(), Place(address=0)), True),
+        ((Place(address=0), Place()), True),
+    ],
+)
+def test_memory_that_is_elsewhere_or_nowhere_is_refused(on_a_gpu, tensors, known):
+    """Of a kernel that is known, only the first tensor is asked where it is."""
+    launcher, _ = on_a_gpu
+    if known:
+        launched(launcher)
+    with pytest.raises(UnsupportedError, match="one GPU"):
+        launched(launcher, tensors=tensors)
+
+
+def test_an_empty_tensor_needs_no_memory(on_a_gpu):
+    launcher, compiler = on_a_gpu
+    for _ in range(2):
+        launched(launcher, tensors=(Place(), Place(address=0, count=0)))
+    assert len(compiler.launched) == 2

@@ -138,6 +138,21 @@ def test_halves_are_turned_and_gradients_turned_back(
         assert_near(back, want, dtype)
 
 
+def test_turned_halves_may_be_written_to_as_any_result():
+    """As models do that scale their queries in place; a view of something else could not be."""
+    query, key = (heads_of(2, n, 3, 16, dtype=torch.bfloat16, seed=n) for n in (4, 2))
+    given = [query.requires_grad_(), key.requires_grad_()]
+    table = heads_of(1, 3, 2, 16, dtype=torch.float32, seed=9)
+
+    def gradients(factor):
+        turned, other = turn_halves(*given, table[:, :, 0], table[:, :, 1])
+        assert not turned._is_view()
+        turned = turned.mul_(2) if factor is None else turned * factor
+        return torch.autograd.grad(turned.float().sum() + other.float().sum(), given)
+
+    assert all(map(torch.equal, gradients(None), gradients(2)))
+
+
 def test_halves_are_turned_wherever_they_lie():
     query, key = (heads_of(2, n, 3, 16, dtype=torch.bfloat16, seed=n) for n in (4, 2))
     table = heads_of(2, 3, 2, 16, dtype=torch.bfloat16, seed=9)

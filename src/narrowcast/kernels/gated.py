@@ -41,7 +41,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, value: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, value)
         ctx.activation = activation
-        call = torch.ops.narrowcast.gated if is_traced() else _gated
+        call = torch.ops.narrowcast.gated if is_traced(gate, value) else _gated
         result: Tensor = call(gate, value, activation)
         return result
 
@@ -49,7 +49,7 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, value = ctx.saved_tensors
-        if is_traced():
+        if is_traced(grad, gate, value):
             both = torch.ops.narrowcast.gated_back(grad, gate, value, ctx.activation, False)
             return both[0], both[1], None
         grads = [torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2)]
@@ -71,7 +71,7 @@ class _GatedHalves(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (both,) = ctx.saved_tensors
-        call = torch.ops.narrowcast.gated_back if is_traced() else _gated_back
+        call = torch.ops.narrowcast.gated_back if is_traced(grad, both) else _gated_back
         gate, value = both.chunk(2, -1)
         return call(grad, gate, value, ctx.activation, True), None
 

@@ -20,13 +20,13 @@ _BY_BITS = interpreted()
 
 def gelu(x: Tensor) -> Tensor:
     """Return x times the share of a normal distribution below it; computed in fp32."""
-    result: Tensor = (torch.ops.narrowcast.gelu if is_traced() else _gelu)(x)
+    result: Tensor = (torch.ops.narrowcast.gelu if is_traced(x) else _gelu)(x)
     return result
 
 
 def gelu_back(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of `x` from that of `gelu(x)`, and `gelu(x)`."""
-    call = torch.ops.narrowcast.gelu_back if is_traced() else _gelu_back
+    call = torch.ops.narrowcast.gelu_back if is_traced(grad, x) else _gelu_back
     result: tuple[Tensor, Tensor] = call(grad, x)
     return result
 

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch import Tensor, nn
+
+from narrowcast.errors import UnsupportedError
 
 _ALIGNED = 16
 """Bytes; Triton compiles another kernel for an address, or a size, that is no multiple of it."""
 _INT32 = 2**31
+_PLAIN = (Tensor, nn.Parameter)
 _KEPT = 1024
 """Launches of one kernel that are known by their very sizes; more are found by what they share."""
 
@@ -50,13 +52,16 @@ def is_capturing(device: torch.device | None = None) -> bool:
     return on_gpu and torch.cuda.graphs.is_current_stream_capturing()
 
 
-def is_traced() -> bool:
-    """Say whether somebody follows operators: a compiler, or a mode that is told of each.
+def is_traced(*tensors: Tensor) -> bool:
+    """Say whether operators are followed: by a compiler, a mode, or tensors of another kind.
 
     Else a kernel is launched at once: what torch does between the call of an operator and the
     function behind it takes the host as long as a launch.
     """
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    # Any other tensor has no memory of its own, or stands for several.
+    return any(type(each) not in _PLAIN for each in tensors)
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -76,7 +81,8 @@ class Launcher:
     Triton reads off each argument what it would compile for, writes that as a text, looks for it
     among its kernels, tells hooks that nobody has set, and asks the driver about each address: 40
     to 60 µs. Which kernel it took is kept here by `specialised`, and given addresses. Tensors come
-    first among a kernel's arguments, then sizes, then constants.
+    first among a kernel's arguments, then sizes, then constants, each of one type at its place;
+    what Triton looks at besides (its switches for debugging) counts as it was the first time.
     """
 
     def __init__(self, kernel: Any, *, views: Mapping[int, torch.dtype] | None = None) -> None:
@@ -101,6 +107,7 @@ class Launcher:
             return
         device = tensors[0].get_device()
         if device != torch._C._cuda_getDevice():
+            _refuse_others(device, tensors)
             with torch.cuda.device(device):
                 self(grid, tensors, sizes, constants, **options)
             return
@@ -108,17 +115,21 @@ class Launcher:
         bits = 0
         for address in addresses:
             bits |= address
-        aligned = bits % _ALIGNED == 0 or tuple([each % _ALIGNED == 0 for each in addresses])
+        aligned: bool | tuple[bool, ...] = bits % _ALIGNED == 0
+        if not aligned or not all(addresses):
+            _refuse_others(device, tensors)
+            self._viewed(tensors)  # which no address will do for
+            aligned = tuple([each % _ALIGNED == 0 for each in addresses])
         dtypes = tuple([each.dtype for each in tensors])
-        key = device, constants, sizes, dtypes, aligned, *options.values()
+        key = device, constants, sizes, dtypes, aligned, *options.items()
         known = self._by_sizes.get(key)
         if known is None:
-            known = self._first(key, grid, tensors, sizes, constants, options)
-            if known is None:
-                return
-        known(grid, addresses, sizes, constants)
+            _refuse_others(device, tensors)
+            known = self._for_new_sizes(key, grid, tensors, sizes, constants, options)
+        if known is not None:
+            known(grid, addresses, sizes, constants)
 
-    def _first(
+    def _for_new_sizes(
         self,
         key: Any,
         grid: tuple[int, int, int],
@@ -128,7 +139,7 @@ class Launcher:
         options: dict[str, int],
     ) -> "_Launch | None":
         """Return how to launch it for new sizes; None where Triton was asked, and has done so."""
-        alike = key[0], constants, *options.values(), *specialised(tensors, sizes)
+        alike = key[0], constants, *options.items(), *specialised(tensors, sizes)
         known = self._compiled.get(alike)
         if known is not None:
             if len(self._by_sizes) >= _KEPT:  # each sequence may have a length of its own
@@ -163,6 +174,7 @@ class _Launch:
         from triton import knobs
 
         self._compiled, self._hooks = compiled, knobs.runtime
+        self._chain: Any = getattr(knobs, "HookChain", ())
         self._run, self._function = compiled.run, compiled.function
         self._metadata = compiled.packed_metadata
 
@@ -175,7 +187,7 @@ class _Launch:
     ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         hooks = self._hooks
-        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):  # by a profiler
+        if self._is_set(hooks.launch_enter_hook) or self._is_set(hooks.launch_exit_hook):
             self._compiled[grid](*addresses, *sizes, *constants, stream=stream)
             return
         self._run(
@@ -183,10 +195,20 @@ class _Launch:
             *addresses, *sizes, *constants,
         )  # fmt: skip
 
+    def _is_set(self, hook: Any) -> bool:
+        """Say whether anybody is told of launches, such as a profiler: by a list, or one call."""
+        return bool(hook.calls) if isinstance(hook, self._chain) else hook is not None
 
-def _is_set(hook: Any) -> bool:
-    """Say whether anybody is called before or after launches: it is a list of calls, or one."""
-    return bool(getattr(hook, "calls", hook))
+
+def _refuse_others(device: int, tensors: tuple[Tensor, ...]) -> None:
+    """Refuse tensors that are elsewhere, or nowhere: a kernel would read what is not there."""
+    for each in tensors:
+        if device < 0 or each.get_device() != device or (each.numel() and not each.data_ptr()):
+            raise UnsupportedError(
+                f"a kernel was given a {type(each).__name__} on {each.device}, of which it cannot "
+                f"read the memory beside what is on {tensors[0].device}; bring all of a layer to "
+                "one GPU"
+            )
 
 
 def specialised(tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:

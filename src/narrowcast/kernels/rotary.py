@@ -50,7 +50,7 @@ class _TurnHeads(torch.autograd.Function):
         ctx: Any, heads: Tensor, table: Tensor, queries: int, keys: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(table)
-        call = torch.ops.narrowcast.turn_heads if is_traced() else _turn_heads
+        call = torch.ops.narrowcast.turn_heads if is_traced(heads, table) else _turn_heads
         query, key, value = heads.split([queries, keys, keys], dim=2)
         turned: Tensor = call(query, key, value, table, False)
         query, key, value = turned.split([queries, keys, keys], dim=2)
@@ -60,7 +60,7 @@ class _TurnHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
         (table,) = ctx.saved_tensors
-        call = torch.ops.narrowcast.turn_heads if is_traced() else _turn_heads
+        call = torch.ops.narrowcast.turn_heads if is_traced(query, key) else _turn_heads
         return call(query, key, value, table, True), None, None, None
 
 
@@ -81,10 +81,9 @@ class _TurnHalves(torch.autograd.Function):
 def _turned_halves(
     query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *, back: bool
 ) -> tuple[Tensor, Tensor]:
-    call = torch.ops.narrowcast.turn_halves if is_traced() else _turn_halves
-    # In here, where autograd does not follow them.
-    query, key = call(query.transpose(1, 2), key.transpose(1, 2), cosine, sine, back)
-    return query.transpose(1, 2), key.transpose(1, 2)
+    call = torch.ops.narrowcast.turn_halves if is_traced(query, key, cosine) else _turn_halves
+    result: tuple[Tensor, Tensor] = call(query, key, cosine, sine, back)
+    return result
 
 
 _apply: Any = _TurnHeads.apply
@@ -105,7 +104,9 @@ def _turn_halves(
     results = _empty_halves(query, key, cosine, sine, back)
     cosine, sine = cosine.contiguous(), sine.contiguous()
     steps = (0 if len(cosine) == 1 else cosine.stride(0), cosine.stride(1))
-    _launch((query, key), results, (cosine, sine), steps, back, halves=True)
+    by_position = [each.transpose(1, 2) for each in (query, key, *results)]
+    heads, targets = tuple(by_position[:2]), tuple(by_position[2:])
+    _launch(heads, targets, (cosine, sine), steps, back, halves=True)
     return results
 
 
@@ -164,7 +165,17 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, table: Tensor, back: bool)
 def _empty_halves(
     query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, back: bool
 ) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape)
+    return _by_position(query), _by_position(key)
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """Return memory for heads, (batch, heads, length, width), in which those of a position meet.
+
+    As attention reads them, and no view of anything, so that others may write to it.
+    """
+    batch, heads, length, width = x.shape
+    strides = (length * heads * width, width, heads * width, 1)
+    return x.new_empty_strided((batch, heads, length, width), strides)
 
 
 @triton.jit

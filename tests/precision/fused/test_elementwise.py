@@ -131,10 +131,10 @@ def test_checkpointed_activations_give_the_same_gradients(language_model, senten
 
 
 NORMS = {
-    "Llama": RmsNorm(1e-6, 0.0, rounds=True, rounds_beside=True, promotes=True),
-    "Gemma": RmsNorm(1e-6, 1.0, rounds=False, rounds_beside=False, promotes=False),
-    "Olmo2": RmsNorm(1e-5, 0.0, rounds=False, rounds_beside=False, promotes=False),
-    "T5": RmsNorm(1e-6, 0.0, rounds=False, rounds_beside=True, promotes=True),
+    "Llama": RmsNorm(1e-6, 0.0, rounds=True, rounds_beside_16_bits=True, promotes=True),
+    "Gemma": RmsNorm(1e-6, 1.0, rounds=False, rounds_beside_16_bits=False, promotes=False),
+    "Olmo2": RmsNorm(1e-5, 0.0, rounds=False, rounds_beside_16_bits=False, promotes=False),
+    "T5": RmsNorm(1e-6, 0.0, rounds=False, rounds_beside_16_bits=True, promotes=True),
 }
 
 
@@ -166,6 +166,26 @@ def test_a_norm_has_the_order_and_the_formats_of_its_own(
     if DEVICE == "cuda" and torch.bfloat16 in (dtype, found.dtype):
         assert (found == expected).float().mean() > 0.95  # sums in another order move few
     restore(norm)
+
+
+class Centred(nn.Module):
+    """As some of transformers': its weight and one are added in the weight's own format."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(width)), 1e-6
+
+    def forward(self, x):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight)).type_as(x)
+
+
+def test_a_norm_is_known_whose_weight_of_16_bits_is_rounded_once_more(monkeypatch):
+    monkeypatch.setattr(Centred.forward, "__module__", "transformers.models.somebodys")
+    known = RmsNorm(1e-6, 1.0, rounds=False, rounds_beside_16_bits=False, promotes=False)
+    assert rms_norm_of(Centred(32)) == known
+    assert rms_norm_of(Centred(32).to(torch.bfloat16)) == known
 
 
 TORCHS = {

@@ -34,7 +34,7 @@ class _LayerNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        call = torch.ops.narrowcast.layer_norm if is_traced() else _layer_norm
+        call = torch.ops.narrowcast.layer_norm if is_traced(x, weight) else _layer_norm
         result: Tensor = call(x, weight, bias, eps, dtype)
         return result
 
@@ -43,7 +43,7 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        call = torch.ops.narrowcast.layer_norm_back if is_traced() else _layer_norm_back
+        call = torch.ops.narrowcast.layer_norm_back if is_traced(grad, x) else _layer_norm_back
         grad_x, by_weight, by_bias = call(grad, x, weight, ctx.eps, needs_weight, needs_bias)
         by_weight, by_bias = (by_weight if needs_weight else None, by_bias if needs_bias else None)
         return grad_x, by_weight, by_bias, None, None

@@ -42,7 +42,7 @@ class _RmsNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = eps, offset, rounds
-        call = torch.ops.narrowcast.rms_norm if is_traced() else _rms_norm
+        call = torch.ops.narrowcast.rms_norm if is_traced(x, weight) else _rms_norm
         result: Tensor = call(x, weight, eps, offset, rounds, dtype)
         return result
 
@@ -51,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad[1]
-        call = torch.ops.narrowcast.rms_norm_back if is_traced() else _rms_norm_back
+        call = torch.ops.narrowcast.rms_norm_back if is_traced(grad, x) else _rms_norm_back
         eps, offset, rounds = ctx.settings
         grad_x, grad_weight = call(grad, x, weight, eps, offset, rounds, needs)
         return grad_x, grad_weight if needs else None, None, None, None, None

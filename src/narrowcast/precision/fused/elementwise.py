@@ -68,7 +68,7 @@ class OnePassNorm(Elementwise):
         from narrowcast.kernels.norms import rms_norm
 
         inside = weight.dtype if self.nc_widened else x.dtype
-        rounds = known.rounds if weight.dtype == torch.float32 else known.rounds_beside
+        rounds = known.rounds if weight.dtype == torch.float32 else known.rounds_beside_16_bits
         dtype = x.dtype
         if known.promotes and not self.nc_widened:  # torch's own is all fp32 under autocast
             wide = torch.float32 if known.of_torch else weight.dtype
@@ -94,7 +94,8 @@ class OnePassLayerNorm(Elementwise):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalise the one tensor that comes in."""
-        fits = len(args) == 1 and not kwargs and _fit(self.nc_device, args[0], self.weight)
+        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        fits = len(args) == 1 and not kwargs and _fit(self.nc_device, args[0], *own)
         if (
             self._nc_left_alone()
             or not fits

@@ -132,7 +132,7 @@ class Bf16Recurrent(Mixin):
         with torch.autocast(weights[0].device.type, enabled=False):
             self._flat_weights = [weight.to(torch.bfloat16) for weight in weights]
             try:
-                if weights[0].dtype != torch.bfloat16:
+                if all(weight.dtype != torch.bfloat16 for weight in weights):  # all are casts
                     compact_bf16(cast(nn.RNNBase, self))
                 return super().forward(*args, **kwargs)
             finally:

@@ -48,7 +48,7 @@ class RmsNorm:
     offset: float
     rounds: bool
     """Whether the quotient is rounded to what came in before it meets a weight in fp32."""
-    rounds_beside: bool
+    rounds_beside_16_bits: bool
     """Whether it is where the weight has 16 bits as well, which T5 makes a difference of."""
     promotes: bool
     """Whether the result is in the wider format of what came in and the weight."""
@@ -91,11 +91,11 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | str:
     for offset, rounds, promotes in itertools.product((0.0, 1.0), yes, yes):
         known = RmsNorm(eps, offset, rounds, rounds, promotes)
         if all(_is_as_known(known, *each) for each in asked):
-            other = replace(known, rounds_beside=not rounds)
+            other = replace(known, rounds_beside_16_bits=not rounds)
             by = {each: _is_as_known(each, *beside) for each in (known, other)}
             if any(by.values()):
                 return known if by[known] else other
-            # Some add a weight of 16 bits and the offset in 16 bits.
+            # Some add a weight of 16 bits and the offset in 16 bits: a rounding more, of two.
             if _is_as_known(known, *beside, within=2.0**-6):
                 return known
     return f"{plain_class(module).__name__} is no norm that is known"
@@ -114,7 +114,9 @@ def _torchs_norm(module: nn.RMSNorm) -> RmsNorm | str:
     if weight.numel() > WIDEST:
         return f"its rows of {weight.numel()} are too wide"
     eps = epsilon_of(module)
-    return RmsNorm(eps, 0.0, rounds=False, rounds_beside=False, promotes=True, of_torch=True)
+    return RmsNorm(
+        eps, 0.0, rounds=False, rounds_beside_16_bits=False, promotes=True, of_torch=True
+    )
 
 
 def epsilon_of(norm: nn.Module) -> float:
@@ -254,14 +256,14 @@ def _is_as_known(
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + known.eps)
     narrow = weight.dtype != torch.float32
-    if known.rounds_beside if narrow else known.rounds:
+    if known.rounds_beside_16_bits if narrow else known.rounds:
         normed = normed.to(x.dtype)
     result = normed * (weight.float() + known.offset)
     if narrow or not known.promotes:
         result = result.to(x.dtype)
     if found is None or found.shape != result.shape:
         return False
-    # In float64, which no kernel is given, T5's stays as wide and others narrow: both are alike.
+    # No kernel is given float64: whether a result stays as wide, as T5's does, is of no account.
     if found.dtype != result.dtype and x.dtype != torch.float64:
         return False
     # The same operations in the same order but for the offset, whose sum may be rounded elsewhere.
