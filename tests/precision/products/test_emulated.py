@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD
 
+import narrowcast as nc
 from narrowcast import numerics
 from narrowcast.numerics import BF16, FP16, FP32, TF32, quantize
 from narrowcast.precision.fp8.delayed import AmaxHistories
@@ -481,3 +484,29 @@ def test_a_compiled_product_has_the_gradients_of_the_eager_one_in_any_version(fu
     for eager, compiled in zip(*found, strict=True):
         assert eager.abs().max() > 0
         assert torch.equal(eager, compiled)
+
+
+POWERS = {
+    "h ** 2": lambda h: h**2, "h ** h": lambda h: (h.abs() + 1) ** h, "2 ** h": lambda h: 2**h,
+    "h.pow(2)": lambda h: h.pow(2), "torch.pow": lambda h: torch.pow(h, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POWERS)
+@pytest.mark.parametrize("policy", ["fp16", "tf32", "bf16"])
+def test_powers_are_compiled_however_they_are_written(policy, name):
+    """A compiler first says of the function behind `**` that it is in no table, then that it is."""
+    torch.manual_seed(0)
+    model, x, power = nn.Linear(16, 8), torch.randn(4, 16), POWERS[name]
+    run = nc.prepare(model, SGD(model.parameters(), lr=0.1), policy=policy, emulate=True)
+    torch._dynamo.reset()
+
+    def loss_of(x):
+        return power(model(x)).float().mean()
+
+    found = []
+    for each in (loss_of, torch.compile(loss_of, backend="aot_eager")):
+        with run.compute():
+            loss = each(x)
+        found.append((loss, *torch.autograd.grad(loss, model.parameters())))
+    assert all(map(torch.equal, *found))

@@ -95,10 +95,39 @@ def test_infinities_that_belong_to_a_buffer_stay_in_it():
 
 
 @pytest.mark.parametrize("other", [torch.ones(5), torch.ones((), dtype=torch.float64), None])
-def test_a_buffer_of_another_shape_or_dtype_is_taken_as_it_is(other):
+def test_a_buffer_of_another_shape_or_dtype_stays_unless_the_step_is_skipped(other):
     module = Running()
-    take_step(BufferGuard(module), lambda _: setattr(module, "mean", other), GOOD, NO)
+    guard = BufferGuard(module)
+    replace = lambda _: setattr(module, "mean", other)  # noqa: E731
+    take_step(guard, replace, GOOD, NO)
+    assert module.mean.shape == ()
+    assert module.mean.dtype == torch.float32
+    assert module.mean == 0.0
+    take_step(guard, replace, GOOD, YES)
     assert module.mean is other
+
+
+def test_a_queue_that_grows_is_as_long_as_before_a_skipped_step():
+    module = nn.Module()
+    module.register_buffer("queue", torch.zeros(0, 2))
+    guard = BufferGuard(module)
+
+    def grow(x):
+        module.queue = torch.cat([module.queue, x])
+
+    good, bad = torch.ones(3, 2), torch.full((3, 2), math.nan)
+    for x, finite in ((good, YES), (bad, NO), (bad, NO), (2 * good, YES)):
+        take_step(guard, grow, x, finite)
+    assert torch.equal(module.queue, torch.cat([good, 2 * good]))
+
+
+def test_a_buffer_that_the_user_resizes_between_passes_stays():
+    module = Running()
+    guard = BufferGuard(module)
+    take_step(guard, module, torch.tensor([1.0]), YES)
+    module.mean = torch.ones(5)
+    take_step(guard, lambda _: None, GOOD, NO)
+    assert torch.equal(module.mean, torch.ones(5))
 
 
 def test_a_buffer_made_in_inference_mode_is_guarded_once_a_step_has_made_another():

@@ -53,7 +53,7 @@ REDUCTIONS: frozenset[Any] = frozenset(
         torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.logsumexp, torch.Tensor.sum,
         torch.Tensor.mean, torch.Tensor.prod, torch.Tensor.cumsum, torch.Tensor.cumprod,
         torch.Tensor.var, torch.Tensor.std, torch.Tensor.norm, torch.Tensor.exp, torch.Tensor.log,
-        torch.Tensor.pow, torch.Tensor.rsqrt, torch.Tensor.__pow__,
+        torch.Tensor.pow, torch.Tensor.rsqrt,
         F.softmax, F.log_softmax, F.softmin, F.layer_norm, F.group_norm, F.rms_norm,
         F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
         F.kl_div, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss,

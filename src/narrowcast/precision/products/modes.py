@@ -45,6 +45,7 @@ class RoundedReductions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Round around reductions, pass on everything else."""
+        func = _as_known(func)
         elsewhere = _is_elsewhere(self._around)
         if func not in REDUCTIONS or elsewhere or _asked(self._autocast, self._name) is None:
             return func(*args, **(kwargs or {}))
@@ -73,7 +74,7 @@ class EmulatedProducts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Emulate products, widen the arguments of reductions, pass on everything else."""
-        kwargs = kwargs or {}
+        func, kwargs = _as_known(func), kwargs or {}
         # Inside a region of another model, or an exception's, this one is not in force.
         if _is_compiled(args, kwargs) or _is_elsewhere(self._around):
             return func(*args, **kwargs)
@@ -118,6 +119,15 @@ def sees_reductions() -> bool:
     """Say whether one of these modes is in force."""
     modes = torch.overrides._get_current_function_mode_stack()
     return any(isinstance(mode, EmulatedProducts | RoundedReductions) for mode in modes)
+
+
+def _as_known(func: Any) -> Any:
+    """Return a function as the tables have it.
+
+    What `**` calls is a function around that of the method, of which a compiler says first that it
+    is in no table and then that it is.
+    """
+    return torch.Tensor.pow if func is torch.Tensor.__pow__ else func
 
 
 def _is_elsewhere(around: str | None) -> bool:

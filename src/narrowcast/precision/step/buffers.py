@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 
+from narrowcast.kernels.launch import is_capturing
 from narrowcast.precision.dtensor import shards_of
 
 _VERSION, _SHAPE = attrgetter("_version"), attrgetter("shape")
@@ -120,9 +121,13 @@ class BufferGuard:
         """
         self._was_asked = True
         now = self._marks()
-        places = self._written_by_passes(now)
+        written = self._written_by_passes(now)
+        places = self._fitting(written, now)
         for some in self._groups(places):
             self._give_back(self._shards(some, now), some, finite)
+        if len(places) < len(written) and not is_capturing(finite.device):
+            self._put_back(sorted(set(written).difference(places)), finite)
+            places = written
         if self._left is not None:
             self._left.take(self._marks(), places)
 
@@ -210,10 +215,10 @@ class BufferGuard:
         if self._left is None and not self._began_at:
             # Nobody told of a pass. What torch has counted may be the user's.
             written = self._in_training() if self._is_current else set()
-            return self._fitting(sorted(written - now.differing(self._seen)), now)
+            return sorted(written - now.differing(self._seen))
         left = now if self._left is None or self._began_at else self._left
         written = self._silent | left.differing(self._seen)
-        return self._fitting(sorted(written - now.differing(left)), now)
+        return sorted(written - now.differing(left))
 
     def _give_back(self, buffers: list[Tensor], places: Sequence[int], finite: Tensor) -> None:
         now = _flatten_dense_tensors(buffers)
@@ -225,6 +230,15 @@ class BufferGuard:
             good = good & ((now - now == 0) | (before - before != 0))
         kept = _unflatten_dense_tensors(torch.where(good, now, before), buffers)
         torch._foreach_copy_(buffers, kept)
+
+    def _put_back(self, places: Sequence[int], finite: Tensor) -> None:
+        """Put what buffers held in the place of what passes left there, of another shape or dtype.
+
+        Waits for the device: no operation on it chooses between two shapes.
+        """
+        if not bool(finite):
+            for i in places:
+                self._holders[i][self._names[i]] = self._before[i].clone()
 
     def _marks(self) -> _Marks:
         return _Marks(list(map(dict.get, self._holders, self._names)))

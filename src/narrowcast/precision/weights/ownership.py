@@ -71,7 +71,7 @@ class Ownership:
         held: Mapping[torch.optim.Optimizer, Sequence[nn.Parameter]],
     ) -> None:
         """Take over: `held` says which of the weights each optimizer has, were there several."""
-        self._optimizer, self._weights = optimizer, list(weights)
+        self._optimizer, self._weights, self._names = optimizer, list(weights), list(names)
         self._groups = _groups(optimizer)
         self._kept = _kept(self._weights)
         self._homes = _Homes(model, set(self._weights))
@@ -117,13 +117,15 @@ class Ownership:
             )
         kept = _kept(self._weights)
         if kept != self._kept:
-            was, now = next((a, b) for a, b in zip(self._kept, kept, strict=True) if a != b)
+            each = zip(self._names, self._kept, kept, strict=True)
+            name, was, now = next((n, a, b) for n, a, b in each if a != b)
+            module = name.rpartition(".")[0] or "NAME"
             raise RecipeError(
-                f"a weight is {now[0]} on {now[1]} with strides {now[2]}, and was {was[0]} on "
+                f"{name} is {now[0]} on {now[1]} with strides {now[2]}, and was {was[0]} on "
                 f"{was[1]} with strides {was[2]} after prepare(): how weights are kept is the "
                 "policy's to say, and the optimizer's state would not follow; call model.to(…) "
                 "before prepare(), or, where the model casts it in its own forward, let it stay: "
-                "`NAME: params=fp32` in the policy"
+                f"`{module}: params=fp32` in the policy"
             )
 
     @property

@@ -79,6 +79,8 @@ def _why_not(module: nn.Module, head_name: str) -> str:
     if plain_class(head) is not nn.Linear or has_own_forward(head):
         kind = plain_class(head)
         return f"{head_name} is no plain linear layer but a {kind.__module__}.{kind.__name__}"
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return f"{plain.__name__} is an encoder and a decoder, and no causal model alone"
     if plain.loss_function.fget(module) is not standard_loss():
         return f"{plain.__name__} has a loss of its own"
     return _followed(module, head_name)
