@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -151,6 +151,7 @@ CASES = {
         lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 4)),
         x(3, 32),
     ),
+    "older spectral norm": (lambda: spectral_norm(nn.Linear(32, 32)), x(3, 32)),
     "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(32, 32)), x(3, 32)),
     "checkpointed": (
         lambda: with_parameter(

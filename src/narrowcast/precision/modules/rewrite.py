@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from narrowcast.kernels.launch import unsupported_reason
 from narrowcast.numerics import plain_format
@@ -140,13 +141,15 @@ def weight_formats(
     """Return what each trained weight is kept in; one that two modules share has the wider format.
 
     Recurrent layers and normalisations take weights of one dtype only: where some are not trained,
-    and so stay as they are, the others stay beside them.
+    and so stay as they are, the others stay beside them. So does a weight that torch's older
+    `spectral_norm` multiplies by vectors in fp32.
     """
     wanted: dict[nn.Parameter, str] = {}
     for module_plan in plan.modules:
         module = model.get_submodule(module_plan.name)
         own = list(module.parameters(recurse=module_plan.kind == "attention"))
         wide = needs_one_dtype(module_plan.kind) and not trained >= set(own)
+        wide = wide or any(isinstance(h, SpectralNorm) for h in module._forward_pre_hooks.values())
         given = "fp32" if wide else module_plan.policy.params
         for parameter in own:
             if parameter in trained:
