@@ -23,12 +23,11 @@ from narrowcast.precision.fused.elementwise import (
 )
 from narrowcast.precision.modules.wrappers import Fp32Norm
 from narrowcast.precision.plan.pieces.known_modules import (
-    RmsNorm,
     gelu_approximation,
     gelu_of,
     looks_like_a_gelu_written_out,
-    rms_norm_of,
 )
+from narrowcast.precision.plan.pieces.known_norms import RmsNorm, rms_norm_of
 from narrowcast.precision.swap import is_swapped, restore, swap
 
 transformers = pytest.importorskip("transformers")

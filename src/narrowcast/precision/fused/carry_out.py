@@ -22,8 +22,8 @@ from narrowcast.precision.plan.pieces.known_modules import (
     GatedMlp,
     gated_mlp_of,
     gelu_approximation,
-    rms_norm_of,
 )
+from narrowcast.precision.plan.pieces.known_norms import rms_norm_of
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import swap
 

@@ -14,13 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast.precision.fused.declared import is_watched
-from narrowcast.precision.plan.pieces.known_modules import (
-    ROTARY,
-    GatedMlp,
-    RmsNorm,
-    epsilon_of,
-    rotary_of,
-)
+from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, rotary_of
+from narrowcast.precision.plan.pieces.known_norms import RmsNorm, epsilon_of
 from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 

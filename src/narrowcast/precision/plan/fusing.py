@@ -21,14 +21,16 @@ from narrowcast.precision.plan.pieces.causal_loss import causal_models
 from narrowcast.precision.plan.pieces.known_modules import (
     gated_mlp_of,
     gelu_of,
-    layer_norm_of,
     looks_like_a_gated_mlp,
     looks_like_a_gelu_written_out,
+    looks_like_turning,
+    rotary_of,
+)
+from narrowcast.precision.plan.pieces.known_norms import (
+    layer_norm_of,
     looks_like_a_layer_norm,
     looks_like_a_norm,
-    looks_like_turning,
     rms_norm_of,
-    rotary_of,
 )
 from narrowcast.precision.plan.policy import Policy, suggestion
 

@@ -16,12 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.precision.plan.pieces.known_modules import (
-    NOT_RUN,
-    in_a_line,
-    twin_of,
-    why_not_asked,
-)
+from narrowcast.precision.plan.pieces.asking import NOT_RUN, in_a_line, twin_of, why_not_asked
 from narrowcast.precision.swap import plain_class
 
 MASKING = "transformers.masking_utils"

@@ -1,4 +1,4 @@
-"""Modules of transformers that are known by what they compute: norms, GELUs, MLPs, turned heads.
+"""Modules of transformers that are known by what they compute: GELUs, MLPs, turned heads.
 
 None is taken by its name. Its own forward is called with numbers of a few rows, in float64, and has
 to give what the piece would; a class whose forward is somebody's own is not asked. The numbers of
@@ -7,9 +7,8 @@ each distinct module are computed once, whatever the size of the model.
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowcast.precision.plan.module_kinds import kind_of
-from narrowcast.precision.swap import has_own_forward, plain_class
+from narrowcast.precision.plan.pieces.asking import NOT_RUN, numbers, twin_of, why_not_asked
+from narrowcast.precision.swap import plain_class
 
 ROTARY = "apply_rotary_pos_emb"
 """What transformers calls the function that turns queries and keys, in the module of each model."""
@@ -32,28 +31,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 _ROWS, _WIDTH = 3, 8
-WIDEST = 32768
-"""Numbers of a row that a program of 512 threads still holds in registers, 64 in each."""
-NOT_RUN = (AttributeError, TypeError, ValueError, LookupError, RuntimeError)
-"""What other people's forwards raise that want something else."""
 _NEAR = 1e-9
 """Between float64 and what is another function, or another constant."""
-
-
-@dataclass(frozen=True)
-class RmsNorm:
-    """What a norm computes: x / rms(x), times its weight and an offset."""
-
-    eps: float
-    offset: float
-    rounds: bool
-    """Whether the quotient is rounded to what came in before it meets a weight in fp32."""
-    rounds_beside_16_bits: bool
-    """Whether it is where the weight has 16 bits as well, which T5 makes a difference of."""
-    promotes: bool
-    """Whether the result is in the wider format of what came in and the weight."""
-    of_torch: bool = False
-    """Whether it is torch's own, which is one pass already in a single dtype."""
 
 
 @dataclass(frozen=True)
@@ -66,75 +45,6 @@ class GatedMlp:
     down: str
     activation: str
     activation_name: str
-
-
-def rms_norm_of(module: nn.Module) -> RmsNorm | str:
-    """Return what a norm of torch or of transformers computes, or why it is not known."""
-    if isinstance(module, nn.RMSNorm):
-        return _torchs_norm(module)
-    why = why_not_asked(module)
-    weight = module._parameters.get("weight")
-    own = [
-        each for each in ("variance_epsilon", "eps") if isinstance(vars(module).get(each), float)
-    ]
-    if why or weight is None or weight.dim() != 1 or len(module._parameters) != 1 or len(own) != 1:
-        return why or f"{plain_class(module).__name__} is no norm that is known"
-    if weight.numel() > WIDEST:
-        return f"its rows of {weight.numel()} are too wide"
-    eps = epsilon_of(module)
-    if eps <= 0:
-        return f"{plain_class(module).__name__} has no epsilon"
-    fp32, bf16 = torch.float32, torch.bfloat16
-    asked = _normed(module, torch.float64, fp32), _normed(module, bf16, fp32)
-    beside = _normed(module, bf16, bf16)
-    yes = (True, False)
-    for offset, rounds, promotes in itertools.product((0.0, 1.0), yes, yes):
-        known = RmsNorm(eps, offset, rounds, rounds, promotes)
-        if all(_is_as_known(known, *each) for each in asked):
-            other = replace(known, rounds_beside_16_bits=not rounds)
-            by = {each: _is_as_known(each, *beside) for each in (known, other)}
-            if any(by.values()):
-                return known if by[known] else other
-            # Some add a weight of 16 bits and the offset in 16 bits: a rounding more, of two.
-            if _is_as_known(known, *beside, within=2.0**-6):
-                return known
-    return f"{plain_class(module).__name__} is no norm that is known"
-
-
-def _torchs_norm(module: nn.RMSNorm) -> RmsNorm | str:
-    plain, weight = plain_class(module), module._parameters.get("weight")
-    if has_own_forward(module) or plain.forward is not nn.RMSNorm.forward:
-        return f"{plain.__name__} has a forward of its own"
-    if weight is None or weight.dim() != 1:
-        return (
-            "it has no weight of its own"
-            if weight is None
-            else "its rows are of several dimensions"
-        )
-    if weight.numel() > WIDEST:
-        return f"its rows of {weight.numel()} are too wide"
-    eps = epsilon_of(module)
-    return RmsNorm(
-        eps, 0.0, rounds=False, rounds_beside_16_bits=False, promotes=True, of_torch=True
-    )
-
-
-def epsilon_of(norm: nn.Module) -> float:
-    """Return what a norm adds to the mean of squares, as it is now."""
-    own = vars(norm).get("eps", vars(norm).get("variance_epsilon"))
-    # As torch has it of fp32, in which it is computed.
-    return torch.finfo(torch.float32).eps if own is None else float(own)
-
-
-def layer_norm_of(module: nn.Module) -> str:
-    """Say why a layer norm of torch is not known; nothing where it is."""
-    plain = plain_class(module)
-    if has_own_forward(module) or plain.forward is not nn.LayerNorm.forward:
-        return f"{plain.__name__} has a forward of its own"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "it has no weight of its own"
-    return "" if weight.numel() <= WIDEST else f"its rows of {weight.numel()} are too wide"
 
 
 def gelu_of(module: nn.Module) -> str:
@@ -178,19 +88,6 @@ def rotary_of(module: nn.Module) -> FunctionType | str:
     return forward
 
 
-def looks_like_a_norm(module: nn.Module) -> bool:
-    """Say whether a module is a norm by the mean of squares, or derived from torch's."""
-    if isinstance(module, nn.RMSNorm):
-        return True
-    by_name = "RMS" in plain_class(module).__name__ or "variance_epsilon" in vars(module)
-    return kind_of(module) == "normalisation" and by_name
-
-
-def looks_like_a_layer_norm(module: nn.Module) -> bool:
-    """Say whether a module is torch's layer norm, or one derived from it."""
-    return isinstance(module, nn.LayerNorm)
-
-
 def looks_like_a_gated_mlp(module: nn.Module) -> bool:
     """Say whether a module has the layers of a gated MLP."""
     return any(all(name in module._modules for name in names) for names in (*_MLPS, _JOINT_MLP))
@@ -206,68 +103,6 @@ def looks_like_turning(module: nn.Module) -> bool:
     """Say whether the forward of a module calls what turns queries and keys."""
     forward = inspect.unwrap(plain_class(module).forward)
     return isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
-
-
-def in_a_line(error: Exception) -> str:
-    """Return what went wrong in somebody else's forward, short enough for a plan."""
-    first = next(iter(str(error).splitlines()), "")
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    return text if len(text) <= 90 else f"{text[:89]}…"
-
-
-def why_not_asked(module: nn.Module) -> str:
-    """Say why a module's forward is not to be asked what it computes; nothing where it is."""
-    plain = plain_class(module)
-    if has_own_forward(module) or not plain.forward.__module__.startswith("transformers."):
-        return f"{plain.__name__} has a forward of its own"
-    return ""
-
-
-def twin_of(module: nn.Module, **attributes: Any) -> Any:
-    """Return a module like this one, with other weights and layers inside, that nobody else has."""
-    twin = object.__new__(plain_class(module))
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__.update(attributes)
-    return twin
-
-
-def _numbers(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-
-
-def _normed(
-    module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return rows, a weight, and what the norm makes of them."""
-    x = _numbers(_ROWS, _WIDTH, seed=0).to(dtype)
-    weight = _numbers(_WIDTH, seed=1).to(weight_dtype)
-    twin = twin_of(module, _parameters={"weight": nn.Parameter(weight)})
-    try:
-        with torch.no_grad():
-            return x, weight, type(twin).forward(twin, x)
-    except NOT_RUN:
-        return x, weight, None
-
-
-def _is_as_known(
-    known: RmsNorm, x: Tensor, weight: Tensor, found: Tensor | None, *, within: float = 2.0**-20
-) -> bool:
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + known.eps)
-    narrow = weight.dtype != torch.float32
-    if known.rounds_beside_16_bits if narrow else known.rounds:
-        normed = normed.to(x.dtype)
-    result = normed * (weight.float() + known.offset)
-    if narrow or not known.promotes:
-        result = result.to(x.dtype)
-    if found is None or found.shape != result.shape:
-        return False
-    # No kernel is given float64: whether a result stays as wide, as T5's does, is of no account.
-    if found.dtype != result.dtype and x.dtype != torch.float64:
-        return False
-    # The same operations in the same order but for the offset, whose sum may be rounded elsewhere.
-    return bool(((found.double() - result.double()).abs() <= within * result.abs()).all())
 
 
 def _activation(module: nn.Module | None) -> str:
@@ -286,7 +121,7 @@ def _real_numbers() -> contextlib.AbstractContextManager[Any]:
 
 
 def _activation_asked(module: nn.Module) -> str:
-    drawn = _numbers(64, seed=2)
+    drawn = numbers(64, seed=2)
     x = torch.cat((4 * drawn, 100 * drawn))  # far out too: some are cut off there
     try:
         with torch.no_grad():
@@ -301,7 +136,7 @@ def _operations(module: nn.Module) -> int:
     """Count what a module of one input launches; none where it does not run."""
     counting = _Counting()
     with _real_numbers(), contextlib.suppress(*NOT_RUN), torch.no_grad():
-        x = _numbers(_ROWS, seed=2)
+        x = numbers(_ROWS, seed=2)
         with counting:
             type(module).forward(module, x)
     return counting.operations
@@ -321,13 +156,13 @@ def _is_gated(module: nn.Module, known: GatedMlp) -> bool:
     """Say whether a module gives down(activation(gate(x)) · value(x)) of the layers it has."""
     joint = known.gate == known.value
     matrices = {
-        known.gate: _numbers(_WIDTH, _WIDTH * (2 if joint else 1), seed=3),
-        known.down: _numbers(_WIDTH, _WIDTH, seed=5),
+        known.gate: numbers(_WIDTH, _WIDTH * (2 if joint else 1), seed=3),
+        known.down: numbers(_WIDTH, _WIDTH, seed=5),
     }
     if not joint:
-        matrices[known.value] = _numbers(_WIDTH, _WIDTH, seed=4)
+        matrices[known.value] = numbers(_WIDTH, _WIDTH, seed=4)
     layers: dict[str, Any] = {name: _layer(matrix) for name, matrix in matrices.items()}
-    x = _numbers(_ROWS, _WIDTH, seed=6)
+    x = numbers(_ROWS, _WIDTH, seed=6)
     act = module._modules[known.activation_name]
     twin = twin_of(module, _modules={**layers, known.activation_name: act})
     gate, value = layers[known.gate](x), layers[known.value](x)
@@ -347,8 +182,8 @@ def _layer(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _turns_halves(turn: Callable[..., Any]) -> bool:
     """Say whether a function turns (batch, head, length, width) as models of transformers do."""
-    query, key = _numbers(2, 3, _ROWS, _WIDTH, seed=7), _numbers(2, 1, _ROWS, _WIDTH, seed=8)
-    angles = _numbers(2, 2, _ROWS, _WIDTH, seed=9)
+    query, key = numbers(2, 3, _ROWS, _WIDTH, seed=7), numbers(2, 1, _ROWS, _WIDTH, seed=8)
+    angles = numbers(2, 2, _ROWS, _WIDTH, seed=9)
     try:
         found = turn(query, key, angles[0], angles[1])
         return all(
