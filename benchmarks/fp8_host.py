@@ -15,11 +15,9 @@ products, casts and launches, with so few rows that the device never keeps the h
 """
 
 import argparse
-import cProfile
 import functools
 import itertools
 import json
-import pstats
 import statistics
 import sys
 import time
@@ -32,6 +30,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import narrowcast as nc
+from host_functions import hottest
 from narrowcast.kernels.fp8 import DECIDED, Quantized, quantize, quantize_into
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.fp8.linear import Fp8Linear
@@ -160,7 +159,7 @@ def measure_blocks(policy: str, width: int, *, profiled: bool) -> dict[str, Any]
     told = {"policy": policy, "width": width, "host_ms": round(host / 1e3, 3)}
     told |= {"wall_ms": round(wall, 3), "chains": chains, **on_device(passes)}
     if profiled:
-        told["host_functions"] = hottest(passes)
+        told["host_functions"] = hottest(passes, calls=CALLS, count=15)
     run.release()
     return told
 
@@ -198,7 +197,7 @@ def measure_chains(*, profiled: bool) -> list[dict[str, Any]]:
             plain = plain or host
             told: dict[str, Any] = {"mode": "compiled" if compiled else "eager", "policy": policy}
             if profiled:
-                told["host_functions"] = hottest(passes, count=30)
+                told["host_functions"] = hottest(passes, calls=CALLS, count=30)
             rows.append(told | {"layer_us": round(host, 1), "above_us": round(host - plain, 1)})
             print(rows[-1], file=sys.stderr, flush=True)
     return rows
@@ -240,23 +239,6 @@ def measure_parts() -> list[dict[str, Any]]:
     for row in rows:
         print(row, file=sys.stderr, flush=True)
     return rows
-
-
-def hottest(step: Callable[[], Any], *, count: int = 15) -> list[str]:
-    """Return where the host spends its time in ten steps."""
-    profiler = cProfile.Profile()
-    torch.cuda.synchronize()
-    profiler.enable()
-    for _ in range(CALLS):
-        step()
-    profiler.disable()
-    torch.cuda.synchronize()
-    entries: Any = pstats.Stats(profiler)
-    found = sorted(entries.stats.items(), key=lambda each: -each[1][2])[:count]
-    return [
-        f"{Path(where).name}:{line} {name}: {calls // CALLS} calls, {own / CALLS * 1e6:.0f} µs"
-        for (where, line, name), (_, calls, own, _, _) in found
-    ]
 
 
 def main() -> None:

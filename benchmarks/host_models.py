@@ -9,9 +9,7 @@ functions in which the host spends its time. On a CPU, which computes as well, t
 """
 
 import argparse
-import cProfile
 import json
-import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from host_functions import hottest
 from narrowcast.bench.zoo.built import Built
 from narrowcast.bench.zoo.models import ZOO, built
 from narrowcast.bench.zoo.ways import AMP, BF16_SPLIT, WAYS, Trial, step_of
@@ -61,23 +60,6 @@ def rounds_ms(steps: list[Callable[[], Any]], device: torch.device) -> list[list
     return found
 
 
-def hottest(step: Callable[[], Any], device: torch.device) -> list[str]:
-    """Return where the host spends its time in a step."""
-    profiler = cProfile.Profile()
-    _wait(device)
-    profiler.enable()
-    for _ in range(STEPS):
-        step()
-    profiler.disable()
-    _wait(device)
-    entries: Any = pstats.Stats(profiler)
-    found = sorted(entries.stats.items(), key=lambda each: -each[1][2])[:SHOWN]
-    return [
-        f"{Path(where).name}:{line} {name}: {calls / STEPS:.0f} calls, {own / STEPS * 1e6:.0f} µs"
-        for (where, line, name), (_, calls, own, _, _) in found
-    ]
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -106,7 +88,9 @@ def measured(
             "ms": round(statistics.median(rounds), 2),
             "times_as_fast": round(statistics.median(ratios), 3),
         }
-        rows.append(row | ({"host_functions": hottest(step, device)} if profiled else {}))
+        rows.append(
+            row | ({"host_functions": hottest(step, calls=STEPS, count=SHOWN)} if profiled else {})
+        )
     return rows
 
 
