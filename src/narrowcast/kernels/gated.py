@@ -62,7 +62,7 @@ class _GatedHalves(torch.autograd.Function):
     def forward(ctx: Any, both: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(both)
         ctx.activation = activation
-        call = torch.ops.narrowcast.gated if is_traced() else _gated
+        call = torch.ops.narrowcast.gated if is_traced(both) else _gated
         gate, value = both.chunk(2, -1)
         result: Tensor = call(gate, value, activation)
         return result

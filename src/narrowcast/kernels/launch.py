@@ -18,7 +18,8 @@ from narrowcast.errors import UnsupportedError
 _ALIGNED = 16
 """Bytes; Triton compiles another kernel for an address, or a size, that is no multiple of it."""
 _INT32 = 2**31
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = frozenset({Tensor, nn.Parameter})
+"""Types of tensors that are one piece of memory; any other may be several, or stand for one."""
 _KEPT = 1024
 """Launches of one kernel that are known by their very sizes; more are found by what they share."""
 
@@ -60,8 +61,7 @@ def is_traced(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return True
-    # Any other tensor has no memory of its own, or stands for several.
-    return any(type(each) not in _PLAIN for each in tensors)
+    return not PLAIN.issuperset(map(type, tensors))
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

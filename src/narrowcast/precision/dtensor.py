@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-PLAIN = frozenset({Tensor, nn.Parameter})
-"""Types of tensors that are never sharded: most models have no other."""
+from narrowcast.kernels.launch import PLAIN
 
 
 def as_sharded(tensor: Tensor) -> Any:

@@ -13,10 +13,10 @@ import weakref
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowcast.kernels.fp8 import Quantized
-from narrowcast.kernels.launch import is_capturing
+from narrowcast.kernels.launch import PLAIN, is_capturing
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.fp8.scaling import Scale, Scaling
 from narrowcast.precision.products.in_force import kept_in_force
@@ -24,8 +24,6 @@ from narrowcast.precision.products.in_force import kept_in_force
 SHARED = 2
 """Inputs whose codes are kept after a second layer has taken them: what attention reads from
 elsewhere, and what comes along in the meantime."""
-
-_PLAIN = (Tensor, nn.Parameter)  # any other may be several, or stand for one elsewhere
 
 
 class Wanted(NamedTuple):
@@ -71,7 +69,7 @@ def quantized_input(
 ) -> Quantized:
     """Return the rows of what a layer was given in fp8, which another may have made before it."""
     kept = None if torch.compiler.is_compiling() else kept_in_force()
-    if kept is None or type(given) not in _PLAIN or given.is_inference():
+    if kept is None or type(given) not in PLAIN or given.is_inference():
         return _quantized(rows, scaling, wanted, scale)
     where = _where(given)
     if where[1] and given.grad_fn is None:

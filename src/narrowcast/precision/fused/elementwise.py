@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast.kernels.launch import PLAIN
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.plan.pieces.known_modules import ROTARY, GatedMlp, rotary_of
 from narrowcast.precision.plan.pieces.known_norms import RmsNorm, epsilon_of
 from narrowcast.precision.products.straight import is_transformed
 from narrowcast.precision.swap import Mixin
 
-_PLAIN = (Tensor, nn.Parameter)  # any other may be several, or stand for one elsewhere
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -201,7 +201,7 @@ def _called(layer: nn.Module | None, x: Tensor) -> Tensor:
 def _fit(device: str, *tensors: Tensor) -> bool:
     """Say whether the kernels take these tensors."""
     for each in tensors:  # not all(…): with a generator in it this takes the host twice as long
-        if type(each) not in _PLAIN or each.dtype not in _DTYPES:
+        if type(each) not in PLAIN or each.dtype not in _DTYPES:
             return False
         if each.device.type != device or not each.numel():
             return False

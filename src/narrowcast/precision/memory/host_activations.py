@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.hardware.lane import Lane, Mark, computing_on, mark_now, on_host, wait_for
+from narrowcast.kernels.launch import PLAIN
 from narrowcast.precision.fp8.linear import Fp8Linear
 from narrowcast.precision.nested import tensors_in
 from narrowcast.precision.plan.memory import MemoryPlan
@@ -32,8 +33,6 @@ from narrowcast.precision.swap import Transparent, swap
 
 SMALLEST = 2**16
 """Bytes of a storage that is worth a copy."""
-PLAIN = (Tensor, nn.Parameter)
-"""Classes of tensors that have a storage of their own, as it looks."""
 
 
 class Offloaded(Transparent):

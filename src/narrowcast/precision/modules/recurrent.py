@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.backends.cudnn.rnn import get_cudnn_mode
 
-from narrowcast.precision.dtensor import PLAIN
+from narrowcast.kernels.launch import PLAIN
 from narrowcast.precision.products.straight import is_transformed
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import RecipeError, UnsupportedError
-from narrowcast.precision.dtensor import PLAIN as PLAIN_TENSORS
+from narrowcast.kernels.launch import PLAIN as PLAIN_TENSORS
 from narrowcast.precision.memory.checkpointing import Recomputed
 from narrowcast.precision.nested import leaves
 from narrowcast.precision.step.engine import Engine

@@ -24,8 +24,9 @@ from narrowcast.kernels.adamw.twin import (
     Weight,
     moments_of,
 )
+from narrowcast.kernels.launch import PLAIN
 from narrowcast.kernels.tables import laid_like, lies_like, upload
-from narrowcast.precision.dtensor import PLAIN, local_part, shards_of
+from narrowcast.precision.dtensor import local_part, shards_of
 from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.weights.ema import WeightAverage
