@@ -1,11 +1,13 @@
 """What an eager step of the zoo's models costs the host: AMP, and ours by the drop-in.
 
-    python benchmarks/host_models.py [--models NAME ...] [--ways NAME ...] [--profile] [--json FILE]
+    python benchmarks/host_models.py [--models NAME ...] [--ways NAME ...] [--whole] [--profile]
+        [--json FILE]
 
 The models are those of `narrowcast bench models`, whole, with a batch of one row of 64 tokens or
 one picture: the device has next to nothing to do, and a step takes what the host takes to ask for
 it. Models of this kind are trained at that speed wherever batches are small. `--profile` adds the
-functions in which the host spends its time. On a CPU, which computes as well, this says nothing.
+functions in which the host spends its time, `--whole` takes the zoo's own batches: some models have
+the host wait for no device even then. On a CPU, which computes as well, this says nothing.
 """
 
 import argparse
@@ -65,8 +67,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ready_step(name: str, way: str, device: torch.device) -> Callable[[], Any]:
-    made = little(built(name, device, quick=False))
+def ready_step(name: str, way: str, device: torch.device, *, whole: bool) -> Callable[[], Any]:
+    made = built(name, device, quick=False)
+    made = made if whole else little(made)
     step, _ = step_of(made, Trial(model=name, way=way, mode="eager"), device)
     for _ in range(WARM_UP):
         step()
@@ -74,10 +77,10 @@ def ready_step(name: str, way: str, device: torch.device) -> Callable[[], Any]:
 
 
 def measured(
-    name: str, ways: Sequence[str], device: torch.device, *, profiled: bool
+    name: str, ways: Sequence[str], device: torch.device, *, whole: bool, profiled: bool
 ) -> list[dict[str, Any]]:
     """Return a row for each way, of which the first is what others are compared with."""
-    steps = [ready_step(name, way, device) for way in ways]
+    steps = [ready_step(name, way, device, whole=whole) for way in ways]
     found = rounds_ms(steps, device)
     rows: list[dict[str, Any]] = []
     for way, step, rounds in zip(ways, steps, found, strict=True):
@@ -98,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=tuple(ZOO), default=tuple(ZOO))
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=(AMP, BF16_SPLIT))
+    parser.add_argument("--whole", action="store_true", help="with whole batches")
     parser.add_argument("--profile", action="store_true", help="say where the host is")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--device", default="cuda")
@@ -107,7 +111,9 @@ def main() -> None:
         f"| model | way | host ms a step | times as fast as {options.ways[0]} |\n|---|---|---|---|"
     )
     for name in options.models:
-        for row in measured(name, options.ways, device, profiled=options.profile):
+        for row in measured(
+            name, options.ways, device, whole=options.whole, profiled=options.profile
+        ):
             rows.append(row)
             print(f"| {name} | {row['way']} | {row['ms']} | {row['times_as_fast']} |", flush=True)
         if options.json:

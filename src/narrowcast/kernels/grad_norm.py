@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast.kernels.launch import is_capturing, launch_kernel
+from narrowcast.kernels.launch import Launcher, is_capturing
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
@@ -57,30 +57,17 @@ class NormKernel:
         addresses, sizes = list(map(Tensor.data_ptr, dense)), list(map(Tensor.numel, dense))
         dtypes = list(map(_DTYPE, dense))
         tables = self._tables_for(addresses, sizes, dtypes)
-        self.places = Places(dense, addresses, dtypes)
         if is_capturing(self._device):
             self._captured.append(tables)
         tables.addresses.write(addresses)
-        for chunks, first, options in tables.launches:
-            launch_kernel(
-                _sum_squares,
-                (len(chunks),),
-                chunks,
-                tables.addresses.tensor,
-                tables.partial,
-                first,
-                **options,
-            )
+        table, partial = tables.addresses.tensor, tables.partial
+        self.places = Places(dense, addresses, dtypes, table)
+        for chunks, first, constants in tables.launches:
+            grid = len(chunks), 1, 1
+            _launch_sums(grid, (chunks, table, partial), (first,), constants, num_warps=self._warps)
         norms = torch.empty(len(dense), device=self._device)
-        launch_kernel(
-            _join,
-            (len(dense),),
-            tables.partial,
-            tables.ranges,
-            norms,
-            ROUNDS=tables.rounds,
-            WIDTH=JOIN_WIDTH,
-        )
+        constants = tables.rounds, JOIN_WIDTH
+        _launch_join((len(dense), 1, 1), (partial, tables.ranges, norms), (), constants)
         return norms
 
     def _tables_for(
@@ -119,14 +106,9 @@ class NormKernel:
             counts = torch.tensor([-(-makes[i][0] // self._chunk) for i in mine])
             ranges[mine, 0] = (first + counts.cumsum(0) - counts).int()
             ranges[mine, 1] = counts.int()
-            options = {
-                "TYPE": TYPES[make[0]],
-                "ALIGNED": make[1],
-                "CHUNK": self._chunk,
-                "num_warps": self._warps,
-            }
+            constants = TYPES[make[0]], make[1], self._chunk
             if len(chunks):
-                launches.append((upload(chunks, self._device), first, options))
+                launches.append((upload(chunks, self._device), first, constants))
             first += len(chunks)
         # A power of two: then few kernels are compiled, however the sizes change.
         longest = -(-int(ranges[:, 1].max()) // JOIN_WIDTH)
@@ -145,7 +127,7 @@ _Make = tuple[int, torch.dtype, bool]
 @dataclass(frozen=True, kw_only=True)
 class _Tables:
     addresses: HostTable
-    launches: list[tuple[Tensor, int, dict[str, Any]]]
+    launches: list[tuple[Tensor, int, tuple[Any, ...]]]
     """Chunks, where their sums begin, and what the kernel is compiled for."""
     partial: Tensor
     ranges: Tensor
@@ -188,3 +170,6 @@ def _join(partial, ranges, norms, ROUNDS: tl.constexpr, WIDTH: tl.constexpr):
         at = i * WIDTH + tl.arange(0, WIDTH)
         total += tl.load(partial + first + at, mask=at < count, other=0.0)
     tl.store(norms + t, tl.sqrt(tl.sum(total, axis=0)))
+
+
+_launch_sums, _launch_join = Launcher(_sum_squares), Launcher(_join)

@@ -5,6 +5,7 @@ part of it (16 bytes a chunk, made once; with 256 elements a chunk, a byte for 1
 address table says where tensors are (8 bytes each, rewritten only where they moved).
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -18,6 +19,8 @@ from narrowcast.kernels.launch import is_capturing
 ALIGNMENT = 16
 """Bytes of the widest load: a tensor that begins at a multiple of it, and whose length is one of as
 many elements, is read and written in whole ones."""
+_CODES = {torch.int64: "q", torch.float64: "d"}
+"""What Python calls the numbers of a table."""
 
 
 def chunk_table(sizes: Sequence[int], tensors: Sequence[int], *, chunk: int) -> Tensor:
@@ -45,10 +48,12 @@ class Places:
     tensors: Sequence[Tensor]
     addresses: list[int]
     dtypes: list[torch.dtype]
+    table: Tensor | None = None
+    """The addresses on the device, in what a captured step writes anew whenever it is replayed."""
 
     def are_of(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether these are the very same."""
-        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
+        return are_same(tensors, self.tensors)
 
 
 class HostTable:
@@ -77,7 +82,7 @@ class HostTable:
                 "capture would keep them for ever; write them before the capture begins"
             )
         self._written = list(numbers)
-        host = torch.tensor(numbers, dtype=self.tensor.dtype)
+        host = self._as_tensor(numbers)
         if capturing:
             host = self.kept_for_replays(numbers)
         elif self.tensor.is_cuda:
@@ -107,14 +112,23 @@ class HostTable:
             host = self._spares.pop(0)
         else:
             host = self._kept.pop(max(0, len(self._kept) - 2))[1]
-        host.copy_(torch.tensor(numbers, dtype=self.tensor.dtype))
+        host.copy_(self._as_tensor(numbers))
         self._kept.append((list(numbers), host))
         return host
+
+    def _as_tensor(self, numbers: Sequence[float]) -> Tensor:
+        """Return numbers as a tensor of the host's: torch takes longer to read a list of them."""
+        return torch.frombuffer(array(_CODES[self.tensor.dtype], numbers), dtype=self.tensor.dtype)
 
     def _pinned(self) -> Tensor:
         return torch.empty(
             self.tensor.shape, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda
         )
+
+
+def are_same(found: Sequence[object], others: Sequence[object]) -> bool:
+    """Say whether these are the very same objects; tensors have another meaning of "equal"."""
+    return len(found) == len(others) and all(map(is_, found, others))
 
 
 def is_aligned(*tensors: Tensor) -> bool:

@@ -34,7 +34,7 @@ from torch import Tensor
 from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.adamw.programs import begin, update
 from narrowcast.kernels.adamw.twin import AT_HOME, Ahead, Hyper, Weight, share_of
-from narrowcast.kernels.launch import interpreted, is_capturing, launch_kernel
+from narrowcast.kernels.launch import Launcher, interpreted, is_capturing
 from narrowcast.kernels.tables import (
     ALIGNMENT,
     HostTable,
@@ -173,31 +173,27 @@ class AdamKernel:
         memory as their weights do; where they are is looked up, unless `places` say so. Returns
         lost over due updates if they are to be counted.
         """
-        addresses, dtypes = _places_of(gradients, places)
+        addresses, dtypes, table = _places_of(gradients, places)
         found = addresses, dtypes
         if found != self._found:
             makes = self._makes_of(addresses, dtypes)
             if makes != self._makes:
                 self._makes, self._launches = makes, self._cut(makes)
             self._found = found
-        self._gradients.write(addresses)
-        self._prepare(factor, finite)
+        if table is None:
+            table = self._gradients.tensor
+            self._gradients.write(addresses)
+        self._prepare(table, factor, finite)
         if is_capturing(self._device):
             self._captured.append(self._launches)
-        for launch in self._launches:
-            launch_kernel(
-                update,
-                (launch.programs,),
-                launch.chunks,
-                self._addresses.tensor,
-                self._gradients.tensor,
-                self._leads.tensor,
-                self._coefficients,
-                self._seeds,
-                self._counters,
-                **launch.options,
-                COUPLED=self._coupled,
-                METER=metered,
+        tables = self._addresses.tensor, table, self._leads.tensor
+        for each in self._launches:
+            _launch_update(
+                (each.programs, 1, 1),
+                (each.chunks, *tables, self._coefficients, self._seeds, self._counters),
+                (),
+                (*each.makes, self._coupled, metered, *each.tiling),
+                num_warps=each.warps,
             )
         return share_of(self.counts()) if metered else None
 
@@ -228,33 +224,26 @@ class AdamKernel:
             tiling = self._tiling or TILINGS[moments]
             mine = [i for i, other in enumerate(makes) if other == make]
             chunks = chunk_table(sizes, mine, chunk=tiling.chunk)
-            options = {
-                "STORED": TYPES[dtype],
-                "GRADIENT": TYPES[gradient],
-                "MASTER": master,
-                "MOMENTS": moments,
-                "AVERAGED": averaged,
-                "LEAD": lead,
-                "ALIGNED": aligned,
-                "CHUNK": tiling.chunk,
-                "NATIVE": not interpreted(),
-                "num_warps": tiling.warps,
-            }
+            makes_of = TYPES[dtype], TYPES[gradient], master, moments, averaged, lead
             for full in (True, False):
                 rows = chunks[(chunks[:, 2] == tiling.chunk) == full]
                 if len(rows):
-                    table = upload(rows, self._device)
-                    launches.append(_Launch(table, len(rows), {**options, "FULL": full}))
+                    launch = _Launch(
+                        chunks=upload(rows, self._device),
+                        programs=len(rows),
+                        makes=makes_of,
+                        tiling=(aligned, full, tiling.chunk, not interpreted()),
+                        warps=tiling.warps,
+                    )
+                    launches.append(launch)
         return launches
 
-    def _prepare(self, factor: Tensor | None, finite: Tensor | None) -> None:
+    def _prepare(self, gradients: Tensor, factor: Tensor | None, finite: Tensor | None) -> None:
         count = len(self.weights)
         width = 128
-        launch_kernel(
-            begin,
-            (triton.cdiv(count, width),),
+        tensors = (
             self._addresses.tensor,
-            self._gradients.tensor,
+            gradients,
             self._groups,
             self._hyper.tensor,
             self._coefficients if factor is None else factor,
@@ -262,39 +251,45 @@ class AdamKernel:
             self._coefficients,
             self._seeds,
             self._counters,
-            count,
-            self._before,
-            FACTORS="one" if factor is None else "all" if factor.dim() == 0 else "each",
-            PLACES=COUNTERS,
-            WIDTH=width,
         )
+        factors = "one" if factor is None else "all" if factor.dim() == 0 else "each"
+        grid = triton.cdiv(count, width), 1, 1
+        _launch_begin(grid, tensors, (count, self._before), (factors, COUNTERS, width))
 
 
-@dataclass(frozen=True)
+_launch_begin, _launch_update = Launcher(begin), Launcher(update)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Launch:
+    """Chunks of weights that one launch updates, and what the kernel is compiled for."""
+
     chunks: Tensor
     programs: int
-    options: dict[str, Any]
+    makes: tuple[Any, ...]
+    tiling: tuple[Any, ...]
+    warps: int
 
 
 def _places_of(
     gradients: Sequence[Tensor | None], places: Places | None
-) -> tuple[list[int], list[torch.dtype | None]]:
+) -> tuple[list[int], list[torch.dtype | None], Tensor | None]:
     """Return the addresses and dtypes of gradients: every weight's in every step.
 
-    0 says that there is none; torch's empty tensors are at 0 too, and their steps count.
+    And these addresses on the device, where they are there already. 0 says that there is no
+    gradient; torch's empty tensors are at 0 too, and their steps count.
     """
     there = [g for g in gradients if g is not None]
     if places is None or not places.are_of(there):
         places = Places(there, list(map(Tensor.data_ptr, there)), list(map(_DTYPE, there)))
-    addresses, dtypes = places.addresses, places.dtypes
+    addresses, dtypes, table = places.addresses, places.dtypes, places.table
     if 0 in addresses:
-        addresses = [address or 1 for address in addresses]
+        addresses, table = [address or 1 for address in addresses], None
     if len(there) == len(gradients):
-        return addresses, [*dtypes]
+        return addresses, [*dtypes], table
     found = iter(zip(addresses, dtypes, strict=True))
     both = [(0, None) if g is None else next(found) for g in gradients]
-    return [address for address, _ in both], [dtype for _, dtype in both]
+    return [address for address, _ in both], [dtype for _, dtype in both], None
 
 
 def _addresses(w: Weight) -> list[int]:

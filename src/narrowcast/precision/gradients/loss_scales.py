@@ -49,6 +49,7 @@ class Scales:
         # 0 stands for the parameters outside all parts.
         self._part_of = torch.tensor(part_of, device=device)
         self._finite: dict[str, Tensor] = {}
+        self._nothing_gives_way = torch.ones((), dtype=torch.bool, device=device)
 
     def of_loss(self, name: str) -> RunningScale | None:
         """Return the scale of a loss; None where losses are not scaled."""
@@ -110,7 +111,7 @@ class Scales:
 
     def update(self, checked: Checked, present: Sequence[int]) -> Tensor:
         """Move every scale after a step; return whether none can give way to an overflow."""
-        at_floor = torch.ones_like(checked.finite)
+        at_floor = self._nothing_gives_way
         if self.per_loss:
             for name, finite in self._finite.items():
                 at_floor = at_floor & (finite | ~self._losses[name].can_give_way)

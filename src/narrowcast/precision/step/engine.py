@@ -71,6 +71,8 @@ class Engine:
         self.model, self.optimizer, self.schedules = model, optimizer, schedules
         self._clip_norm, self._meter_every, self.emulate = clip_norm, meter_every, emulate
         self.weights = TrainedWeights(model, optimizer)
+        # What a step packs where there is nothing to tell.
+        self._zero, self._one = torch.tensor([0.0, 1.0], device=self.weights.device).unbind()
         # What can be refused is refused before anything is changed.
         self._request = ScaleRequest(
             model,
@@ -179,8 +181,7 @@ class Engine:
         optimizer skips by itself, so a CUDA graph can capture it.
         """
         checked, inv_scale = look_at_gradients(present, self.scales, self.weights)
-        one = torch.ones_like(checked.norm)
-        scale = one if self.scales.value is None else self.scales.value.clone()
+        scale = self._one if self.scales.value is None else self.scales.value.clone()
         lost = None
         on_device = self._decides_on_device
         if on_device or bool(checked.finite):
@@ -199,8 +200,8 @@ class Engine:
             finite=checked.finite,
             norm=checked.norm,
             scale=scale,
-            next_scale=one if self.scales.value is None else self.scales.value,
-            lost=lost,
+            next_scale=self._one if self.scales.value is None else self.scales.value,
+            lost=self._zero if lost is None else lost,
             at_floor=at_floor,
             norms=checked.norms,
         )

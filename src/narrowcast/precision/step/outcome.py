@@ -22,18 +22,17 @@ def pack(
     norm: Tensor,
     scale: Tensor,
     next_scale: Tensor,
-    lost: Tensor | None,
+    lost: Tensor,
     at_floor: Tensor,
     norms: Tensor,
 ) -> Tensor:
     """Return the numbers of one step as one tensor, on the device."""
-    unmeasured = torch.zeros_like(norm)
-    numbers = [finite, norm, scale, next_scale, unmeasured if lost is None else lost, at_floor]
+    numbers = [finite, norm, scale, next_scale, lost, at_floor]
     return torch.cat([torch.stack([n.detach().float() for n in numbers]), norms])
 
 
 class _Numbers(NamedTuple):
-    """What `pack` packs, on the host."""
+    """What `pack` packs before the norms, on the host."""
 
     finite: float
     norm: float
@@ -41,7 +40,9 @@ class _Numbers(NamedTuple):
     next_scale: float
     lost: float
     at_floor: float
-    norms: list[float]
+
+
+_COUNT = len(_Numbers._fields)
 
 
 @final
@@ -66,6 +67,8 @@ class Outcome:
         self._copy: AsyncCopy | None = AsyncCopy(packed)
         self._names, self._metered = names, metered
         self._arrived: _Numbers | None = None
+        self._norms: list[float] = []
+        """Of each gradient, where the step was skipped: nobody asks for those of others."""
         self._why = ""
 
     def __repr__(self) -> str:
@@ -129,7 +132,7 @@ class Outcome:
         numbers = self._numbers
         if numbers.finite:
             return ()
-        named = zip(self._names, numbers.norms, strict=True)
+        named = zip(self._names, self._norms, strict=True)
         bad = sorted(each for each, norm in named if not abs(norm) < float("inf"))
         return tuple(name for _, name in bad)
 
@@ -144,8 +147,10 @@ class Outcome:
     def arrive(self) -> None:
         """Take the numbers in: the step log does so, for one step after the other. Waits."""
         assert self._copy is not None
-        finite, norm, scale, next_scale, lost, at_floor, *norms = self._copy.wait().tolist()
-        self._arrived = _Numbers(finite, norm, scale, next_scale, lost, at_floor, norms)
+        packed = self._copy.wait()
+        self._arrived = _Numbers(*packed[:_COUNT].tolist())
+        if not self._arrived.finite:
+            self._norms = packed[_COUNT:].tolist()
         self._copy = None  # pinned memory is given back
 
     def explain(self, why: str) -> None:

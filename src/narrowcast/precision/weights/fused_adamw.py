@@ -25,7 +25,7 @@ from narrowcast.kernels.adamw.twin import (
     moments_of,
 )
 from narrowcast.kernels.launch import PLAIN
-from narrowcast.kernels.tables import laid_like, lies_like, upload
+from narrowcast.kernels.tables import are_same, laid_like, lies_like, upload
 from narrowcast.precision.dtensor import local_part, shards_of
 from narrowcast.precision.gradients.norms import GradientNorms
 from narrowcast.precision.plan.policy import Policy
@@ -68,7 +68,7 @@ class FusedAdamW:
         self._bound_weights: list[nn.Parameter] = []
         self._layouts: list[object] = []
         self._sharded = not PLAIN.issuperset(map(type, self._weights))
-        self._seen: list[int] = []
+        self._seen: tuple[list[object], list[int]] = [], []
         self._adam: Any = None
         self._average: WeightAverage | None = None
         self._lookahead: LookaheadPoint | None = None
@@ -123,7 +123,7 @@ class FusedAdamW:
     @property
     def is_bound(self) -> bool:
         """Whether every tensor is still where the last update found it."""
-        return bool(self._bound) and self._seen == self._tensors()
+        return bool(self._bound) and self._is_where_it_was()
 
     def has_replayed(self, present: Sequence[int]) -> None:
         """Take note that a CUDA graph has updated the weights in these places."""
@@ -177,7 +177,7 @@ class FusedAdamW:
         """Bind again if a weight is new here, or any tensor is not the one it was."""
         if self._bound:
             is_known = self._bound_places.issuperset(present)
-            if is_known and self._seen == self._tensors():
+            if is_known and self._is_where_it_was():
                 return
             wanted = sorted(self._bound_places.union(present))
         else:
@@ -198,7 +198,7 @@ class FusedAdamW:
             if self._offloaded
             else self._updating(weights, 0)
         )
-        self._seen = self._tensors()
+        self._seen = self._state_tensors(), self._addresses()
 
     @property
     def _ahead(self) -> Ahead:
@@ -217,14 +217,18 @@ class FusedAdamW:
             weights, device=device, groups=groups, share=share, ahead=ahead, before=before
         )
 
-    def _tensors(self) -> list[int]:
-        """Return which tensors the optimizer's state and the weights are now, as numbers.
+    def _is_where_it_was(self) -> bool:
+        states, addresses = self._seen
+        return are_same(self._state_tensors(), states) and self._addresses() == addresses
 
-        Those that are bound are alive, so no other has the number of one of them.
-        """
+    def _state_tensors(self) -> list[object]:
+        """Return all that the optimizer's state holds now."""
         states = map(dict.values, self._optimizer.state.values())
-        kept = map(id, itertools.chain.from_iterable(states))
-        return [*kept, *map(Tensor.data_ptr, shards_of(self._weights))]
+        return list(itertools.chain.from_iterable(states))
+
+    def _addresses(self) -> list[int]:
+        """Return where the weights are now."""
+        return list(map(Tensor.data_ptr, shards_of(self._weights)))
 
     def _gradients(self, present: Sequence[int]) -> Sequence[Tensor | None]:
         """Return the gradient of each bound weight, which lies in memory as the weight does."""

@@ -8,13 +8,14 @@ look costs a step about half a microsecond of the host for each weight.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.kernels.tables import are_same
 from narrowcast.precision.weights.gradient_watch import GradientWatch
 
 StandIn = Literal["averaged", "answering", "reading_out"]
@@ -72,7 +73,7 @@ class Ownership:
     ) -> None:
         """Take over: `held` says which of the weights each optimizer has, were there several."""
         self._optimizer, self._weights, self._names = optimizer, list(weights), list(names)
-        self._groups = _groups(optimizer)
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._kept = _kept(self._weights)
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
@@ -99,7 +100,8 @@ class Ownership:
 
     def refuse_changes(self) -> None:
         """Refuse to go on with other weights, other groups or other dtypes than were taken."""
-        if _groups(self._optimizer) != self._groups:
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        if len(groups) != len(self._groups) or not all(map(are_same, groups, self._groups)):
             raise RecipeError(
                 "the optimizer's parameters changed after prepare(), and those added would be "
                 "neither unscaled nor guarded; release(), change them, and prepare() again"
@@ -117,7 +119,8 @@ class Ownership:
             )
         kept = _kept(self._weights)
         if kept != self._kept:
-            each = zip(self._names, self._kept, kept, strict=True)
+            before, after = zip(*self._kept, strict=True), zip(*kept, strict=True)
+            each = zip(self._names, before, after, strict=True)
             name, was, now = next((n, a, b) for n, a, b in each if a != b)
             module = name.rpartition(".")[0] or "NAME"
             raise RecipeError(
@@ -257,7 +260,7 @@ class _Homes:
     def first_changed(self) -> str:
         """Return the name of one that is not where it was; nothing where all are."""
         now = list(map(dict.get, self._holders, self._keys))
-        if all(map(is_, now, self._held)):
+        if are_same(now, self._held):
             return ""
         return next(n for n, a, b in zip(self._names, now, self._held, strict=True) if a is not b)
 
@@ -268,11 +271,10 @@ class _Homes:
         self._names.append(name)
 
 
-def _kept(weights: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, tuple[int, ...]]]:
-    return list(
-        zip(map(_DTYPE, weights), map(_DEVICE, weights), map(Tensor.stride, weights), strict=True)
-    )
+def _kept(weights: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the dtypes, devices and strides of weights: of all in every step, so without a loop.
 
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+    Three lists: to compare a tuple of each weight takes longer than to ask for it.
+    """
+    strides = map(Tensor.stride, weights)
+    return list(map(_DTYPE, weights)), list(map(_DEVICE, weights)), list(strides)
