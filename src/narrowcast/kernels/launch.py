@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.kernels.cuda_driver import driver_launch, is_set
 
 _ALIGNED = 16
 """Bytes; Triton compiles another kernel for an address, or a size, that is no multiple of it."""
@@ -148,9 +149,12 @@ class Launcher:
             return known
         from triton.compiler import CompiledKernel
 
-        found = self._kernel[grid](*self._viewed(tensors), *sizes, *constants, **options)
+        given = *self._viewed(tensors), *sizes, *constants
+        found = self._kernel.run(*given, grid=grid, warmup=True, **options)  # compiles it
         if isinstance(found, CompiledKernel):
-            self._compiled[alike] = self._by_sizes[key] = _Launch(found)
+            launch = self._compiled[alike] = self._by_sizes[key] = _Launch(found)
+            return launch
+        self._kernel[grid](*given, **options)  # a hook of Triton's has it in hand
         return None
 
     def _viewed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -168,15 +172,13 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @final
 class _Launch:
-    """Launches what Triton has compiled."""
+    """Launches what Triton has compiled: by CUDA's own call, or Triton's where that will not do."""
 
     def __init__(self, compiled: Any) -> None:
         from triton import knobs
 
         self._compiled, self._hooks = compiled, knobs.runtime
-        self._chain: Any = getattr(knobs, "HookChain", ())
-        self._run, self._function = compiled.run, compiled.function
-        self._metadata = compiled.packed_metadata
+        self._direct = driver_launch(compiled)
 
     def __call__(
         self,
@@ -187,17 +189,11 @@ class _Launch:
     ) -> None:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         hooks = self._hooks
-        if self._is_set(hooks.launch_enter_hook) or self._is_set(hooks.launch_exit_hook):
+        told = is_set(hooks.launch_enter_hook) or is_set(hooks.launch_exit_hook)
+        if told or self._direct is None:  # a profiler, say
             self._compiled[grid](*addresses, *sizes, *constants, stream=stream)
             return
-        self._run(
-            *grid, stream, self._function, self._metadata, None, None, None,
-            *addresses, *sizes, *constants,
-        )  # fmt: skip
-
-    def _is_set(self, hook: Any) -> bool:
-        """Say whether anybody is told of launches, such as a profiler: by a list, or one call."""
-        return bool(hook.calls) if isinstance(hook, self._chain) else hook is not None
+        self._direct(grid, stream, [*addresses, *sizes])
 
 
 def _refuse_others(device: int, tensors: tuple[Tensor, ...]) -> None:
