@@ -69,16 +69,21 @@ def test_an_unusual_kernel_is_left_to_triton(unusual):
 
 
 class Driver:
-    """Reads what `cuLaunchKernel` is given as CUDA does: from addresses, by the size of each."""
+    """Reads what `cuLaunchKernelEx` is given as CUDA does: from addresses, by the size of each."""
 
     def __init__(self, *answers):
         self.calls, self.contexts, self._answers = [], [], list(answers)
-        self.read = threading.Event()
 
-    def cuLaunchKernel(self, function, x, y, z, a, b, c, shared, stream, places, extra):  # noqa: N802
+    def cuLaunchKernelEx(self, settings, function, places, extra):  # noqa: N802
+        settings = ctypes.addressof(settings._obj)
+        told = [ctypes.c_uint32.from_address(settings + 4 * i).value for i in range(7)]
+        stream, attributes = (ctypes.c_uint64.from_address(settings + at).value for at in (32, 40))
+        assert not attributes
+        assert not ctypes.c_uint32.from_address(settings + 48).value
         kinds = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64)
         values = [kind.from_address(places[i]).value for i, kind in enumerate(kinds)]
-        self.calls.append((function, (x, y, z), (a, b, c), shared, stream, values))
+        given = tuple(told[:3]), tuple(told[3:6]), told[6]
+        self.calls.append((function.value, *given, stream, values))
         return self._answers.pop(0) if self._answers else 0
 
     def cuDeviceGet(self, handle, device):  # noqa: N802
@@ -114,11 +119,23 @@ def test_a_launch_hands_over_every_argument_in_its_own_size(driver, values):
     assert made.calls == [(77, (3, 2, 1), (128, 1, 1), 96, 9, values)]
 
 
-def test_arguments_that_are_compiled_in_are_left_out(driver):
-    made = driver()
-    launch = DriverLaunch(compiled("*fp32 constexpr i32 i64"), 77, [0, 2, 3])
-    launch((1, 1, 1), 9, [256, 1, 40, 50])
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_arguments_that_are_compiled_in_are_left_out(driver, place):
+    made, kinds, given = driver(), ["*fp32", "i32", "i64"], [256, 40, 50]
+    kinds.insert(place, "constexpr")
+    given.insert(place, 1)
+    kernel = compiled(" ".join(kinds))
+    DriverLaunch(kernel, 77, arguments_of(kernel))((1, 1, 1), 9, given)
     assert made.calls[0][-1] == [256, 40, 50]
+
+
+def test_every_grid_and_stream_is_told_as_it_is(driver, monkeypatch):
+    monkeypatch.setattr(cuda_driver, "_KEPT", 2)
+    made, launch = driver(), DriverLaunch(compiled(), 77, [0, 1, 2])
+    asked = [((n, 1, 2), stream) for n in (1, 2, 3, 1) for stream in (0, 2**46, 7)]
+    for grid, stream in asked:
+        launch(grid, stream, [256, 1, 2])
+    assert [(grid, stream) for _, grid, _, _, stream, _ in made.calls] == asked
 
 
 @pytest.mark.parametrize("grid", [(0, 1, 1), (4, 0, 1), (4, 1, 0)])

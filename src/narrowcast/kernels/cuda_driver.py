@@ -1,4 +1,4 @@
-"""Compiled kernels launched by CUDA's own call, `cuLaunchKernel`.
+"""Compiled kernels launched by CUDA's own call, `cuLaunchKernelEx`.
 
 Triton has a C compiler make a program for every signature that a kernel is launched with: half a
 second each, ten of them for a model, in the first step on a machine. The call itself has one
@@ -17,6 +17,8 @@ import torch
 _INTEGERS = ("i32", "i64")
 _INVALID_CONTEXT = 201
 _WARP = 32
+_KEPT = 1024
+"""Grids of one kernel that are known."""
 # What Triton adds to a kernel's arguments: memory to be used as it likes, of which our kernels have
 # none. CUDA takes as many as a kernel has, so that one too many does no harm.
 _ADDED = 4
@@ -29,24 +31,50 @@ class DriverLaunch:
     def __init__(self, compiled: Any, function: int, kept: Sequence[int]) -> None:
         """Take a loaded function, and the places of its arguments among all there are."""
         self._compiled = compiled
-        self._function, self._kept = function, tuple(kept)
-        self._every = self._kept == tuple(range(len(self._kept)))
-        metadata = compiled.metadata
-        self._block = _WARP * metadata.num_warps, 1, 1, metadata.shared
-        self._room = _Room(len(self._kept))
+        self._function, self._kept = ctypes.c_void_p(function), tuple(kept)
+        self._count, self._launch = len(self._kept), _driver().cuLaunchKernelEx
+        self._settings: dict[tuple[tuple[int, int, int], int], Any] = {}
+        self._room = _Room(self._count)
 
     def __call__(self, grid: tuple[int, int, int], stream: int, arguments: Sequence[int]) -> None:
         """Launch it with addresses and sizes; a grid of nothing is none."""
-        if not all(grid):
-            return
-        given = arguments if self._every else [arguments[i] for i in self._kept]
-        places = self._room.filled(given)
-        launch = _driver().cuLaunchKernel
-        failed = launch(self._function, *grid, *self._block, stream, places, None)
+        settings = self._settings.get((grid, stream))
+        if settings is None:
+            if not all(grid):
+                return
+            settings = self._set(grid, stream)
+        if len(arguments) > self._count:
+            arguments = [arguments[i] for i in self._kept]
+        values, places = self._room.of_this_thread
+        values[: self._count] = arguments
+        failed = self._launch(settings, self._function, places, None)
         if failed == _INVALID_CONTEXT:  # a thread that has done nothing on the device so far
             _enter_context(torch._C._cuda_getDevice())
-            failed = launch(self._function, *grid, *self._block, stream, places, None)
-        _check(failed, f"launching {self._compiled.name} over {grid}")
+            failed = self._launch(settings, self._function, places, None)
+        if failed:
+            _check(failed, f"launching {self._compiled.name} over {grid}")
+
+    def _set(self, grid: tuple[int, int, int], stream: int) -> Any:
+        """Return what a launch is told beside its arguments, by reference; nobody writes to it."""
+        if len(self._settings) >= _KEPT:  # each sequence may have a length of its own
+            self._settings.clear()
+        metadata = self._compiled.metadata
+        block = _WARP * metadata.num_warps, 1, 1
+        made = ctypes.byref(_Settings(*grid, *block, metadata.shared, stream))
+        self._settings[grid, stream] = made
+        return made
+
+
+class _Settings(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *[(name, ctypes.c_uint) for name in ("gridX", "gridY", "gridZ")],
+        *[(name, ctypes.c_uint) for name in ("blockX", "blockY", "blockZ", "shared")],
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
 
 
 @final
@@ -56,16 +84,11 @@ class _Room(threading.local):
     def __init__(self, count: int) -> None:
         # Integers of 4 bytes are read from the first four of the eight: hosts of CUDA are little
         # endian.
-        self._values = (ctypes.c_uint64 * (count + _ADDED))()
-        self._count = count
-        begin, size = ctypes.addressof(self._values), ctypes.sizeof(ctypes.c_uint64)
-        places = [begin + i * size for i in range(len(self._values))]
-        self._places = (ctypes.c_void_p * len(places))(*places)
-
-    def filled(self, arguments: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
-        """Return the addresses of these arguments."""
-        self._values[: self._count] = [*arguments]
-        return self._places
+        values = (ctypes.c_uint64 * (count + _ADDED))()
+        begin, size = ctypes.addressof(values), ctypes.sizeof(ctypes.c_uint64)
+        places = [begin + i * size for i in range(len(values))]
+        self.of_this_thread: tuple[Any, Any] = values, (ctypes.c_void_p * len(places))(*places)
+        """The arguments, and where each of them is."""
 
 
 def driver_launch(compiled: Any) -> DriverLaunch | None:
@@ -124,16 +147,12 @@ def is_set(hook: Any) -> bool:
 
 @functools.cache
 def _driver() -> Any:
-    """Return CUDA's driver; None where it is not to be found under its name.
-
-    Called with Python's lock held: to give it up and to take it again would take longer.
-    """
+    """Return CUDA's driver; None where it is not to be found under its name, or is older."""
     with contextlib.suppress(OSError, AttributeError):
-        driver = ctypes.PyDLL("libcuda.so.1")
-        number, address = ctypes.c_uint, ctypes.c_void_p
-        driver.cuLaunchKernel.argtypes = [address, *[number] * 7, address, address, address]
-        driver.cuCtxSetCurrent.argtypes = [address]
-        return driver
+        # Python's lock is not held in a call: a launch waits while a thousand others do.
+        driver = ctypes.CDLL("libcuda.so.1")
+        # What is passed has its type; argument types, asked for once more, would take time.
+        return driver if driver.cuLaunchKernelEx else None
     return None
 
 
