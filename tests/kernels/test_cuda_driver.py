@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +52,7 @@ def compiled(signature="*fp32 i32 i64", **changed):
     }  # fmt: skip
     return SimpleNamespace(
         name="kernel",
-        metadata=SimpleNamespace(**plain | changed),
+        metadata=namedtuple("KernelMetadata", plain)(**plain | changed),
         src=SimpleNamespace(signature=dict(enumerate(signature.split()))),
     )
 

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -321,6 +322,12 @@ class Place:
         return self.count
 
 
+class Settings(NamedTuple):
+    """Of a compiled kernel."""
+
+    num_ctas: int
+
+
 class Compiler:
     """Compiles anew whenever it is asked, as Triton does for arguments that it has not seen.
 
@@ -337,7 +344,7 @@ class Compiler:
         assert warmup
         found = object.__new__(CompiledKernel)
         found.name, found.function, found.packed_metadata = "kernel", len(self.made), ()
-        found.metadata, found.src = SimpleNamespace(num_ctas=2), SimpleNamespace(signature={})
+        found.metadata, found.src = Settings(num_ctas=2), SimpleNamespace(signature={})
         found.module, found._run = self, self.note
         self.made.append(found)
         return found

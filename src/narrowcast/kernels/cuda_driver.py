@@ -19,6 +19,14 @@ _INVALID_CONTEXT = 201
 _WARP = 32
 _KEPT = 1024
 """Grids of one kernel that are known."""
+_USUAL = {
+    "num_ctas": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}
+"""Settings of a kernel that is launched by one call and no more."""
 # What Triton adds to a kernel's arguments: memory to be used as it likes, of which our kernels have
 # none. CUDA takes as many as a kernel has, so that one too many does no harm.
 _ADDED = 4
@@ -93,8 +101,8 @@ class _Room(threading.local):
 
 def driver_launch(compiled: Any) -> DriverLaunch | None:
     """Return how to launch a kernel on the current device; None where that is Triton's to do."""
-    kept = arguments_of(compiled)
-    if kept is None or _driver() is None:
+    kept = None if _driver() is None else arguments_of(compiled)
+    if kept is None:
         return None
     function = _loaded(compiled)
     return None if function is None else DriverLaunch(compiled, function, kept)
@@ -105,14 +113,8 @@ def arguments_of(compiled: Any) -> list[int] | None:
 
     A size of one is compiled in, as constants are.
     """
-    metadata = compiled.metadata
-    plain = (
-        metadata.num_ctas == 1
-        and not metadata.launch_cooperative_grid
-        and not metadata.launch_pdl
-        and not metadata.global_scratch_size
-        and not metadata.profile_scratch_size
-    )
+    settings = compiled.metadata._asdict()
+    plain = all(settings.get(name, usual) == usual for name, usual in _USUAL.items())
     types = list(compiled.src.signature.values())
     kept = [i for i, kind in enumerate(types) if kind != "constexpr"]
     known = all(isinstance(types[i], str) and _is_known(types[i]) for i in kept)

@@ -14,7 +14,7 @@ def outcome(*, finite, norms, metered=False):
         norm=number(2.5),
         scale=number(16.0),
         next_scale=number(8.0),
-        lost=number(0.25) if metered else None,
+        lost=number(0.25 if metered else 0.0),
         at_floor=number(False),
         norms=number(norms),
     )

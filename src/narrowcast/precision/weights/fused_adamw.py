@@ -198,7 +198,7 @@ class FusedAdamW:
             if self._offloaded
             else self._updating(weights, 0)
         )
-        self._seen = self._state_tensors(), self._addresses()
+        self._seen = self._held()
 
     @property
     def _ahead(self) -> Ahead:
@@ -218,17 +218,14 @@ class FusedAdamW:
         )
 
     def _is_where_it_was(self) -> bool:
-        states, addresses = self._seen
-        return are_same(self._state_tensors(), states) and self._addresses() == addresses
+        (states, addresses), (were, before) = self._held(), self._seen
+        return are_same(states, were) and addresses == before
 
-    def _state_tensors(self) -> list[object]:
-        """Return all that the optimizer's state holds now."""
+    def _held(self) -> tuple[list[object], list[int]]:
+        """Return all that the optimizer's state holds, and where the weights are."""
         states = map(dict.values, self._optimizer.state.values())
-        return list(itertools.chain.from_iterable(states))
-
-    def _addresses(self) -> list[int]:
-        """Return where the weights are now."""
-        return list(map(Tensor.data_ptr, shards_of(self._weights)))
+        addresses = map(Tensor.data_ptr, shards_of(self._weights))
+        return list(itertools.chain.from_iterable(states)), list(addresses)
 
     def _gradients(self, present: Sequence[int]) -> Sequence[Tensor | None]:
         """Return the gradient of each bound weight, which lies in memory as the weight does."""
