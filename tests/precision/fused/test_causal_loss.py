@@ -315,3 +315,41 @@ def test_a_reading_of_health_sees_the_input_of_the_head(language_model, sentence
         model(tokens, labels=labels)
     (hidden,) = seen  # once, and without a call
     assert torch.equal(hidden, plain.reshape(-1, 32))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_logits_that_are_capped_only_after_prepare_are_capped(language_model, sentences, compiled):
+    tokens, labels = sentences
+    plain, model = language_model("Gemma3Text"), language_model("Gemma3Text")
+    run = fused(model)
+    called = torch.compile(model, backend="eager") if compiled else model
+    for cap in (None, 0.1, None):
+        plain.config.final_logit_softcapping = model.config.final_logit_softcapping = cap
+        with run.compute():
+            found = called(tokens, labels=labels)
+        assert ("logits" in found) == (cap is not None)
+        expected = plain(tokens, labels=labels).loss.item()
+        assert found.loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_logits_that_are_capped_on_the_way_to_them_are_refused(language_model, sentences):
+    tokens, labels = sentences
+    model = language_model("Gemma3Text")
+    run = fused(model)
+
+    def cap(*_):
+        model.config.final_logit_softcapping = 2.0
+
+    model.model.register_forward_pre_hook(cap)
+    with run.compute(), pytest.raises(RecipeError, match="Gemma3ForCausalLM does more with its l"):
+        model(tokens, labels=labels)
+
+
+def test_another_loss_that_is_asked_for_by_name_is_the_one_taken(language_model, sentences):
+    tokens, labels = sentences
+    plain, model = language_model("Llama"), language_model("Llama")
+    run = fused(model)
+    plain.loss_type = model.loss_type = "ForMaskedLM"
+    with run.compute():
+        found = model(tokens, labels=labels).loss
+    assert found.item() == pytest.approx(plain(tokens, labels=labels).loss.item(), rel=1e-6)

@@ -448,3 +448,32 @@ def test_a_region_inside_compiled_code_is_traced_as_ever():
     mean = model[1].running_mean.clone()
     assert run.step(compiled(GOOD)).applied
     assert not torch.equal(model[1].running_mean, mean)
+
+
+class Remembering(nn.Module):
+    """Keeps what it computed in the place of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.register_buffer("state", torch.zeros(3, 6))
+        self.register_buffer("halved", torch.zeros(3, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        h = self.inner(x) + self.state
+        self.state = self.inner(x).detach()
+        return self.outer(torch.tanh(h))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16"])
+def test_a_released_model_has_its_buffers_in_the_formats_they_came_in(policy):
+    model, x = Remembering(), torch.randn(3, 6)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy=policy)
+    with run.compute():
+        loss = model(x).float().square().mean()
+    run.step(loss)
+    state = model.state.float()
+    run.release()
+    assert torch.equal(model.state, state)
+    assert (model.state.dtype, model.halved.dtype) == (torch.float32, torch.bfloat16)
+    model(x)

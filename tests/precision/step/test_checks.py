@@ -214,3 +214,10 @@ def test_complex_weights_are_refused_with_advice_that_works():
     with run.compute():
         loss = model(torch.randn(3, 6)).square().mean()
     assert run.step(loss).applied
+
+
+@pytest.mark.parametrize("wrong", [{"clip_norm": "1"}, {"clip_norm": True}, {"ema_decay": "0.9"}])
+def test_settings_that_are_no_numbers_are_refused_by_name(wrong):
+    model = nn.Linear(2, 2)
+    with pytest.raises(RecipeError, match=f"{next(iter(wrong))}=.*it is a number"):
+        nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="bf16", **wrong)

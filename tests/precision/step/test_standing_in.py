@@ -1,5 +1,6 @@
 """Averages and answers in the place of weights: what a block sees, and what it leaves."""
 
+import contextlib
 import copy
 
 import pytest
@@ -140,3 +141,42 @@ def test_release_leaves_where_gradients_were_taken_and_the_plain_model_loads_the
     assert all(torch.equal(p, full[name]) for name, p in released.named_parameters())
     released.load_state_dict(answer)
     assert all(torch.equal(p, answer[name]) for name, p in released.named_parameters())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "bf16, params=bf16"])
+def test_weights_and_their_average_are_judged_apart_in_one_region(policy):
+    """Autocast keeps the weights that it has cast until its outermost region ends."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), 1.0), policy=policy, ema_decay=0.9)
+    for _ in range(4):
+        with run.compute():
+            loss = model(x).float().square().mean()
+        run.step(loss)
+    with torch.no_grad(), run.averaged(), run.compute():
+        expected = model(x)
+    with torch.no_grad(), run.compute():
+        raw = model(x)
+        with run.averaged():
+            averaged = model(x)
+        again = model(x)
+    assert torch.equal(averaged, expected)
+    assert torch.equal(again, raw)
+    assert not torch.equal(averaged, raw)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp8-tensor", "fp16"])
+def test_a_region_held_over_steps_has_the_weights_of_each(policy):
+    losses = []
+    for held in (True, False):
+        torch.manual_seed(0)
+        model, x = nn.Linear(8, 8), torch.randn(4, 8)
+        run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.5), policy=policy)
+        with run.compute() if held else contextlib.nullcontext():
+            for _ in range(4):
+                with run.compute():
+                    loss = model(x).float().square().mean()
+                run.step(loss)
+                losses.append(loss.item())
+    assert losses[:4] == losses[4:]
+    assert losses[0] > losses[3]

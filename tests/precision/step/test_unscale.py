@@ -253,3 +253,20 @@ def test_unscale_reads_nothing_on_the_host(groups):
     with Reads() as reads:
         run.unscale()
     assert reads.count == 0
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_gradients_that_no_step_used_are_given_back_without_a_scale(unscaled):
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+    model(x).square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp16")
+    with run.compute():
+        loss = model(x).float().square().mean()
+    run.backward(loss)
+    if unscaled:
+        run.unscale()
+    run.release()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert (p.grad - grad).abs().max() <= 0.01 * grad.abs().max()

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.precision.weights.master import MasterWeights
 
 KINDS = ("fp32", "split", "kahan", "stochastic", "none")
@@ -171,3 +172,32 @@ def test_a_checkpoint_of_another_kind_is_refused():
     _, other = masters(values, "kahan")
     with pytest.raises(CheckpointError, match=r"keeps kahan master weights.*write master=kahan"):
         kept.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "kahan", "stochastic"])
+def test_an_optimizer_that_holds_master_weights_is_not_copied(master):
+    """The copy would step weights that are no model's."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = nc.prepare(model, optimizer, policy=f"bf16, params=bf16, master={master}")
+    with pytest.raises(UnsupportedError, match=r"before prepare\(\), or after release"):
+        copy.deepcopy((model, optimizer))
+    copy.deepcopy(optimizer.state_dict())
+    copy.deepcopy(model)
+    run.release()
+    clone, copied = copy.deepcopy((model, optimizer))
+    before = clone.weight.detach().clone()
+    clone(torch.ones(1, 4)).sum().backward()
+    copied.step()
+    assert not torch.equal(clone.weight, before)
+
+
+def test_a_weight_that_was_resized_is_told_of():
+    model = nn.Embedding(8, 4)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="bf16, params=bf16")
+    model.weight.data = torch.zeros(9, 4, dtype=torch.bfloat16)
+    with pytest.raises(RecipeError, match="resize the model before"):
+        run.full_weights()
+    model(torch.tensor([3])).sum().backward()
+    with pytest.raises(RecipeError, match=r"36 numbers .* was 32 numbers"):
+        run.step()

@@ -148,7 +148,7 @@ def test_a_model_cast_after_prepare_is_refused(mlp, cast, fused_optimizer):
         loss = run.model(X).float().square().mean()
     run.backward(loss)
     getattr(run.model, cast)()
-    with pytest.raises(RecipeError, match=r"call model\.to\(…\) before prepare"):
+    with pytest.raises(RecipeError, match=r"call model\.to\(…\), before prepare"):
         run.step()
 
 

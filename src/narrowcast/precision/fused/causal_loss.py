@@ -10,9 +10,11 @@ import inspect
 import threading
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast.errors import RecipeError
 from narrowcast.precision.fused.declared import is_watched
 from narrowcast.precision.fused.linear_cross_entropy import linear_cross_entropy
 from narrowcast.precision.plan.pieces.causal_loss import standard_loss
@@ -34,6 +36,8 @@ def fuse_loss(module: nn.Module, head: str, *, chunk_rows: int | None) -> None:
         nc_labels_at=names.index("labels") - 1,
         nc_own_loss=plain.loss_function.fget,
         nc_loss=standard_loss(),
+        nc_loss_type=vars(module).get("loss_type"),
+        nc_cap=_cap_of(module),
         nc_chunk_rows=chunk_rows,
     )
 
@@ -52,18 +56,22 @@ class CausalLoss(Mixin):
     """What the plain class has for `loss_function`: a compiler cannot trace one of `super()`."""
     nc_loss: Any
     """The loss function in whose place one stands that takes hidden states; another is let be."""
+    nc_loss_type: Any
+    """What transformers called that loss here; asked for another, it is let be as well."""
+    nc_cap: Any
+    """What its config capped logits at."""
     nc_chunk_rows: int | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; with labels, in training, its logits are never made."""
         if not self._nc_takes_loss(args, kwargs):
             return super().forward(*args, **kwargs)
-        around = getattr(_here, "name", None)
+        around = getattr(_here, "name", None), getattr(_here, "hidden", None)
         _here.name = self.nc_name
         try:
             result = super().forward(*args, **kwargs)
         finally:
-            _here.name = around
+            _here.name, _here.hidden = around
         return _without_logits(result)
 
     @property
@@ -84,6 +92,8 @@ class CausalLoss(Mixin):
         own = self.__dict__.get("_loss_function", self.nc_loss)
         if labels is None or not self.training or own is not self.nc_loss:
             return False
+        if self.__dict__.get("loss_type") != self.nc_loss_type or _cap_of(self) != self.nc_cap:
+            return False
         head = self._modules[self.nc_head]
         assert head is not None
         return plain_class(head) is nn.Linear and not (is_watched(head) or has_own_forward(head))
@@ -101,6 +111,12 @@ class CausalLoss(Mixin):
         """Return what transformers' own loss is of the logits of these hidden states."""
         hidden, head = logits, self._modules[self.nc_head]
         assert isinstance(head, nn.Linear)
+        if not torch.compiler.is_compiling() and _is_another(hidden, _here.hidden):
+            raise RecipeError(
+                f"{plain_class(self).__name__} does more with its logits than when it was "
+                "prepared, and its loss is taken without logits; change how it computes them "
+                "before prepare(), or leave `loss` out of fuse"
+            )
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         _here.name = None  # whoever takes the loss may want to call the head
@@ -131,7 +147,19 @@ def _mixin_for(head: str) -> type[Mixin]:
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        _here.hidden = hidden
     return hidden
+
+
+def _is_another(hidden: Tensor, handed_on: Tensor) -> bool:
+    """Say whether more than a cast was done to what a head handed on."""
+    return hidden is not handed_on and hidden.dtype == handed_on.dtype
+
+
+def _cap_of(module: nn.Module) -> Any:
+    """Return what logits are capped at, of models that may cap them."""
+    return getattr(module.__dict__.get("config"), "final_logit_softcapping", None)
 
 
 def _without_logits(result: Any) -> Any:

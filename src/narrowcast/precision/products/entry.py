@@ -159,8 +159,11 @@ def _is_in_backward() -> bool:
 class Pass:
     """Puts a region in force, whatever is around: hold it over forward passes and their loss."""
 
-    def __init__(self, entry: Entry) -> None:
-        self._entry = entry
+    def __init__(
+        self, entry: Entry, *, explain: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """Take a region, and who may add to what an error inside it says."""
+        self._entry, self._explain = entry, explain
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
@@ -184,6 +187,8 @@ class Pass:
     ) -> None:
         """Put back what was in force before."""
         self._entered.pop().__exit__(kind, error, traceback)
+        if error is not None and self._explain is not None:
+            self._explain(error)
 
     def _listener(self, around: str | None) -> PassListener | None:
         """Who is to be told; nobody where a pass of this model is under way already."""

@@ -50,6 +50,29 @@ class _Marks:
 
 
 @final
+class BufferFormats:
+    """The dtypes that a model's buffers came in, which its passes may have put narrower ones for.
+
+    A module that keeps what it computed, in the place of a buffer, keeps it in autocast's format.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._came = [
+            (module._buffers, name, buffer.dtype)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.dtype == torch.float32
+        ]
+
+    def give_back(self) -> None:
+        """Widen those that have 16 bits now."""
+        for holder, name, dtype in self._came:
+            now = holder.get(name)
+            if now is not None and now.dtype in (torch.bfloat16, torch.float16):
+                holder[name] = now.to(dtype)
+
+
+@final
 class BufferGuard:
     """Gives buffers that passes write (running means) back what a bad batch took.
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -162,6 +163,8 @@ def refuse_senseless(
             f"lookahead={lookahead!r}: it is told by its settings; write "
             "lookahead=nc.Lookahead(), or None for none"
         )
+    _refuse_no_number("clip_norm", clip_norm, such_as=1.0)
+    _refuse_no_number("ema_decay", ema_decay, such_as=0.999)
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise RecipeError(
             f"clip_norm={clip_norm:g}: gradients are clipped to a norm above 0; "
@@ -174,6 +177,11 @@ def refuse_senseless(
         )
     if patience < 1:
         raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
+
+
+def _refuse_no_number(name: str, value: object, *, such_as: float) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise RecipeError(f"{name}={value!r}: it is a number; write {name}={such_as:g}, or such")
 
 
 def refuse_no_gradients(present: Sequence[int], *, doing: str) -> None:

@@ -25,13 +25,14 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
 from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.products.entry import Pass, entry_of
-from narrowcast.precision.step.buffers import BufferGuard
+from narrowcast.precision.step.buffers import BufferFormats, BufferGuard
 from narrowcast.precision.step.checks import (
     refuse_buckets,
     refuse_foreign_plan,
     refuse_senseless_rates,
     refuse_watched,
 )
+from narrowcast.precision.step.dtype_errors import explain_dtypes
 from narrowcast.precision.step.isolation import grads_and_buffers_kept
 from narrowcast.precision.step.outcome import Outcome, pack
 from narrowcast.precision.step.schedules import Schedules
@@ -86,8 +87,9 @@ class Engine:
         self.weights.refuse_impossible(plan, fused=fused, path=path)
         if lookahead is not None:
             refuse_lookahead(optimizer, plan, lookahead)
+        formats = BufferFormats(model)
         self.weights.apply(plan, fused=fused)
-        self.buffers = BufferGuard(model)
+        self.buffers, self.buffer_formats = BufferGuard(model), formats
         self._take(plan, scales, path)
         if ema_decay is not None:
             self.weights.keep_average(decay=ema_decay)
@@ -137,27 +139,39 @@ class Engine:
             return self.entry.region()
         self.take_back_first_scales()
         self.fp8.refresh()
-        return Pass(self.entry)
+        return Pass(self.entry, explain=self._explain)
 
     def backward(self, loss: Tensor, *, name: str, retain_graph: bool) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs."""
         watch, scaled = self.weights.ownership.gradients, self.scales.value is not None
         watch.before_backward(scaled=scaled)
-        with self.buffers.passes_again():
-            add_gradients(
-                loss,
-                name=name,
-                retain_graph=retain_graph,
-                scales=self.scales,
-                weights=self.weights,
-                entry=self.entry,
-            )
+        try:
+            with self.buffers.passes_again():
+                add_gradients(
+                    loss,
+                    name=name,
+                    retain_graph=retain_graph,
+                    scales=self.scales,
+                    weights=self.weights,
+                    entry=self.entry,
+                )
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         watch.after_backward(scaled=scaled)
 
     def unscale(self) -> None:
         """Divide the loss scale out of the gradients now, before the step does. Does not wait."""
         if self.scales.value is not None:
             unscale_gradients(self.scales, self.weights)
+
+    @torch.no_grad()
+    def give_back_gradients(self) -> None:
+        """Divide the loss scale out of gradients that no step has used, unless that was done."""
+        present = self.weights.with_gradients()
+        inv_scale = self.scales.inv_scale(present) if present else None
+        if inv_scale is not None and self.weights.ownership.gradients.unscaled is None:
+            self.weights.multiply_gradients(present, inv_scale)
 
     def begin_step(self) -> None:
         """Refuse to go on where every step would be skipped; else let the host catch up."""
@@ -209,6 +223,7 @@ class Engine:
     def end_step(self, packed: Tensor, present: Sequence[int], *, metered: bool) -> Outcome:
         """Send a step's numbers on their way to the host, and return what will hold them."""
         self.steps_begun += 1
+        torch.clear_autocast_cache()  # it has weights as they were, where `compute()` goes on
         self.buffers.end_step()
         self.weights.ownership.gradients.end_step()
         outcome = Outcome(
@@ -261,6 +276,9 @@ class Engine:
     def take_back_first_scales(self) -> None:
         """Forget the delayed scales that skipped steps alone have decided."""
         self.first_scales.take_back(step=self.steps_begun)
+
+    def _explain(self, error: BaseException) -> None:
+        explain_dtypes(error, self.model)
 
     def _terms_of(
         self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool

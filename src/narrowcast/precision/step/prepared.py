@@ -271,9 +271,13 @@ class Prepared:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them.
 
         Of a lookahead point these are where gradients were taken: take `answer_weights` first.
+        Gradients of a step that was not taken have no loss scale any more; those of weights that
+        were kept in 16 bits are dropped.
         """
         self.engine.weights.ownership.refuse_swapped_in(doing="release()")
         self.sync()
+        self.engine.give_back_gradients()
+        self.engine.buffer_formats.give_back()
         if self.engine.weights.lookahead is not None:
             self.engine.weights.lookahead.give_back_momentum(self.engine.optimizer)
         self.engine.weights.restore()

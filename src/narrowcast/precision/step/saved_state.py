@@ -73,6 +73,7 @@ def load_state(engine: Engine, state: dict[str, Any]) -> None:
     engine.steps_begun = engine.log.stats.steps
     engine.begin_first_scales(step=0, applied_before=applied_before)
     engine.buffers.reset()
+    torch.clear_autocast_cache()
 
 
 def weights_of(engine: Engine) -> dict[str, Any]:
@@ -101,6 +102,7 @@ def put_weights(engine: Engine, state: dict[str, Any]) -> None:
     if engine.weights.lookahead is not None:
         engine.weights.lookahead.load_state_dict(state["lookahead"])
     engine.buffers.reset()
+    torch.clear_autocast_cache()
 
 
 def _beside_model(engine: Engine) -> list[Tensor]:

@@ -48,5 +48,6 @@ def _in_place_of(weights: TrainedWeights, value_of: ValueOf) -> Iterator[None]:
 
 
 def _let_know(weights: TrainedWeights) -> None:
-    """Let whoever keeps something made from weights, as fp8 does, see that they are others."""
+    """Let whoever keeps something made from weights, fp8 or autocast, see that they are others."""
     torch.autograd.graph.increment_version(weights.all)
+    torch.clear_autocast_cache()

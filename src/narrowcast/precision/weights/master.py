@@ -14,12 +14,12 @@ before its step until just after it (for `fp32`, always).
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.numerics import BF16, FP16, round_stochastic
 from narrowcast.numerics.parts import (
     fitting_compensation,
@@ -63,6 +63,21 @@ def in_buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator
     yield bucket
 
 
+def _master(value: Tensor) -> nn.Parameter:
+    """Return what an optimizer holds in a weight's place; a copy would be of no model's weight."""
+    made: Any = nn.Parameter(value)
+    made.__deepcopy__ = _refuse_copy
+    return cast(nn.Parameter, made)
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise UnsupportedError(
+        "an optimizer was copied that holds master weights since prepare(), and a copy of it would "
+        "train no model; copy model and optimizer before prepare(), or after release(), or save "
+        "state_dict() of what prepare() returned"
+    )
+
+
 class MasterWeights:
     """The master weights of the parameters that are kept in 16 bits."""
 
@@ -85,7 +100,7 @@ class MasterWeights:
             self._generator = torch.Generator(self.parameters[0].device)
             self._generator.manual_seed(seed)
         # What the optimizer holds in place of each weight. Empty between steps, but for `fp32`.
-        self.fp32_params = [nn.Parameter(torch.empty(0, device=p.device)) for p in self.parameters]
+        self.fp32_params = [_master(torch.empty(0, device=p.device)) for p in self.parameters]
         for i, value in enumerate(full):
             self._begin(i, value.detach().float())
 
@@ -114,6 +129,11 @@ class MasterWeights:
         beside = self.beside(i)
         kept = None if beside is None else local_part(beside)
         weight = self.parameters[i].detach() if working is None else working
+        if kept is not None and kept.shape != local_part(weight).shape:
+            raise RecipeError(
+                f"a weight is of shape {tuple(weight.shape)}, and was {tuple(kept.shape)} after "
+                "prepare(): its master weight has no more; resize the model before prepare()"
+            )
         full = join_fp32(local_part(weight), kept, kind=self.kind)
         return placed_like(full, weight)
 
@@ -260,7 +280,7 @@ class MasterWeights:
     def _begin(self, i: int, full: Tensor) -> None:
         match self.kind:
             case "fp32":
-                self.fp32_params[i] = nn.Parameter(full.clone())
+                self.fp32_params[i] = _master(full.clone())
             case "split":
                 self._residual.append(torch.empty_like(full, dtype=torch.int16))
             case "kahan":

@@ -124,11 +124,10 @@ class Ownership:
             name, was, now = next((n, a, b) for n, a, b in each if a != b)
             module = name.rpartition(".")[0] or "NAME"
             raise RecipeError(
-                f"{name} is {now[0]} on {now[1]} with strides {now[2]}, and was {was[0]} on "
-                f"{was[1]} with strides {was[2]} after prepare(): how weights are kept is the "
-                "policy's to say, and the optimizer's state would not follow; call model.to(…) "
-                "before prepare(), or, where the model casts it in its own forward, let it stay: "
-                f"`{module}: params=fp32` in the policy"
+                f"{name} is {_told(now)}, and was {_told(was)} after prepare(): how weights are "
+                "kept is the policy's to say, and the optimizer's state would not follow; resize "
+                "the model, or call model.to(…), before prepare(), or, where the model casts it in "
+                f"its own forward, let it stay: `{module}: params=fp32` in the policy"
             )
 
     @property
@@ -271,10 +270,15 @@ class _Homes:
         self._names.append(name)
 
 
-def _kept(weights: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the dtypes, devices and strides of weights: of all in every step, so without a loop.
+def _kept(weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    """Return dtypes, devices, strides and sizes of weights: of all in every step, without a loop.
 
-    Three lists: to compare a tuple of each weight takes longer than to ask for it.
+    Four lists: to compare a tuple of each weight takes longer than to ask for it.
     """
-    strides = map(Tensor.stride, weights)
-    return list(map(_DTYPE, weights)), list(map(_DEVICE, weights)), list(strides)
+    asked = (_DTYPE, _DEVICE, Tensor.stride, Tensor.numel)
+    return tuple(list(map(each, weights)) for each in asked)
+
+
+def _told(kept: tuple[Any, ...]) -> str:
+    dtype, device, strides, count = kept
+    return f"{count} numbers in {dtype} on {device} with strides {strides}"
