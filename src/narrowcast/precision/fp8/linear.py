@@ -158,6 +158,11 @@ def _first(rows: Tensor, count: int) -> Tensor:
     return rows if whole else rows[:count]
 
 
+def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Return a tensor in a dtype; torch takes the host as long to find that it is so already."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -265,7 +270,7 @@ class _Fp8Product(torch.autograd.Function):
                 scales = (found.rowwise_scale_inv, weight_scale_inv)
                 dtype = dtype_of(formats.output)
                 grad_x = scaling.product(found.rowwise, weight, scales, dtype=dtype, by_weight=True)
-            grad_x = _first(grad_x, grad.shape[0]).to(ctx.x_dtype)
+            grad_x = _in(ctx.x_dtype, _first(grad_x, grad.shape[0]))
         if needs_weight and not needs_scale(to_weight.name):
             grad_weight = grad.to(BF16.dtype).t() @ x.to(BF16.dtype)
         elif needs_weight:
@@ -279,7 +284,7 @@ class _Fp8Product(torch.autograd.Function):
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             # Torch adds up in fp32 whatever it gives; from fp32 a pass more would narrow it.
             summed = grad.dtype if ctx.bias_dtype == grad.dtype else torch.float32
-            grad_bias = grad.sum(0, dtype=summed).to(ctx.bias_dtype)
+            grad_bias = _in(ctx.bias_dtype, grad.sum(0, dtype=summed))
         return grad_x, grad_weight, grad_bias, *[None] * 11
 
 

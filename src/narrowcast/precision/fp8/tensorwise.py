@@ -82,7 +82,8 @@ def scaled_product(
     out_dtype = BF16.dtype if dtype not in (torch.float32, torch.float16) else dtype
     if left.shape[1] == 0:  # of a batch without rows; torch's CPU leaves the result unwritten
         return left.new_zeros((left.shape[0], right.shape[0]), dtype=out_dtype)
-    bias = None if bias is None else bias.to(out_dtype)
+    if bias is not None and bias.dtype != out_dtype:
+        bias = bias.to(out_dtype)
     inside = out_dtype != torch.float32  # torch takes none beside a wider result
     result: Tensor = torch._scaled_mm(
         left,
