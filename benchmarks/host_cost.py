@@ -18,6 +18,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,40 +45,50 @@ def loss_of(model: nn.Module, factor: Tensor) -> Tensor:
     return torch.stack([(p.float() * factor).sum() for p in model.parameters()]).sum()
 
 
-def microseconds(before: Callable[[], object], timed: Callable[[], object], device: str) -> float:
-    """Return the median of what a call takes, each after `before`, which is not timed."""
+@dataclass(frozen=True)
+class Call:
+    """What is timed, after something that is not."""
+
+    before: Callable[[], object]
+    timed: Callable[[], object]
+
+
+def microseconds(calls: list[Call], device: str) -> list[float]:
+    """Return the median of what each call takes. They take turns: hosts grow slow at times."""
     clock = time.perf_counter if device == "cuda" else time.thread_time
-    took = []
+    took: list[list[float]] = [[] for _ in calls]
     for _ in range(WARM_UP + REPEATS):
-        before()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = clock()
-        timed()
-        took.append(clock() - begin)
-    return 1e6 * sorted(took[WARM_UP:])[REPEATS // 2]
+        for call, each in zip(calls, took, strict=True):
+            call.before()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            begin = clock()
+            call.timed()
+            each.append(clock() - begin)
+    return [1e6 * sorted(each[WARM_UP:])[REPEATS // 2] for each in took]
 
 
-def our_step(tensors: int, policy: str, device: str) -> float:
+def our_step(tensors: int, policy: str, device: str) -> Call:
     model = model_of(tensors, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     run = nc.prepare(model, optimizer, policy=policy, clip_norm=1.0)
     factor = torch.full((), 1e-3, device=device)
-    return microseconds(lambda: run.backward(loss_of(model, factor)), run.step, device)
+    return Call(lambda: run.backward(loss_of(model, factor)), run.step)
 
 
-def graphed_step(tensors: int, policy: str, device: str) -> float:
+def graphed_step(tensors: int, policy: str, device: str) -> Call:
     model = model_of(tensors, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     run = nc.prepare(model, optimizer, policy=policy, clip_norm=1.0)
     fast = run.graphed(lambda factor: loss_of(model, factor))
     factor = torch.full((), 1e-3, device=device)
-    took = microseconds(lambda: None, lambda: fast(factor), device)
+    for _ in range(WARM_UP):
+        fast(factor)
     assert fast.captured, fast.why
-    return took
+    return Call(lambda: None, lambda: fast(factor))
 
 
-def torch_step(tensors: int, kind: str, device: str, *, scaled: bool) -> float:
+def torch_step(tensors: int, kind: str, device: str, *, scaled: bool) -> Call:
     model = model_of(tensors, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **{kind: True})
     scaler = torch.amp.GradScaler(device, enabled=scaled, init_scale=256.0)
@@ -93,31 +104,34 @@ def torch_step(tensors: int, kind: str, device: str, *, scaled: bool) -> float:
         scaler.update()
         optimizer.zero_grad()
 
-    return microseconds(backward, step, device)
+    return Call(backward, step)
+
+
+def steps_of(tensors: int, device: str) -> dict[str, Call]:
+    """Return every way to take a step of so many tensors."""
+    graphed = POLICIES if device == "cuda" else ()
+    return {
+        **{f"run.step, {policy}": our_step(tensors, policy, device) for policy in POLICIES},
+        "torch, foreach": torch_step(tensors, "foreach", device, scaled=False),
+        "torch, fused": torch_step(tensors, "fused", device, scaled=False),
+        "torch, fused, GradScaler": torch_step(tensors, "fused", device, scaled=True),
+        **{f"graphed, {policy}": graphed_step(tensors, policy, device) for policy in graphed},
+    }
 
 
 def step_rows(counts: list[int], device: str) -> list[dict[str, Any]]:
-    ways: dict[str, Callable[[int], float]] = {
-        **{f"run.step, {policy}": _with(our_step, policy, device) for policy in POLICIES},
-        "torch, foreach": lambda n: torch_step(n, "foreach", device, scaled=False),
-        "torch, fused": lambda n: torch_step(n, "fused", device, scaled=False),
-        "torch, fused, GradScaler": lambda n: torch_step(n, "fused", device, scaled=True),
-    }
-    if device == "cuda":
-        ways |= {f"graphed, {policy}": _with(graphed_step, policy, device) for policy in POLICIES}
-    return [
-        {"way": way, **{f"{n} tensors": round(measure(n), 1) for n in counts}}
-        for way, measure in ways.items()
-    ]
-
-
-def _with(measure: Callable[..., float], policy: str, device: str) -> Callable[[int], float]:
-    return lambda tensors: measure(tensors, policy, device)
+    rows: dict[str, dict[str, Any]] = {}
+    for count in counts:
+        calls = steps_of(count, device)
+        for way, took in zip(calls, microseconds(list(calls.values()), device), strict=True):
+            rows.setdefault(way, {"way": way})[f"{count} tensors"] = round(took, 1)
+    return list(rows.values())
 
 
 def layer_rows() -> list[dict[str, Any]]:
     """Measure forward and backward of a layer, by those of a model of many."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    calls: list[Call] = []
     for policy in ("bf16", *FP8_POLICIES):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(FP8_WIDTH, FP8_WIDTH) for _ in range(LAYERS))).cuda()
@@ -137,8 +151,10 @@ def layer_rows() -> list[dict[str, Any]]:
             if run.engine.weights.with_gradients():
                 run.step()
 
-        took = microseconds(step, passes, "cuda")
-        rows.append({"policy": policy, "us a layer": round(took / LAYERS, 1), "in fp8": native})
+        calls.append(Call(step, passes))
+        rows.append({"policy": policy, "us a layer": 0.0, "in fp8": native})
+    for row, took in zip(rows, microseconds(calls, "cuda"), strict=True):
+        row["us a layer"] = round(took / LAYERS, 1)
     for row in rows:
         row["above bf16"] = round(row["us a layer"] - rows[0]["us a layer"], 1)
     return rows
