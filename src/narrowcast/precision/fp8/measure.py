@@ -8,9 +8,10 @@ so small that the device waits for it, in eager mode.
 
 import datetime
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -43,12 +44,12 @@ def measure_speeds(device: torch.device, tell: Callable[[str], None]) -> Speeds:
         )
     shapes = list(itertools.product(TOKENS, WIDTHS, WIDTHS))
     seconds: dict[str, tuple[float, ...]] = {}
-    host_seconds: dict[str, float] = {}
-    for kind in _kinds(torch.cuda.get_device_capability(device)):
+    kinds = _kinds(torch.cuda.get_device_capability(device))
+    for kind in kinds:
         tell(f"linear layers: {_WORDS.get(kind, f'fp8, scaled by {kind}')}")
         seconds[kind] = tuple(_seconds(kind, *shape, device=device) for shape in shapes)
-        if kind not in FROZEN:
-            host_seconds[kind] = _host_seconds(kind, device=device)
+    tell("linear layers: what they cost the host")
+    host_seconds = _host_seconds([kind for kind in kinds if kind not in FROZEN], device=device)
     return Speeds(
         gpu=torch.cuda.get_device_name(device),
         torch=torch.__version__,
@@ -87,18 +88,22 @@ def _seconds(kind: str, tokens: int, inputs: int, outputs: int, *, device: torch
     return statistics.median(milliseconds) / 1e3
 
 
-def _host_seconds(kind: str, *, device: torch.device) -> float:
-    """Return how long the host takes to queue both passes of a layer. Waits for the device."""
-    step = _step(kind, *SMALL, device=device)
-    rounds = []
+def _host_seconds(kinds: Sequence[str], *, device: torch.device) -> dict[str, float]:
+    """Return how long the host takes to queue both passes of a layer. Waits for the device.
+
+    Kinds take turns: they are compared, and a host grows slow at times.
+    """
+    steps = {kind: _step(kind, *SMALL, device=device) for kind in kinds}
+    best = dict.fromkeys(kinds, math.inf)
     for _ in range(REPEATS + 1):  # the first compiles
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            step()
-        rounds.append((time.perf_counter() - begin) / HOST_CALLS)
+        for kind, step in steps.items():
+            torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                step()
+            best[kind] = min(best[kind], (time.perf_counter() - begin) / HOST_CALLS)
     torch.cuda.synchronize(device)
-    return min(rounds)
+    return best
 
 
 def _step(
