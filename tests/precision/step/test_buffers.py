@@ -477,3 +477,13 @@ def test_a_released_model_has_its_buffers_in_the_formats_they_came_in(policy):
     assert torch.equal(model.state, state)
     assert (model.state.dtype, model.halved.dtype) == (torch.float32, torch.bfloat16)
     model(x)
+
+
+def test_a_buffer_that_two_modules_share_is_still_one_when_released():
+    model = nn.Sequential(Remembering(), nn.Module())
+    model[1].register_buffer("state", model[0].state)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="bf16")
+    model[0].state = model[1].state = torch.ones(3, 6, dtype=torch.bfloat16)
+    run.release()
+    assert model[0].state is model[1].state
+    assert model[0].state.dtype == torch.float32

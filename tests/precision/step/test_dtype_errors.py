@@ -75,3 +75,21 @@ def test_an_error_of_other_things_is_left_as_it_is():
     with pytest.raises(RuntimeError, match="shapes") as caught, run.compute():
         model.outer(torch.ones(4, 7))
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), torch.ones(2, 12, dtype=torch.int64)])
+def test_what_no_policy_would_help_is_left_as_it_is(wrong):
+    model = nn.ModuleList([nn.Embedding(4, 4), nn.Linear(12, 12)])
+    run = nc.prepare(model, SGD(model.parameters(), 0.1), policy="bf16, params=bf16")
+    layer = model[0] if wrong.dim() == 1 else model[1]
+    with pytest.raises(RuntimeError) as caught, run.compute():
+        layer(wrong)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_it_is_said_once():
+    model = Island()
+    run = nc.prepare(model, SGD(model.parameters(), 0.1), policy="bf16, params=bf16")
+    with pytest.raises(RuntimeError, match="dtype") as caught, run.compute(), run.compute():
+        model(X)
+    assert len(caught.value.__notes__) == 1

@@ -270,3 +270,20 @@ def test_gradients_that_no_step_used_are_given_back_without_a_scale(unscaled):
     run.release()
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert (p.grad - grad).abs().max() <= 0.01 * grad.abs().max()
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_gradients_that_have_no_scale_are_given_back_as_they_are(edited):
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.randn(4, 8)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), 0.1), policy="fp16")
+    if edited:
+        run.backward(model(x).float().square().mean())
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    else:
+        model(x).float().square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    run.release()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, grad)

@@ -383,6 +383,44 @@ def test_the_kernel_and_its_twin_train_alike():
         assert (full[0][name] - value).abs().max() < 3 * 1e-2 * 2.0**-14
 
 
+class Pieces(nn.Module):
+    """Weights of several sizes, one of them empty."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = ((5, 16), (0,), (7,), (32, 3))
+        self.parts = nn.ParameterList(torch.randn(size, device=DEVICE) for size in sizes)
+
+
+# In some steps the norms' table of addresses is that of the update, in others it has fewer.
+TURNS = [(0, 1, 2, 3), (0, 2, 3), (2,), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("begin", range(len(TURNS)))
+def test_weights_without_a_gradient_stay_and_their_steps_do_not_count(begin):
+    model, plain = Pieces(), Pieces()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy="fp32")
+    kept = run.engine.weights
+    kept.fused = FusedAdamW(
+        run.optimizer, kept.all, kept.masters, policy=run.plan.policy, kernel=True
+    )
+    drawn = torch.Generator().manual_seed(1)
+    for turn in TURNS[begin:] + TURNS[:begin]:
+        for i in turn:
+            grad = torch.randn(model.parts[i].shape, generator=drawn).to(DEVICE)
+            model.parts[i].grad, plain.parts[i].grad = grad, grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert run.step().applied
+    for ours, theirs in zip(model.parts, plain.parts, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+    steps = [run.optimizer.state[p]["step"].item() for p in model.parts]
+    assert steps == [sum(i in turn for turn in TURNS) for i in range(4)]
+
+
 # Run by two processes: the same training sharded and whole, compared where both are at hand.
 SHARDED = """
 import sys, warnings

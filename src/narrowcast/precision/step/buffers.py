@@ -65,11 +65,12 @@ class BufferFormats:
         ]
 
     def give_back(self) -> None:
-        """Widen those that have 16 bits now."""
+        """Widen those that have 16 bits now; one that modules share stays one."""
+        wide: dict[Tensor, Tensor] = {}
         for holder, name, dtype in self._came:
             now = holder.get(name)
             if now is not None and now.dtype in (torch.bfloat16, torch.float16):
-                holder[name] = now.to(dtype)
+                holder[name] = wide.setdefault(now, now.to(dtype))
 
 
 @final

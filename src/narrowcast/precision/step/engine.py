@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -32,7 +33,7 @@ from narrowcast.precision.step.checks import (
     refuse_senseless_rates,
     refuse_watched,
 )
-from narrowcast.precision.step.dtype_errors import explain_dtypes
+from narrowcast.precision.step.dtype_errors import explain_dtypes, explaining_dtypes
 from narrowcast.precision.step.isolation import grads_and_buffers_kept
 from narrowcast.precision.step.outcome import Outcome, pack
 from narrowcast.precision.step.schedules import Schedules
@@ -139,39 +140,27 @@ class Engine:
             return self.entry.region()
         self.take_back_first_scales()
         self.fp8.refresh()
-        return Pass(self.entry, explain=self._explain)
+        return Pass(self.entry, explain=partial(explain_dtypes, self.model))
 
     def backward(self, loss: Tensor, *, name: str, retain_graph: bool) -> None:
         """Add a loss's gradients to those already there, scaled as the policy needs."""
         watch, scaled = self.weights.ownership.gradients, self.scales.value is not None
         watch.before_backward(scaled=scaled)
-        try:
-            with self.buffers.passes_again():
-                add_gradients(
-                    loss,
-                    name=name,
-                    retain_graph=retain_graph,
-                    scales=self.scales,
-                    weights=self.weights,
-                    entry=self.entry,
-                )
-        except RuntimeError as error:
-            self._explain(error)
-            raise
+        with explaining_dtypes(self.model), self.buffers.passes_again():
+            add_gradients(
+                loss,
+                name=name,
+                retain_graph=retain_graph,
+                scales=self.scales,
+                weights=self.weights,
+                entry=self.entry,
+            )
         watch.after_backward(scaled=scaled)
 
     def unscale(self) -> None:
         """Divide the loss scale out of the gradients now, before the step does. Does not wait."""
         if self.scales.value is not None:
             unscale_gradients(self.scales, self.weights)
-
-    @torch.no_grad()
-    def give_back_gradients(self) -> None:
-        """Divide the loss scale out of gradients that no step has used, unless that was done."""
-        present = self.weights.with_gradients()
-        inv_scale = self.scales.inv_scale(present) if present else None
-        if inv_scale is not None and self.weights.ownership.gradients.unscaled is None:
-            self.weights.multiply_gradients(present, inv_scale)
 
     def begin_step(self) -> None:
         """Refuse to go on where every step would be skipped; else let the host catch up."""
@@ -276,9 +265,6 @@ class Engine:
     def take_back_first_scales(self) -> None:
         """Forget the delayed scales that skipped steps alone have decided."""
         self.first_scales.take_back(step=self.steps_begun)
-
-    def _explain(self, error: BaseException) -> None:
-        explain_dtypes(error, self.model)
 
     def _terms_of(
         self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool

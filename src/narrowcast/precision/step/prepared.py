@@ -33,6 +33,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
 from narrowcast.precision.step.standing_in import standing_in
 from narrowcast.precision.step.stats import Stats
+from narrowcast.precision.step.step_gradients import give_back_gradients
 from narrowcast.precision.weights.kept_bytes import bytes_of
 from narrowcast.precision.weights.side_by_side import parts_of
 from narrowcast.runs import FindingRecord
@@ -276,11 +277,7 @@ class Prepared:
         """
         self.engine.weights.ownership.refuse_swapped_in(doing="release()")
         self.sync()
-        self.engine.give_back_gradients()
-        self.engine.buffer_formats.give_back()
-        if self.engine.weights.lookahead is not None:
-            self.engine.weights.lookahead.give_back_momentum(self.engine.optimizer)
-        self.engine.weights.restore()
+        _give_back(self.engine)
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,6 +289,15 @@ class Prepared:
         """Take up where a saved run stood; that of another run is refused and changes nothing."""
         self.engine.weights.ownership.refuse_swapped_in(doing="load_state_dict()")
         load_state(self.engine, state)
+
+
+def _give_back(engine: Engine) -> None:
+    """Leave a plain model: gradients without a scale, buffers in the formats they came in."""
+    give_back_gradients(engine.scales, engine.weights)
+    engine.buffer_formats.give_back()
+    if engine.weights.lookahead is not None:
+        engine.weights.lookahead.give_back_momentum(engine.optimizer)
+    engine.weights.restore()
 
 
 def _plan_of(policy: AnyPolicy | Plan, engine: Engine, running: Running | None) -> Plan:

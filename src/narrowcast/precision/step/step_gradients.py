@@ -61,6 +61,18 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
     watch.unscaled = Unscaled(checked, present)
 
 
+@torch.no_grad()
+def give_back_gradients(scales: Scales, weights: TrainedWeights) -> None:
+    """Divide the loss scale out of gradients that no step has used, if they have it.
+
+    Those that were unscaled, edited, or made by another backward pass are left as they are.
+    """
+    present = weights.with_gradients()
+    inv_scale = scales.inv_scale(present) if present else None
+    if inv_scale is not None and weights.ownership.gradients.are_scaled:
+        weights.multiply_gradients(present, inv_scale)
+
+
 def look_at_gradients(
     present: Sequence[int], scales: Scales, weights: TrainedWeights
 ) -> tuple[Checked, Tensor | None]:

@@ -79,6 +79,14 @@ class GradientWatch:
                 raise RecipeError(_changed(name, before=doing))
         self._marks = self._none  # or they would outlive the update
 
+    @property
+    def are_scaled(self) -> bool:
+        """Whether gradients have the loss scale of the run, all of them. Asked where there is one.
+
+        May wait for the device.
+        """
+        return self._are_ours and self.unscaled is None and not self._first_foreign()
+
     def clear(self, weights: Sequence[nn.Parameter], *, set_to_none: bool) -> None:
         """Clear the gradients of weights, as torch does: all, or those of one optimizer of some."""
         for p in weights:

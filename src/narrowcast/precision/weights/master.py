@@ -14,12 +14,12 @@ before its step until just after it (for `fp32`, always).
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
+from narrowcast.errors import CheckpointError, UnsupportedError
 from narrowcast.numerics import BF16, FP16, round_stochastic
 from narrowcast.numerics.parts import (
     fitting_compensation,
@@ -30,6 +30,7 @@ from narrowcast.numerics.parts import (
 )
 from narrowcast.precision.dtensor import local_part, placed_like
 from narrowcast.precision.plan.policy import Master
+from narrowcast.precision.weights.ownership import refuse_resized
 from narrowcast.precision.weights.side_by_side import parts_of
 
 SCALE = "_scale"
@@ -65,9 +66,9 @@ def in_buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator
 
 def _master(value: Tensor) -> nn.Parameter:
     """Return what an optimizer holds in a weight's place; a copy would be of no model's weight."""
-    made: Any = nn.Parameter(value)
-    made.__deepcopy__ = _refuse_copy
-    return cast(nn.Parameter, made)
+    made = nn.Parameter(value)
+    vars(made)["__deepcopy__"] = _refuse_copy
+    return made
 
 
 def _refuse_copy(memo: object) -> NoReturn:
@@ -129,11 +130,7 @@ class MasterWeights:
         beside = self.beside(i)
         kept = None if beside is None else local_part(beside)
         weight = self.parameters[i].detach() if working is None else working
-        if kept is not None and kept.shape != local_part(weight).shape:
-            raise RecipeError(
-                f"a weight is of shape {tuple(weight.shape)}, and was {tuple(kept.shape)} after "
-                "prepare(): its master weight has no more; resize the model before prepare()"
-            )
+        refuse_resized(local_part(weight), kept)
         full = join_fp32(local_part(weight), kept, kind=self.kind)
         return placed_like(full, weight)
 

@@ -238,6 +238,15 @@ class _ZeroGrad:
             type(optimizer).zero_grad(optimizer, set_to_none)
 
 
+def refuse_resized(weight: Tensor, kept: Tensor | None) -> None:
+    """Refuse to join a weight to what is kept beside it, where that is of another shape."""
+    if kept is not None and kept.shape != weight.shape:
+        raise RecipeError(
+            f"a weight is of shape {tuple(weight.shape)}, and was {tuple(kept.shape)} after "
+            "prepare(): its master weight has no more; resize the model before prepare()"
+        )
+
+
 @final
 class _Homes:
     """Where in a model the trained weights are, and the modules on the way to them."""

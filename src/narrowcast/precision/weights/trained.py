@@ -18,6 +18,7 @@ from narrowcast.precision.modules.rewrite import (
     set_grad_dtype,
     weight_formats,
 )
+from narrowcast.precision.modules.shared_memory import refuse_shared_memory
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import restore as restore_modules
 from narrowcast.precision.weights.by_torch import TorchUpdate
@@ -29,7 +30,6 @@ from narrowcast.precision.weights.lookahead import Lookahead, LookaheadPoint
 from narrowcast.precision.weights.master import MasterWeights, multiply, recast
 from narrowcast.precision.weights.own_writes import OwnWrites, refuse_hidden_weights
 from narrowcast.precision.weights.ownership import Ownership, ValueOf
-from narrowcast.precision.weights.shared_memory import refuse_shared_memory
 from narrowcast.precision.weights.side_by_side import parts_of
 
 _GRAD = attrgetter("grad")  # mapped over all weights, several times a step
@@ -100,7 +100,7 @@ class TrainedWeights:
     def refuse_impossible(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
         refuse_hidden_weights(self.optimizer, set(self.all), plan)
-        refuse_shared_memory(self.names, self.all, plan)
+        refuse_shared_memory(self._model, self._trained(), plan)
         refuse_host_moments(self.all, plan, fused=fused, path=path)
 
     @property

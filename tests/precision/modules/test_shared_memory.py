@@ -81,3 +81,31 @@ def test_one_parameter_in_two_modules_is_one():
     model[1].weight = model[0].weight
     nc.prepare(model, SGD(model.parameters(), 0.5), policy="bf16, params=bf16")
     assert model[1].weight is model[0].weight
+
+
+@pytest.mark.parametrize("kind", ["frozen", "buffer"])
+def test_what_is_not_trained_counts_too(kind):
+    model = Autoencoder("a view")
+    if kind == "frozen":
+        model.decoder.weight.requires_grad_(False)
+    else:
+        del model.decoder.weight
+        model.decoder.register_buffer("weight", model.encoder.weight.detach().t())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(UnsupportedError, match=r"decoder.weight lies in the memory of encoder.w"):
+        nc.prepare(model, SGD(trained, 0.5), policy="bf16, params=bf16")
+
+
+def test_columns_of_one_matrix_are_not_tied():
+    whole = torch.randn(5, 12)
+    model = nn.ModuleList(nn.Linear(6, 5, bias=False) for _ in range(2))
+    model[0].weight.data, model[1].weight.data = whole[:, :6], whole[:, 6:]
+    nc.prepare(model, SGD(model.parameters(), 0.5), policy="bf16, params=bf16")
+
+
+def test_columns_that_two_have_in_common_are():
+    whole = torch.randn(5, 12)
+    model = nn.ModuleList(nn.Linear(7, 5, bias=False) for _ in range(2))
+    model[0].weight.data, model[1].weight.data = whole[:, :7], whole[:, 5:]
+    with pytest.raises(UnsupportedError, match=r"1.weight lies in the memory of 0.weight"):
+        nc.prepare(model, SGD(model.parameters(), 0.5), policy="bf16, params=bf16")
