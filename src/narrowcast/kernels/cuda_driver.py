@@ -1,8 +1,8 @@
 """Compiled kernels launched by CUDA's own call, `cuLaunchKernelEx`.
 
-Triton has a C compiler make a program for every signature that a kernel is launched with: half a
-second each, ten of them for a model, in the first step on a machine. The call itself has one
-signature, and takes the host no longer.
+Triton has a C compiler make a program for every signature that a kernel is launched with, about ten
+for a model, in the first step on a machine. The call itself has one signature, and takes the host
+no longer.
 """
 
 import contextlib
