@@ -101,6 +101,8 @@ def test_columns_of_one_matrix_are_not_tied():
     model = nn.ModuleList(nn.Linear(6, 5, bias=False) for _ in range(2))
     model[0].weight.data, model[1].weight.data = whole[:, :6], whole[:, 6:]
     nc.prepare(model, SGD(model.parameters(), 0.5), policy="bf16, params=bf16")
+    expected = whole.to(torch.bfloat16)
+    assert torch.equal(torch.cat([layer.weight for layer in model], dim=1), expected)
 
 
 def test_columns_that_two_have_in_common_are():
