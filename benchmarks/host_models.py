@@ -1,13 +1,14 @@
-"""What an eager step of the zoo's models costs the host: AMP, and ours by the drop-in.
+"""What a step of the zoo's models costs the host: AMP, and ours by the drop-in.
 
-    python benchmarks/host_models.py [--models NAME ...] [--ways NAME ...] [--whole] [--profile]
-        [--json FILE]
+    python benchmarks/host_models.py [--models NAME ...] [--ways NAME ...] [--mode MODE] [--whole]
+        [--rounds N] [--profile] [--json FILE]
 
 The models are those of `narrowcast bench models`, whole, with a batch of one row of 64 tokens or
 one picture: the device has next to nothing to do, and a step takes what the host takes to ask for
 it. Models of this kind are trained at that speed wherever batches are small. `--profile` adds the
 functions in which the host spends its time, `--whole` takes the zoo's own batches: some models have
-the host wait for no device even then. On a CPU, which computes as well, this says nothing.
+the host wait for no device even then. Ways take turns, and are compared round by round: a host that
+is shared changes its speed within minutes. On a CPU, which computes as well, this says nothing.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from narrowcast.bench.zoo.models import ZOO, built
 from narrowcast.bench.zoo.ways import AMP, BF16_SPLIT, WAYS, Trial, step_of
 from narrowcast.runs.environment import describe_environment
 
-WARM_UP, STEPS, ROUNDS, SHOWN = 5, 5, 7, 40
+WARM_UP, STEPS, SHOWN = 5, 5, 40
 LENGTH = 64
 
 
@@ -45,20 +46,22 @@ def little(made: Built) -> Built:
     return replace(made, inputs=tuple(cut(each) for each in made.inputs))
 
 
-def rounds_ms(steps: list[Callable[[], Any]], device: torch.device) -> list[list[float]]:
+def rounds_ms(
+    steps: list[Callable[[], Any]], device: torch.device, *, rounds: int
+) -> list[list[float]]:
     """Return what each step takes, round by round, all of them in turn: hosts grow slow at times.
 
     A round begins with nothing queued.
     """
     found: list[list[float]] = [[] for _ in steps]
-    for _ in range(ROUNDS):
-        for step, rounds in zip(steps, found, strict=True):
+    for _ in range(rounds):
+        for step, own in zip(steps, found, strict=True):
             _wait(device)
             begin = time.perf_counter()
             for _ in range(STEPS):
                 step()
             _wait(device)
-            rounds.append((time.perf_counter() - begin) / STEPS * 1e3)
+            own.append((time.perf_counter() - begin) / STEPS * 1e3)
     return found
 
 
@@ -67,28 +70,30 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ready_step(name: str, way: str, device: torch.device, *, whole: bool) -> Callable[[], Any]:
-    made = built(name, device, quick=False)
+def ready_step(trial: Trial, device: torch.device, *, whole: bool) -> Callable[[], Any]:
+    made = built(trial.model, device, quick=False)
     made = made if whole else little(made)
-    step, _ = step_of(made, Trial(model=name, way=way, mode="eager"), device)
+    step, _ = step_of(made, trial, device)
     for _ in range(WARM_UP):
         step()
     return step
 
 
 def measured(
-    name: str, ways: Sequence[str], device: torch.device, *, whole: bool, profiled: bool
+    trials: Sequence[Trial], device: torch.device, *, whole: bool, rounds: int, profiled: bool
 ) -> list[dict[str, Any]]:
-    """Return a row for each way, of which the first is what others are compared with."""
-    steps = [ready_step(name, way, device, whole=whole) for way in ways]
-    found = rounds_ms(steps, device)
+    """Return a row for each trial, of which the first is what others are compared with."""
+    steps = [ready_step(trial, device, whole=whole) for trial in trials]
+    found = rounds_ms(steps, device, rounds=rounds)
     rows: list[dict[str, Any]] = []
-    for way, step, rounds in zip(ways, steps, found, strict=True):
-        ratios = [theirs / ours for theirs, ours in zip(found[0], rounds, strict=True)]
-        row = {
-            "model": name,
-            "way": way,
-            "ms": round(statistics.median(rounds), 2),
+    for trial, step, own in zip(trials, steps, found, strict=True):
+        ratios = [theirs / ours for theirs, ours in zip(found[0], own, strict=True)]
+        row: dict[str, Any] = {
+            "model": trial.model,
+            "way": trial.way,
+            "mode": trial.mode,
+            "ms": round(statistics.median(own), 2),
+            "rounds_ms": [round(each, 2) for each in own],
             "times_as_fast": round(statistics.median(ratios), 3),
         }
         rows.append(
@@ -101,6 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=tuple(ZOO), default=tuple(ZOO))
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=(AMP, BF16_SPLIT))
+    parser.add_argument("--mode", choices=("eager", "compiled"), default="eager")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each way has its turn")
     parser.add_argument("--whole", action="store_true", help="with whole batches")
     parser.add_argument("--profile", action="store_true", help="say where the host is")
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -112,12 +119,20 @@ def main() -> None:
     )
     for name in options.models:
         for row in measured(
-            name, options.ways, device, whole=options.whole, profiled=options.profile
+            [Trial(model=name, way=way, mode=options.mode) for way in options.ways],
+            device,
+            whole=options.whole,
+            rounds=options.rounds,
+            profiled=options.profile,
         ):
             rows.append(row)
             print(f"| {name} | {row['way']} | {row['ms']} | {row['times_as_fast']} |", flush=True)
         if options.json:
-            figures = {"environment": describe_environment(), "rows": rows}
+            figures = {
+                "environment": describe_environment(),
+                "whole": options.whole,
+                "rows": rows,
+            }
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 

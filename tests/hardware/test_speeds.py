@@ -198,8 +198,8 @@ ONE = {"tokens": 16, "inputs": 32, "outputs": 32}
     ("wide", "narrow", "host", "plain", "late"),
     [
         (10.0, 5.0, 4.0, 1.0, False),  # saves more than it costs
-        (10.0, 9.0, 5.0, 1.0, True),  # saves less, and the device would wait
-        (10.0, 9.0, 4.0, 1.0, False),  # saves less, but the device is busy
+        (10.0, 9.0, 8.0, 1.0, True),  # saves less, and the device would wait
+        (10.0, 9.0, 5.5, 1.0, False),  # saves less, but the device is busy
         (1.0, 2.0, 3.0, 1.0, True),
     ],
 )
@@ -223,3 +223,10 @@ def test_of_a_host_that_nobody_measured_nothing_is_said():
 def test_a_host_that_takes_no_time_is_refused():
     with pytest.raises(ValueError, match="times that nothing takes"):
         Speeds.from_json(SOME.to_json() | {"host_seconds": {"bf16": 0.0}})
+
+
+def test_what_a_captured_layer_costs_the_host_is_not_waited_for():
+    hosts = {"bf16": 1.0, "tensor": 1e6}
+    made = dataclasses.replace(SOME, host_seconds=hosts)
+    found = [made.waited_for("tensor", **ONE, running=each) for each in ("eager", "captured")]
+    assert found == [True, False]

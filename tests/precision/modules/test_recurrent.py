@@ -44,6 +44,19 @@ def train(run, device, steps=STEPS):
     return losses
 
 
+# The tracer looks at what a graph goes on with.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("policy", POLICIES[:2])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU], ids=lambda c: c.__name__)
+def test_a_compiler_leaves_all_of_a_recurrent_layer_alone(cuda, kind, policy):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain, compiled = (fresh(cuda, kind=kind, policy=policy) for _ in range(2))
+    compiled.model.compile(backend="aot_eager")
+    torch.testing.assert_close(train(compiled, cuda), train(plain, cuda), rtol=2.0**-8, atol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # the head's
+
+
 def is_one_piece(layer):
     return len({p.untyped_storage().data_ptr() for p in layer.parameters()}) == 1
 

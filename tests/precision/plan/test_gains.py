@@ -148,18 +148,6 @@ def test_a_launched_layer_that_costs_the_host_more_than_it_saves_is_kept_wider(w
     assert planned("fp8-delayed", "eager").policy.forward == "e4m3"  # saves more than it costs
 
 
-def test_a_compiled_layer_hides_more_of_its_host_than_an_eager_one(h200):
-    """The device is with it for 0.5 s: less than twice the host's 0.7, and more than 0.6 of it."""
-    speeds = dataclasses.replace(SPEEDS, host_seconds={"bf16": 0.1, "tensor": 0.7})
-    hardware = dataclasses.replace(h200, speeds=speeds)
-
-    def forward(running):
-        settings = {"hardware": hardware, "gemm_rows": 4096, "running": running}
-        return rows(make_plan(small_and_large(), "fp8-tensor", **settings))["large"].policy.forward
-
-    assert [forward(each) for each in ("eager", "compiled")] == ["bf16", "e4m3"]
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp8-tensor"])
 def test_an_exception_that_asks_for_fp8_has_it_whatever_it_costs_the_host(with_host, policy):
     text = "forward=e4m3, grad_input=e5m2, grad_weight=e5m2, scaling=tensor"

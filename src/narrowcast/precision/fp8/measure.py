@@ -3,7 +3,8 @@
 A forward and a backward pass of one layer, with the weight quantised anew as after every step,
 captured as a CUDA graph and replayed: what the device takes, whatever the host does. A frozen layer
 has no gradient of the weight, and nothing to quantise anew. What the host takes is that of a layer
-so small that the device waits for it, in eager mode.
+so small that the device waits for it, in eager mode, as one of many: a backward pass by itself has
+the host wake a thread, which takes it longer with layers written in Python.
 """
 
 import datetime
@@ -30,7 +31,7 @@ from narrowcast.precision.products.operands import ProductFormats
 from narrowcast.precision.swap import swap
 
 REPEATS = 7
-HOST_CALLS = 50
+HOST_CALLS, HOST_LAYERS = 4, 16
 SMALL = (256, 256, 256)
 """Tokens, inputs and outputs of a layer with which the device is done before the host is."""
 
@@ -93,7 +94,7 @@ def _host_seconds(kinds: Sequence[str], *, device: torch.device) -> dict[str, fl
 
     Kinds take turns: they are compared, and a host grows slow at times.
     """
-    steps = {kind: _step(kind, *SMALL, device=device) for kind in kinds}
+    steps = {kind: _step(kind, *SMALL, device=device, layers=HOST_LAYERS) for kind in kinds}
     best = dict.fromkeys(kinds, math.inf)
     for _ in range(REPEATS + 1):  # the first compiles
         for kind, step in steps.items():
@@ -101,32 +102,37 @@ def _host_seconds(kinds: Sequence[str], *, device: torch.device) -> dict[str, fl
             begin = time.perf_counter()
             for _ in range(HOST_CALLS):
                 step()
-            best[kind] = min(best[kind], (time.perf_counter() - begin) / HOST_CALLS)
+            best[kind] = min(best[kind], time.perf_counter() - begin)
     torch.cuda.synchronize(device)
-    return best
+    return {kind: took / HOST_CALLS / HOST_LAYERS for kind, took in best.items()}
 
 
 def _step(
-    kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device
+    kind: str, tokens: int, inputs: int, outputs: int, *, device: torch.device, layers: int = 1
 ) -> Callable[[], None]:
-    """Return a forward and a backward pass of a layer."""
+    """Return a forward and a backward pass of a layer, or of several, one after the other."""
+    model = nn.Sequential(*(_layer(kind, inputs, outputs, device=device) for _ in range(layers)))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        if weights:
+            torch.autograd.graph.increment_version(weights)  # as an update would
+        torch.autograd.grad(model(x), (x, *weights), grad)
+
+    return step
+
+
+def _layer(kind: str, inputs: int, outputs: int, *, device: torch.device) -> nn.Linear:
     layer = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
-    trained = kind not in FROZEN
-    if not trained:
+    if kind in FROZEN:
         _freeze(layer, kind)
     elif kind != "bf16":
         formats = ProductFormats.of(PRESETS[f"fp8-{kind}"])
         history = AmaxHistories([formats], device).of(0) if kind == "delayed" else None
         swap(layer, Fp8Linear, nc_formats=formats, nc_history=history)
-    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
-
-    def step() -> None:
-        if trained:
-            torch.autograd.graph.increment_version([layer.weight])  # as an update would
-        torch.autograd.grad(layer(x), (x, layer.weight) if trained else (x,), grad)
-
-    return step
+    return layer
 
 
 def _freeze(layer: nn.Linear, kind: str) -> None:

@@ -223,12 +223,15 @@ def _fuse_mlps(model: nn.Module, plan: Plan) -> None:
 def _rewrite_recurrent(
     module: nn.Module, module_plan: ModulePlan, plan: Plan, region: Region
 ) -> None:
-    if isinstance(module, nn.RNNBase) and region == Region("bf16", False, "cuda", region.reduce):
+    narrow = isinstance(module, nn.RNNBase) and region == Region(
+        "bf16", False, "cuda", region.reduce
+    )
+    if narrow:
         swap(module, Bf16Recurrent)
     elif module_plan.policy.params != "fp32" or plan.policy.params != "fp32" or plan.emulated:
         # Its neighbours may be in 16 bits, or it alone; an autocast would not mind.
         swap(module, MatchingInput)
-    if region.emulated:
+    if narrow or region.emulated:
         swap(module, Untraced)
 
 

@@ -142,13 +142,15 @@ class Bf16Recurrent(Mixin):
 class Untraced(Mixin):
     """A recurrent layer that `torch.compile` leaves to torch.
 
-    By itself it gives up on them too, but then tries what they call, and torch 2.13 takes a dtype
-    for a number there under a function mode.
+    By itself it gives up on them too, but then tries what they call: pieces of code that compute
+    nothing, which it makes and asks its guards about in every step, and for which torch 2.13 takes
+    a dtype for a number under a function mode.
     """
 
     @classmethod
     def nc_namespace(cls, plain: Any) -> dict[str, Any]:
-        """Tell the compiler of these layers when there is the first: importing it takes seconds."""
+        """Tell the compiler of these layers when there is the first: importing it takes seconds,
+        if no optimizer has done so yet."""
         _tell_the_compiler()
         return super().nc_namespace(plain)
 

@@ -2,8 +2,7 @@
 
 A layer in fp8 costs the host more than one in 16 bits; where the device would wait for that, it is
 kept wider. To a compiler the casts are operators in Python, so compiled layers cost the host what
-eager ones do: 410 µs above bf16 on a host where it is 360 eager (`benchmarks/fp8_host.py`); but
-more of it is hidden. In a captured step the host takes no part.
+eager ones do (`benchmarks/fp8_host.py`). In a captured step the host takes no part.
 """
 
 from collections.abc import Sequence
