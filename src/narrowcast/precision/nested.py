@@ -49,11 +49,19 @@ def widen_floats(value: Any) -> Any:
     return map_tensors(value, lambda t: t.float() if t.dtype in narrow else t)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the first tensor among the arguments of a call."""
-    if args and isinstance(args[0], Tensor):
+def first_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the first floating-point tensor among the arguments of a call."""
+    if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
         return args[0]
-    return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+    return next((t for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+
+
+def cast_first_float(value: Any, dtype: torch.dtype) -> Any:
+    """Return what a call gave with its first floating-point tensor cast; the rest as it is."""
+    if isinstance(value, Tensor):
+        return value if value.dtype == dtype or not value.is_floating_point() else value.to(dtype)
+    first = next((t for t in tensors_in(value) if t.is_floating_point()), None)
+    return map_tensors(value, lambda t: t.to(dtype) if t is first else t)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

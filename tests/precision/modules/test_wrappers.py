@@ -3,6 +3,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,6 +48,79 @@ def test_a_wide_norm_computes_in_fp32_and_returns_what_came_in(how):
     swap(layer, Fp32Norm)
     result = layer(x) if how == "positional" else layer(input=x)
     assert torch.equal(result, expected)
+
+
+class DomainNorm(nn.Module):
+    """Has a weight for each domain, of which it is told first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 16))
+
+    def forward(self, domain, x):
+        return F.layer_norm(x, (16,)) * self.weight[domain]
+
+
+class PrenormNorm(nn.Module):
+    """Returns the sum that it normalises as well, as those of fused kernels do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, xs):
+        total = xs[0] + xs[1]
+        return {"normed": F.rms_norm(total, (16,), self.weight), "total": total, "count": len(xs)}
+
+
+@pytest.mark.parametrize(
+    "settings", [(Fp32Norm, {}), (RoundedNorm, {"nc_dtype": torch.bfloat16})], ids=["wide", "round"]
+)
+def test_a_norm_of_ones_own_takes_and_returns_what_it_likes(settings):
+    kind, given = settings
+    torch.manual_seed(0)
+    domain, x = torch.tensor([2, 0, 1]), torch.randn(3, 16).bfloat16()
+    by_domain, prenorm = DomainNorm(), PrenormNorm()
+    wanted = by_domain(domain, x.float()).bfloat16(), prenorm([x.float(), x.float()])
+    for each in (by_domain, prenorm):
+        swap(each, kind, **given)
+    assert torch.equal(by_domain(domain, x), wanted[0])  # and no numbers of the index's dtype
+    found = prenorm([x, x])
+    assert torch.equal(found["normed"], wanted[1]["normed"].bfloat16())
+    assert torch.equal(found["total"], wanted[1]["total"])  # as it was computed
+    assert found["count"] == 2
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split", "fp16, params=fp16"])
+def test_a_norm_that_is_told_a_domain_first_learns(policy):
+    torch.manual_seed(0)
+    layer, norm = nn.Linear(16, 16), DomainNorm()
+    model = nn.ModuleDict({"layer": layer, "norm": norm})
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    domain, x = torch.tensor([2, 0, 1]), torch.randn(3, 16)
+    before = norm.weight.detach().clone()
+    with run.compute():
+        loss = norm(domain, layer(x)).float().square().mean()
+    assert run.step(loss).applied
+    assert not torch.equal(norm.weight, before)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16, params=bf16, master=split", "fp8-tensor"])
+def test_a_padded_batch_is_evaluated_by_torchs_encoder(policy):
+    """Whose fast path, on a CPU with native bf16, would end in an error about dtypes."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    x, padding = torch.randn(3, 6, 16), torch.arange(6) >= torch.tensor([[4], [6], [2]])
+    exact = model(x, src_key_padding_mask=padding)
+    run = nc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)
+    model.eval()
+    open_before = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), run.compute():
+        found = model(x, src_key_padding_mask=padding).float()
+    assert torch.backends.mha.get_fastpath_enabled() == open_before
+    assert (found - exact)[~padding].abs().max() < (0.5 if "fp8" in policy else 0.05)
+    assert not torch.equal(found, exact)  # which fp32 would give
 
 
 class Casts(TorchDispatchMode):

@@ -510,3 +510,18 @@ def test_powers_are_compiled_however_they_are_written(policy, name):
             loss = each(x)
         found.append((loss, *torch.autograd.grad(loss, model.parameters())))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-delayed"])
+def test_rows_of_several_lengths_are_those_of_one_after_the_other(policy):
+    torch.manual_seed(0)
+    rows = [torch.randn(length, IN) for length in (3, 7)]
+    model = nn.Linear(IN, OUT)
+    run = nc.prepare(model, SGD(model.parameters(), lr=0.1), policy=policy, emulate=True)
+    given = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with run.compute():
+        together = model(torch.cat(rows))
+        found = model(given)
+    assert torch.equal(found.values(), together)
+    assert torch.equal(found.offsets(), given.offsets())
+    assert run.step(found.values().float().square().mean()).applied

@@ -186,6 +186,46 @@ def test_custom_functions_are_in_the_format_both_ways_or_in_fp32_both_ways(by):
             assert torch.equal(x.grad, expected)
 
 
+class Reversible(torch.autograd.Function):
+    """Runs a layer again in a backward pass of its own, as adjoints and reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, layer, again, *weights):
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.again, ctx.weights = layer, again, weights
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(x)
+        ctx.again.append(output.detach())
+        first, *others = torch.autograd.grad(output, (x, *ctx.weights), grad.to(output.dtype))
+        return first, None, None, *others
+
+
+@pytest.mark.parametrize(
+    "policy", ["bf16", "fp16", "bf16, params=bf16, master=split", "fp16, params=fp16", "fp8-tensor"]
+)
+def test_a_layer_is_in_its_policy_in_a_backward_pass_of_ones_own_too(policy):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.again = nn.Linear(32, 32), []
+
+        def forward(self, x):
+            return Reversible.apply(x, self.layer, self.again, *self.layer.parameters())
+
+    torch.manual_seed(0)
+    model, x = Model(), make(0, 8, 32).requires_grad_()
+    run = prepared(model, policy)
+    with run.compute():
+        output = model(x)
+    assert run.step(output.float().pow(2).mean()).applied
+    assert torch.equal(model.again[0], output)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-tensor"])
 def test_a_pass_that_is_run_again_has_the_islands_of_the_first(policy, reentrant):

@@ -35,7 +35,7 @@ class Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):  # by the user
             x = x.detach().requires_grad_()
             y = ctx.layer(x)
         found = torch.autograd.grad(y, [x, *ctx.layer.parameters()], grad.to(y.dtype))

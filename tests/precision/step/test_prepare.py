@@ -573,6 +573,7 @@ def test_gradients_that_fp16_flushes_are_rescued_by_the_scale():
         ({"clip_norm": -1.0}, "a norm above 0"),
         ({"ema_decay": 1.0}, "from 0 to below 1"),
         ({"patience": 0}, "write 1 or more"),
+        ({"meter_every": -1}, "or 0 for no meter"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(mlp, settings, message):
@@ -595,3 +596,53 @@ def test_a_state_is_not_loaded_between_backward_and_step_where_a_loss_scale_woul
     run.zero_grad()
     run.load_state_dict(state)
     assert run.step(loss_of(run)).loss_scale == 65536
+
+
+class TakesNoHooks(torch.optim.SGD):
+    """Fails where `prepare` is nearly done."""
+
+    def register_state_dict_pre_hook(self, hook, prepend=False):
+        raise MemoryError("no more hooks")
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "bf16, params=bf16, master=split"])
+def test_a_prepare_that_fails_on_the_way_leaves_everything_as_it_was(mlp, policy):
+    model = mlp()
+    F.cross_entropy(model(X), Y).backward()
+    before = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
+    output, kinds = model(X), [type(module) for module in model.modules()]
+    optimizer = TakesNoHooks(model.parameters(), lr=0.1)
+    with pytest.raises(MemoryError, match="no more hooks"):
+        nc.prepare(model, optimizer, policy=policy)
+    assert [type(module) for module in model.modules()] == kinds
+    assert torch.equal(model(X), output)
+    assert all(a is p for a, (p, _, _) in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p, value) and p.grad is grad for p, value, grad in before)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is p for a, (p, _, _) in zip(held, before, strict=True))
+    optimizer.step()  # is the user's own again
+    run = prepared(model, policy=policy)
+    assert run.step(loss_of(run)).applied
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "bf16, params=bf16, master=split"])
+def test_a_step_that_an_error_ends_leaves_no_gradients_for_the_next(mlp, policy):
+    def trained(*, fails):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = nc.prepare(model, optimizer, policy=policy)
+        if fails:
+
+            def fail(*_):
+                raise MemoryError("for moments")
+
+            once = optimizer.register_step_pre_hook(fail)
+            with pytest.raises(MemoryError, match="for moments"):
+                run.step(loss_of(run, x=2 * X))
+            once.remove()
+        outcome = run.step(loss_of(run))
+        return outcome.grad_norm, run.full_weights()
+
+    (norm, weights), (wanted, expected) = trained(fails=True), trained(fails=False)
+    assert norm == wanted
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

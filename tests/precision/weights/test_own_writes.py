@@ -1,6 +1,7 @@
 """Optimizers that write weights by themselves, under every kind of master, against plain torch."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -234,6 +235,70 @@ def test_it_trains_where_it_may_write_to_the_weights_themselves(policy):
     wide = nc.plan(net, "bf16, params=bf16", hardware=run.plan.hardware)
     with pytest.raises(UnsupportedError, match="beside its param_groups"):
         run.change(wide)
+
+
+class Slow(torch.optim.Optimizer):
+    """Wraps another optimizer without torch's own beginnings, as those of libraries do."""
+
+    def __init__(self, inner):
+        self.inner, self.slow = inner, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = (
+            OrderedDict(),
+            OrderedDict(),
+        )
+        self._patch_step_function()
+        self.defaults, self.state = inner.defaults, inner.state
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": dict(self.slow)}
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state["inner"])
+        self.slow = dict(state["slow"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            self.slow[i] = p.clone() if i not in self.slow else self.slow[i].lerp(p, 0.5)
+            p.copy_(self.slow[i])
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_an_optimizer_that_wraps_another_trains_and_goes_on_bit_for_bit(policy, same_state):
+    def made():
+        net = model()
+        return nc.prepare(net, Slow(torch.optim.AdamW(net.parameters(), lr=1e-2)), policy=policy)
+
+    def train(run, seeds):
+        for seed in seeds:
+            assert run.step(given_loss(run.model, seed)).applied
+
+    run = made()
+    train(run, range(3))
+    saved = copy.deepcopy(run.state_dict())
+    train(run, range(3, 6))
+    resumed = made()
+    resumed.load_state_dict(saved)
+    train(resumed, range(3, 6))
+    assert same_state(resumed.state_dict(), run.state_dict())
+    with pytest.raises(RecipeError, match=r"optimizer.step\(\) was called after prepare"):
+        run.optimizer.step()
+    if policy == "fp32":
+        plain = model()
+        optimizer = Slow(torch.optim.AdamW(plain.parameters(), lr=1e-2))
+        for seed in range(6):
+            optimizer.zero_grad()
+            given_loss(plain, seed).backward()
+            optimizer.step()
+        assert all(map(torch.equal, plain.parameters(), run.model.parameters()))
 
 
 class Idle(torch.optim.SGD):

@@ -31,6 +31,7 @@ from narrowcast.precision.modules.wrappers import (
     NarrowBilinear,
     RoundedNorm,
     Untraced,
+    WithoutFastPath,
 )
 from narrowcast.precision.plan.module_kinds import kind_of, multiplies, needs_one_dtype
 from narrowcast.precision.plan.module_plan import ModulePlan, is_uniform, widens
@@ -63,6 +64,7 @@ def rewrite_modules(model: nn.Module, plan: Plan) -> None:
         _fuse_mlps(model, plan)
         fuse_pieces(model, plan)
         _allow_kernels(model, plan)
+        _close_fast_paths(model, plan)
         _give_entries(model, regions)
         recompute_blocks(model, plan.memory)
         offload_blocks(model, plan.memory)  # around the former: of those, inputs are kept
@@ -254,6 +256,17 @@ def _allow_kernels(model: nn.Module, plan: Plan) -> None:
                 module.__dict__["nc_kernels"] = True
 
 
+def _close_fast_paths(model: nn.Module, plan: Plan) -> None:
+    """Let torch's transformers compute in 16 bits in evaluation too."""
+    if torch.device(plan.hardware.device).type == "cpu" and Region.of(plan).is_native_16_bits:
+        for module in model.modules():
+            if isinstance(module, _WITH_FAST_PATHS):
+                swap(module, WithoutFastPath)
+
+
+_WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
 def _rewrite_norm(
     module: nn.Module, module_plan: ModulePlan, policy: Policy, device_type: str
 ) -> None:
@@ -270,16 +283,22 @@ def _cast_weights(
     model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Cast trained weights to their storage format."""
-    lowered = []
-    for parameter, name in weight_formats(model, plan, trained).items():
-        if name == "fp32" or not parameter.is_floating_point():
-            continue
-        full = parameter.data
-        parameter.data = full.to(_dtype(name))
-        wide = plan.policy.grads_format == "fp32"
-        set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
-        lowered.append((parameter, full))
-    compact_recurrent(model)
+    lowered: list[tuple[nn.Parameter, Tensor]] = []
+    wide = plan.policy.grads_format == "fp32"
+    try:
+        for parameter, name in weight_formats(model, plan, trained).items():
+            if name == "fp32" or not parameter.is_floating_point():
+                continue
+            full = parameter.data
+            parameter.data = full.to(_dtype(name))
+            lowered.append((parameter, full))
+            set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
+        compact_recurrent(model)
+    except BaseException:  # out of memory: all or nothing
+        for parameter, full in lowered:
+            parameter.data = full
+            set_grad_dtype(parameter, full.dtype)
+        raise
     return lowered
 
 

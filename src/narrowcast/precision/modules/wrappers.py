@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.fp8.delayed import AmaxHistory
 from narrowcast.precision.modules.recurrent import compact_bf16
-from narrowcast.precision.nested import cast_arguments, first_tensor, map_tensors
+from narrowcast.precision.nested import cast_arguments, cast_first_float, first_float, map_tensors
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.emulated import linear_product
 from narrowcast.precision.products.modes import sees_reductions
@@ -49,16 +49,21 @@ class Fp32Norm(Mixin):
     two casts of a picture take as long as its norm."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Widen, normalise, and return what came in."""
-        x = first_tensor(args, kwargs)
+        """Widen, normalise, and return it in the format that came in.
+
+        What a norm of somebody's own returns beside stays wide: the logarithm of a determinant, or
+        a sum that goes on past it.
+        """
+        x = first_float(args, kwargs)
+        if x is None:
+            return super().forward(*args, **kwargs)
         with autocast_off(x.device.type):
             if not (self.nc_widens_itself and self._nc_is_wide_beside(x)):
                 # A frozen norm that came in 16 bits computes as it would where it came from.
                 own = _first_parameter(self)
                 wide = torch.float32 if own is None else own.dtype
                 args, kwargs = cast_arguments(args, kwargs, wide)
-            y = super().forward(*args, **kwargs)
-            return y if y.dtype == x.dtype else y.to(x.dtype)
+            return cast_first_float(super().forward(*args, **kwargs), x.dtype)
 
     def _nc_is_wide_beside(self, x: Tensor) -> bool:
         """Say whether fp32 weights or statistics tell torch to read 16 bits and compute in fp32."""
@@ -77,14 +82,17 @@ class RoundedNorm(Mixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Round, normalise with fp32 sums, round."""
-        x = first_tensor(args, kwargs)
+        x = first_float(args, kwargs)
+        if x is None:
+            return super().forward(*args, **kwargs)
         # A mode that sees the sums leaves them in fp32, which without autocast would be an island.
         off = contextlib.nullcontext() if sees_reductions() else autocast_off(x.device.type)
         with off:
             own = _first_parameter(self)
             args, kwargs = cast_arguments(args, kwargs, self.nc_dtype)
             args, kwargs = cast_arguments(args, kwargs, (x if own is None else own).dtype)
-            return super().forward(*args, **kwargs).to(self.nc_dtype).to(x.dtype)
+            rounded = cast_first_float(super().forward(*args, **kwargs), self.nc_dtype)
+            return cast_first_float(rounded, x.dtype)
 
 
 class MatchingInput(Mixin):
@@ -163,6 +171,25 @@ class Untraced(Mixin):
 def _tell_the_compiler() -> None:
     forward = torch.compiler.disable(Untraced.forward)
     Untraced.forward = forward  # type: ignore[method-assign]
+
+
+class WithoutFastPath(Mixin):
+    """A part of a transformer, of torch's, whose fast way through evaluation is closed.
+
+    torch does not take it under autocast, but on a CPU it does not look: it computes in fp32 there,
+    or, with padding, ends in an error about dtypes.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layers one by one."""
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(value=False)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
 
 
 class OwnLossScale(Mixin):

@@ -63,6 +63,11 @@ def linear_product(
     history: PastScales | None = None,
 ) -> Tensor:
     """Return input · weightᵀ + bias, with each of the three products in its own format."""
+    if x.is_nested and x.layout is torch.jagged:
+        # Rows of all lengths lie one after the other; of the lengths a product need not know.
+        rows = linear_product(x.values(), weight, bias, formats=formats, history=history)
+        jagged: Any = x
+        return torch.nested.nested_tensor_from_jagged(rows, jagged.offsets(), jagged.lengths())
     # Under a region around it, autocast would round these operands a second time.
     with autocast_off(x.device.type):
         if x.dtype not in CAST_DTYPES or weight.dtype not in CAST_DTYPES:

@@ -76,8 +76,8 @@ class Entry:
         around = in_force()
         if around is None:
             # Activation checkpointing computes again in a thread of its own, and has put autocast
-            # there back to what it was.
-            inside = self.region.is_of_16_bits and _is_in_backward()
+            # there back to what it was; a backward pass of somebody's own knows of no autocast.
+            inside = self.region.is_of_16_bits and _is_in_backward() and _is_in_some_autocast()
         else:
             inside = around.startswith(self.model.name + _CAST)
         return inside and not torch.is_autocast_enabled(self.region.device_type)
@@ -153,6 +153,13 @@ class InRegion(Transparent):
 def _is_in_backward() -> bool:
     """Say whether this thread is in a backward pass; a compiler need not know."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _is_in_some_autocast() -> bool:
+    """Say whether a block of `torch.autocast` is around, one that switches it off included."""
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
 
 
 @final

@@ -155,7 +155,12 @@ def refuse_no_loss(loss: object) -> None:
 
 
 def refuse_senseless(
-    *, clip_norm: float | None, ema_decay: float | None, lookahead: object, patience: int
+    *,
+    clip_norm: float | None,
+    ema_decay: float | None,
+    lookahead: object,
+    patience: int,
+    meter_every: int,
 ) -> None:
     """Refuse settings of `prepare` that mean nothing."""
     if not isinstance(lookahead, Lookahead | None):
@@ -177,6 +182,10 @@ def refuse_senseless(
         )
     if patience < 1:
         raise RecipeError(f"patience={patience}: it counts steps; write 1 or more")
+    if meter_every < 0:
+        raise RecipeError(
+            f"meter_every={meter_every}: it counts steps; write 1 or more, or 0 for no meter"
+        )
 
 
 def _refuse_no_number(name: str, value: object, *, such_as: float) -> None:

@@ -34,7 +34,7 @@ from narrowcast.precision.step.checks import (
     refuse_watched,
 )
 from narrowcast.precision.step.dtype_errors import explain_dtypes, explaining_dtypes
-from narrowcast.precision.step.isolation import grads_and_buffers_kept
+from narrowcast.precision.step.isolation import grads_and_buffers_kept, undone_on_failure
 from narrowcast.precision.step.outcome import Outcome, pack
 from narrowcast.precision.step.schedules import Schedules
 from narrowcast.precision.step.step_gradients import (
@@ -88,25 +88,26 @@ class Engine:
         self.weights.refuse_impossible(plan, fused=fused, path=path)
         if lookahead is not None:
             refuse_lookahead(optimizer, plan, lookahead)
-        formats = BufferFormats(model)
-        self.weights.apply(plan, fused=fused)
-        self.buffers, self.buffer_formats = BufferGuard(model), formats
-        self._take(plan, scales, path)
-        if ema_decay is not None:
-            self.weights.keep_average(decay=ema_decay)
-        if lookahead is not None:
-            self.weights.look_ahead(lookahead)
-        self.log = StepLog(
-            schedules,
-            patience=patience,
-            weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
-            scaled=self.scales.value is not None,
-            wording=Wording(policy=plan.policy, clipped=clip_norm is not None),
-        )
-        self.log.params_lose = _lose(plan.policy)
-        self.steps_begun = 0
-        self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
-        self.begin_first_scales(step=0, applied_before=0)
+        self.buffer_formats = BufferFormats(model)
+        with undone_on_failure(self.weights, self.buffer_formats):
+            self.weights.apply(plan, fused=fused)
+            self.buffers = BufferGuard(model)
+            self._take(plan, scales, path)
+            if ema_decay is not None:
+                self.weights.keep_average(decay=ema_decay)
+            if lookahead is not None:
+                self.weights.look_ahead(lookahead)
+            self.log = StepLog(
+                schedules,
+                patience=patience,
+                weights=dict(zip(self.weights.names, self.weights.all, strict=True)),
+                scaled=self.scales.value is not None,
+                wording=Wording(policy=plan.policy, clipped=clip_norm is not None),
+            )
+            self.log.params_lose = _lose(plan.policy)
+            self.steps_begun = 0
+            self.first_scales = FirstScales(self.log.counts, device=self.weights.device)
+            self.begin_first_scales(step=0, applied_before=0)
 
     def change(self, plan: Plan, *, loss_scale: Settings | None, keep_scale: bool = False) -> None:
         """Put another plan in the place of the one in force. Waits for the device.

@@ -70,7 +70,9 @@ def _terms(part: str, value: Any) -> Any:
 
 def _optimizer_terms(saved: Mapping[str, Any]) -> dict[str, Any]:
     # Not their settings: a schedule adds some, which may be built after the state is loaded.
-    groups = [{"size": f"{len(group['params'])} weights"} for group in saved["param_groups"]]
+    # One that wraps another may keep them elsewhere; its weights are compared all the same.
+    saved_groups = saved.get("param_groups", ())
+    groups = [{"size": f"{len(group['params'])} weights"} for group in saved_groups]
     return {"class": saved["class"], "weights": saved["weights"], "groups": groups}
 
 

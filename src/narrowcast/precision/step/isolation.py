@@ -1,10 +1,13 @@
-"""Passes that leave no trace: what a backward pass adds to, and what a forward pass writes."""
+"""What leaves no trace: passes, whose gradients and buffers are put back, and what has failed."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+
+from narrowcast.precision.step.buffers import BufferFormats
+from narrowcast.precision.weights.trained import TrainedWeights
 
 
 @contextlib.contextmanager
@@ -35,3 +38,17 @@ def grads_and_buffers_kept(
                 module._buffers[name] = buffer  # a module may have put another in its place
                 # As `.data`: this is no change that anybody must know of.
                 buffer.data.copy_(value)
+
+
+@contextlib.contextmanager
+def undone_on_failure(weights: TrainedWeights, formats: BufferFormats) -> Iterator[None]:
+    """Give model and optimizer back as they were where the block fails: out of memory, say."""
+    gradients = [(p, p.grad) for p in weights.all]
+    try:
+        yield
+    except BaseException:
+        weights.restore()
+        formats.give_back()
+        for p, gradient in gradients:
+            p.grad = gradient
+        raise

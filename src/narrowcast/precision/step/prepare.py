@@ -72,7 +72,11 @@ def prepare(
         refuse_what_cannot_be(model, each)
     whole = as_one(optimizers, model)
     refuse_senseless(
-        clip_norm=clip_norm, ema_decay=ema_decay, lookahead=lookahead, patience=patience
+        clip_norm=clip_norm,
+        ema_decay=ema_decay,
+        lookahead=lookahead,
+        patience=patience,
+        meter_every=meter_every,
     )
     settings = settings_from(loss_scale)
     if isinstance(policy, Plan):

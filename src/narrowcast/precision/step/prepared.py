@@ -33,7 +33,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.saved_state import load_state, state_of
 from narrowcast.precision.step.standing_in import standing_in
 from narrowcast.precision.step.stats import Stats
-from narrowcast.precision.step.step_gradients import give_back_gradients
+from narrowcast.precision.step.step_gradients import dropped_on_failure, give_back_gradients
 from narrowcast.precision.weights.kept_bytes import bytes_of
 from narrowcast.precision.weights.side_by_side import parts_of
 from narrowcast.runs import FindingRecord
@@ -162,10 +162,10 @@ class Prepared:
         engine.begin_step()
         present = engine.weights.with_gradients()
         refuse_no_gradients(present, doing="step()")
-        scaled = engine.scales.value is not None
-        engine.weights.ownership.gradients.before_step(scaled=scaled)
+        engine.weights.ownership.gradients.before_step(scaled=engine.scales.value is not None)
         metered = engine.is_metered
-        packed = engine.queue_update(present, metered=metered)
+        with dropped_on_failure(engine.weights):
+            packed = engine.queue_update(present, metered=metered)
         return engine.end_step(packed, present, metered=metered)
 
     def graphed(

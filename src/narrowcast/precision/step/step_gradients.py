@@ -1,7 +1,7 @@
 """A step's gradients: those of a loss times its scale are added up, and the scale divided out."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +59,17 @@ def unscale_gradients(scales: Scales, weights: TrainedWeights) -> None:
     if inv_scale is not None:  # those of losses with their own scales are unscaled already
         weights.multiply_gradients(present, inv_scale)
     watch.unscaled = Unscaled(checked, present)
+
+
+@contextlib.contextmanager
+def dropped_on_failure(weights: TrainedWeights) -> Iterator[None]:
+    """Drop the gradients of a step that an error ends: some may be clipped or unscaled by now."""
+    try:
+        yield
+    except BaseException:
+        weights.forget_gradients()
+        weights.ownership.gradients.end_step()
+        raise
 
 
 @torch.no_grad()

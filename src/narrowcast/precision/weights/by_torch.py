@@ -72,6 +72,17 @@ class TorchUpdate:
         return (weight.detach(),) if place is None else self.masters.stored(place)
 
 
+def factors_of(
+    weights: Sequence[nn.Parameter], factor: Tensor | None
+) -> dict[nn.Parameter, Tensor]:
+    """Return what the gradient of each weight is multiplied by: one for all, or one for each."""
+    if factor is None:
+        return {}
+    if factor.dim() == 0:
+        return dict.fromkeys(weights, factor)
+    return dict(zip(weights, factor.unbind(), strict=True))
+
+
 @contextlib.contextmanager
 def _told_to_skip(optimizer: torch.optim.Optimizer, finite: Tensor | None) -> Iterator[None]:
     """Tell a fused optimizer to skip by the attributes by which torch's GradScaler does."""

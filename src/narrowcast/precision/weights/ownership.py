@@ -7,12 +7,13 @@ look costs a step about half a microsecond of the host for each weight.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import RecipeError
 from narrowcast.kernels.tables import are_same
@@ -77,8 +78,7 @@ class Ownership:
         self._kept = _kept(self._weights)
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
-        self._hooks = [each.register_step_pre_hook(self.own_step) for each in held]
-        self._hooks += [each.register_state_dict_pre_hook(_forget_what_was_asked) for each in held]
+        self._hooks = _hooked(held, self.own_step)
         own, groups = set(self._weights), optimizer.param_groups
         self._masters = [p for group in groups for p in group["params"] if p not in own]
         self.gradients = GradientWatch(self._weights, names)
@@ -127,7 +127,7 @@ class Ownership:
                 f"{name} is {_told(now)}, and was {_told(was)} after prepare(): how weights are "
                 "kept is the policy's to say, and the optimizer's state would not follow; resize "
                 "the model, or call model.to(…), before prepare(), or, where the model casts it in "
-                f"its own forward, let it stay: `{module}: params=fp32` in the policy"
+                f"its own forward, let it stay: `{module}: fp32` in the policy"
             )
 
     @property
@@ -198,6 +198,24 @@ def refuse_taken(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"{name} is trained by another run already; prepare the models that share it "
                     "as one, an nn.ModuleList of them, or release() the other run first"
                 )
+
+
+def _hooked(
+    optimizers: Iterable[torch.optim.Optimizer], own_step: OwnStepOnly
+) -> list[RemovableHandle]:
+    """Let optimizers ask before they are stepped; all of them, or none where one takes no hooks."""
+    hooks: list[RemovableHandle] = []
+    try:
+        for each in optimizers:
+            hooks.append(each.register_step_pre_hook(own_step))
+            # One that wraps another may write down its state in a way of its own.
+            if hasattr(each, "_optimizer_state_dict_pre_hooks"):
+                hooks.append(each.register_state_dict_pre_hook(_forget_what_was_asked))
+    except BaseException:
+        for hook in hooks:
+            hook.remove()
+        raise
+    return hooks
 
 
 def _forget_what_was_asked(optimizer: torch.optim.Optimizer) -> None:

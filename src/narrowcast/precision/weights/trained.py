@@ -1,7 +1,8 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ from narrowcast.precision.modules.rewrite import (
 from narrowcast.precision.modules.shared_memory import refuse_shared_memory
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.swap import restore as restore_modules
-from narrowcast.precision.weights.by_torch import TorchUpdate
+from narrowcast.precision.weights.by_torch import TorchUpdate, factors_of
 from narrowcast.precision.weights.copies import show_as_it_is, show_in_full
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
@@ -72,30 +73,29 @@ class TrainedWeights:
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         trained = self._trained()
         lowered = rewrite(self._model, plan, trained)
-        for p, value in lowered:
-            if as_sharded(p) is not None:
-                replace_values(p, value.to(p.dtype))
         self._lowered = {p for p, _ in lowered}
-        show_in_full(self._model, self._lowered, self._shown, self._take)
-        self._storage = _storage(self._model, plan, trained)
-        narrow = (torch.bfloat16, torch.float16)
-        named = zip(self.names, self.all, strict=True)
-        self._narrow = {n: p for n, p in named if p not in self._lowered and p.dtype in narrow}
-        params, full = [p for p, _ in lowered], [value for _, value in lowered]
-        self.masters = MasterWeights(params, full, plan.policy.master or "none", seed=seed)
-        self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
-        self.masters.adopt(self.optimizer)
-        self._emulated = plan.emulated and plan.policy.master == "none"
-        self.fused = None
-        if fused:
-            host = plan.memory.offloads_optimizer
-            self.fused = FusedAdamW(
-                self.optimizer, self.all, self.masters, policy=plan.policy, offloaded=host
+        with _whole_on_failure(self, lowered):
+            for p, value in lowered:
+                if as_sharded(p) is not None:
+                    replace_values(p, value.to(p.dtype))
+            show_in_full(self._model, self._lowered, self._shown, self._take)
+            self._storage = _storage(self._model, plan, trained)
+            self._narrow = _of_16_bits(zip(self.names, self.all, strict=True), self._lowered)
+            params, full = [p for p, _ in lowered], [value for _, value in lowered]
+            self.masters = MasterWeights(params, full, plan.policy.master or "none", seed=seed)
+            self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
+            self.masters.adopt(self.optimizer)
+            self._emulated = plan.emulated and plan.policy.master == "none"
+            self.fused = None
+            if fused:
+                host = plan.memory.offloads_optimizer
+                self.fused = FusedAdamW(
+                    self.optimizer, self.all, self.masters, policy=plan.policy, offloaded=host
+                )
+            self._ownership = Ownership(
+                self._model, self.optimizer, self.all, self.names, held=self.held
             )
-        self._ownership = Ownership(
-            self._model, self.optimizer, self.all, self.names, held=self.held
-        )
-        self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
+            self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
 
     def refuse_impossible(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
@@ -158,6 +158,7 @@ class TrainedWeights:
             if fp32_param in self.optimizer.state:
                 self.optimizer.state[parameter] = self.optimizer.state.pop(fp32_param)
         recast(self.optimizer, self.masters.parameters)
+        self._lowered = set()
 
     def keep_average(self, *, decay: float) -> None:
         """Keep an average of the weights from now on, whatever plan is carried out later."""
@@ -229,7 +230,7 @@ class TrainedWeights:
 
     def multiply_gradients(self, present: Sequence[int], factor: Tensor) -> None:
         """Multiply the gradients in these places, by one factor or by one for each."""
-        multiply(_factors([self.all[i] for i in present], factor))
+        multiply(factors_of([self.all[i] for i in present], factor))
 
     def update(
         self,
@@ -258,7 +259,7 @@ class TrainedWeights:
                 lookahead=self.lookahead,
             )
         else:
-            factors = _factors([self.all[i] for i in present], factor)
+            factors = factors_of([self.all[i] for i in present], factor)
             by_torch = TorchUpdate(
                 optimizer=self.optimizer,
                 weights=self.all,
@@ -287,6 +288,28 @@ class TrainedWeights:
             self.masters.take(self._master_index[weight], value)
 
 
+@contextlib.contextmanager
+def _whole_on_failure(
+    weights: TrainedWeights, lowered: Sequence[tuple[nn.Parameter, Tensor]]
+) -> Iterator[None]:
+    """Give weights back with all their digits where the block fails: out of memory, say."""
+    try:
+        yield
+    except BaseException:
+        weights.restore()
+        for parameter, value in lowered:  # of which some master weights keep fewer digits
+            replace_values(parameter, value)
+        raise
+
+
+def _of_16_bits(
+    named: Iterable[tuple[str, nn.Parameter]], lowered: Set[nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """Return the weights that came in 16 bits, by their names."""
+    narrow = (torch.bfloat16, torch.float16)
+    return {name: p for name, p in named if p not in lowered and p.dtype in narrow}
+
+
 def _last_uses(
     model: nn.Module, weights: Sequence[nn.Parameter], names: Sequence[str]
 ) -> list[tuple[int, str]]:
@@ -308,14 +331,6 @@ def _storage(model: nn.Module, plan: Plan, trained: Set[nn.Parameter]) -> tuple[
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-def _factors(weights: Sequence[nn.Parameter], factor: Tensor | None) -> dict[nn.Parameter, Tensor]:
-    if factor is None:
-        return {}
-    if factor.dim() == 0:
-        return dict.fromkeys(weights, factor)
-    return dict(zip(weights, factor.unbind(), strict=True))
 
 
 def _refuse_thawed(narrow: Mapping[str, nn.Parameter]) -> None:
