@@ -32,9 +32,10 @@ KINDS = ("bf16", "tensor", "delayed", "row", "block", *FROZEN)
 """What is measured: bf16, and fp8 by its scaling; and the same of a frozen weight."""
 HIDDEN = 1.5
 """So many times as long as the host is with a layer the device is with it, where that is never
-waited for. On one H200 (`narrowcast bench models`) layers of 0.65 to 1.0 times gained in some
-models and lost in others as large (eager 1.05 to 1.13 in three, 0.89 in one; compiled 1.04 to 1.12
-in four, 0.84 to 0.92 in three); of 1.85 times they gained, 1.21 eager and 1.18 compiled."""
+waited for. On one H200 (`narrowcast bench models`), by the 8,192 rows that plans assume, layers of
+0.65 to 1.0 times gained in some models and lost in others as large (eager 1.05 to 1.13 in three,
+0.89 in one; compiled 1.04 to 1.12 in four, 0.84 to 0.92 in three); of 1.85 times they gained, 1.21
+eager and 1.18 compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with its tensors changed, those inside tuples, lists and dicts included."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple) and type(value) not in (tuple, torch.Size):
+    if hasattr(value, "_fields") and isinstance(value, tuple):
         return type(value)(*(map_tensors(item, change) for item in value))  # a named one
     if isinstance(value, tuple | list):
         return type(value)([map_tensors(item, change) for item in value])
@@ -21,7 +21,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if type(value) is dict:
             return fresh
         copied = copy.copy(value)  # a mapping that is more than a dict stays so
-        copied.update(fresh)
+        for key, item in fresh.items():  # not by `update`, which outputs of transformers refuse
+            copied[key] = item
         return copied
     return value
 

@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 import narrowcast as nc
 from narrowcast import numerics
+from narrowcast.errors import UnsupportedError
 from narrowcast.numerics import BF16, FP16, FP32, TF32, quantize
 from narrowcast.precision.fp8.delayed import AmaxHistories
 from narrowcast.precision.plan.policy import Policy
@@ -524,4 +525,7 @@ def test_rows_of_several_lengths_are_those_of_one_after_the_other(policy):
         found = model(given)
     assert torch.equal(found.values(), together)
     assert torch.equal(found.offsets(), given.offsets())
+    turned = given.unflatten(-1, (1, IN)).transpose(1, 2)  # torch takes none of these either
+    with pytest.raises(UnsupportedError, match="differ in dimension 2"), run.compute():
+        model(turned)
     assert run.step(found.values().float().square().mean()).applied

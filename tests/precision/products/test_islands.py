@@ -1,5 +1,7 @@
 """fp32 islands, nested autocast and custom autograd functions mean what they do in torch's AMP."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -208,7 +210,8 @@ class Reversible(torch.autograd.Function):
 @pytest.mark.parametrize(
     "policy", ["bf16", "fp16", "bf16, params=bf16, master=split", "fp16, params=fp16", "fp8-tensor"]
 )
-def test_a_layer_is_in_its_policy_in_a_backward_pass_of_ones_own_too(policy):
+@pytest.mark.parametrize("where", ["outside", "inside", "with autocast off"])
+def test_a_layer_is_in_its_policy_in_a_backward_pass_of_ones_own_too(policy, where):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -222,7 +225,12 @@ def test_a_layer_is_in_its_policy_in_a_backward_pass_of_ones_own_too(policy):
     run = prepared(model, policy)
     with run.compute():
         output = model(x)
-    assert run.step(output.float().pow(2).mean()).applied
+        loss = output.float().pow(2).mean()
+        if where == "inside":
+            run.backward(loss)
+    with torch.autocast("cpu", enabled=False) if "off" in where else contextlib.nullcontext():
+        outcome = run.step(None if where == "inside" else loss)
+    assert outcome.applied
     assert torch.equal(model.again[0], output)
 
 

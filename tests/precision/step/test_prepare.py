@@ -1,11 +1,15 @@
+import contextlib
 import copy
+import itertools
 import math
+from operator import is_
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.errors import DivergedError, RecipeError, UnsupportedError
@@ -598,30 +602,54 @@ def test_a_state_is_not_loaded_between_backward_and_step_where_a_loss_scale_woul
     assert run.step(loss_of(run)).loss_scale == 65536
 
 
-class TakesNoHooks(torch.optim.SGD):
-    """Fails where `prepare` is nearly done."""
+class FailsAt(TorchDispatchMode):
+    """Has no memory for one operation, the n-th."""
 
-    def register_state_dict_pre_hook(self, hook, prepend=False):
-        raise MemoryError("no more hooks")
+    def __init__(self, n):
+        super().__init__()
+        self.left = n
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("no more")
+        return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "bf16, params=bf16, master=split"])
-def test_a_prepare_that_fails_on_the_way_leaves_everything_as_it_was(mlp, policy):
+MASTERS = [f"bf16, params=bf16, master={kind}" for kind in ("split", "fp32", "kahan", "none")]
+ON_THE_WAY = [*POLICIES, *MASTERS, "fp16, params=fp16, grads=fp32", "bf16, moments=int8"]
+
+
+@pytest.mark.parametrize("policy", ON_THE_WAY)
+def test_a_prepare_that_fails_anywhere_leaves_everything_as_it_was(mlp, policy):
     model = mlp()
-    F.cross_entropy(model(X), Y).backward()
-    before = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
-    output, kinds = model(X), [type(module) for module in model.modules()]
-    optimizer = TakesNoHooks(model.parameters(), lr=0.1)
-    with pytest.raises(MemoryError, match="no more hooks"):
-        nc.prepare(model, optimizer, policy=policy)
-    assert [type(module) for module in model.modules()] == kinds
-    assert torch.equal(model(X), output)
-    assert all(a is p for a, (p, _, _) in zip(model.parameters(), before, strict=True))
-    assert all(torch.equal(p, value) and p.grad is grad for p, value, grad in before)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert all(a is p for a, (p, _, _) in zip(held, before, strict=True))
-    optimizer.step()  # is the user's own again
-    run = prepared(model, policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):  # moments, and gradients that no step has used
+        optimizer.step()
+        F.cross_entropy(model(X), Y).backward()
+    weights, kinds = list(model.parameters()), [type(module) for module in model.modules()]
+    before = [(p.grad, p.detach().clone(), p.grad.clone(), p.grad_dtype) for p in weights]
+    states, output = copy.deepcopy(optimizer.state_dict()), model(X)
+    settings = {"policy": policy, "ema_decay": 0.9, "fused_optimizer": "int8" in policy}
+    for n in itertools.count(1, 5):
+        with FailsAt(n) as failing, contextlib.suppress(MemoryError):
+            run = nc.prepare(model, optimizer, **settings)
+        if failing.left > 0:
+            break  # it has all the memory it needs
+        assert [type(module) for module in model.modules()] == kinds
+        assert all(map(is_, model.parameters(), weights))
+        assert all(map(is_, optimizer.param_groups[0]["params"], weights))
+        for p, (grad, value, kept, dtype) in zip(weights, before, strict=True):
+            assert p.grad is grad
+            assert p.grad_dtype == dtype
+            assert torch.equal(p, value)
+            assert torch.equal(grad, kept)
+        assert torch.equal(model(X), output)
+        pairs = zip(
+            *(each["state"].values() for each in (states, optimizer.state_dict())), strict=True
+        )
+        assert all(torch.equal(a[key], b[key]) for a, b in pairs for key in a)
+    assert n > 5
     assert run.step(loss_of(run)).applied
 
 

@@ -257,14 +257,11 @@ def _allow_kernels(model: nn.Module, plan: Plan) -> None:
 
 
 def _close_fast_paths(model: nn.Module, plan: Plan) -> None:
-    """Let torch's transformers compute in 16 bits in evaluation too."""
-    if torch.device(plan.hardware.device).type == "cpu" and Region.of(plan).is_native_16_bits:
+    """Let torch's transformers compute in their formats in evaluation too."""
+    if any(each.policy.functional != "fp32" for each in plan.modules):
         for module in model.modules():
-            if isinstance(module, _WITH_FAST_PATHS):
+            if isinstance(module, nn.TransformerEncoderLayer):
                 swap(module, WithoutFastPath)
-
-
-_WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def _rewrite_norm(
@@ -283,22 +280,16 @@ def _cast_weights(
     model: nn.Module, plan: Plan, trained: Set[nn.Parameter]
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Cast trained weights to their storage format."""
-    lowered: list[tuple[nn.Parameter, Tensor]] = []
-    wide = plan.policy.grads_format == "fp32"
-    try:
-        for parameter, name in weight_formats(model, plan, trained).items():
-            if name == "fp32" or not parameter.is_floating_point():
-                continue
-            full = parameter.data
-            parameter.data = full.to(_dtype(name))
-            lowered.append((parameter, full))
-            set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
-        compact_recurrent(model)
-    except BaseException:  # out of memory: all or nothing
-        for parameter, full in lowered:
-            parameter.data = full
-            set_grad_dtype(parameter, full.dtype)
-        raise
+    lowered = []
+    for parameter, name in weight_formats(model, plan, trained).items():
+        if name == "fp32" or not parameter.is_floating_point():
+            continue
+        full = parameter.data
+        parameter.data = full.to(_dtype(name))
+        wide = plan.policy.grads_format == "fp32"
+        set_grad_dtype(parameter, torch.float32 if wide else parameter.dtype)
+        lowered.append((parameter, full))
+    compact_recurrent(model)
     return lowered
 
 

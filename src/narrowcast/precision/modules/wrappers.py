@@ -174,22 +174,16 @@ def _tell_the_compiler() -> None:
 
 
 class WithoutFastPath(Mixin):
-    """A part of a transformer, of torch's, whose fast way through evaluation is closed.
+    """A layer of torch's encoder, or of several, whose fast way through evaluation is closed.
 
-    torch does not take it under autocast, but on a CPU it does not look: it computes in fp32 there,
-    or, with padding, ends in an error about dtypes.
+    That is one operation, which knows nothing of formats. torch does not take it under autocast,
+    but on a CPU, or compiled, it does not look; a padded batch ends in an error about dtypes then.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layers one by one."""
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        before = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(value=False)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(before)
+    @property
+    def activation_relu_or_gelu(self) -> int:
+        """Say of its activation that it is another than that operation has."""
+        return 0
 
 
 class OwnLossScale(Mixin):

@@ -7,6 +7,7 @@ model runs unchanged, and no native 16-bit product is ever asked of a CPU that l
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -18,6 +19,7 @@ from narrowcast.numerics.carriers import CHUNK
 from narrowcast.precision.products import differentiable
 from narrowcast.precision.products.autocast import autocast_off
 from narrowcast.precision.products.differentiable import Scales
+from narrowcast.precision.products.jagged import of_jagged_rows
 from narrowcast.precision.products.operands import (
     ProductFormats,
     is_delayed,
@@ -64,10 +66,8 @@ def linear_product(
 ) -> Tensor:
     """Return input · weightᵀ + bias, with each of the three products in its own format."""
     if x.is_nested and x.layout is torch.jagged:
-        # Rows of all lengths lie one after the other; of the lengths a product need not know.
-        rows = linear_product(x.values(), weight, bias, formats=formats, history=history)
-        jagged: Any = x
-        return torch.nested.nested_tensor_from_jagged(rows, jagged.offsets(), jagged.lengths())
+        product = partial(linear_product, bias=bias, formats=formats, history=history)
+        return of_jagged_rows(product, x, weight)
     # Under a region around it, autocast would round these operands a second time.
     with autocast_off(x.device.type):
         if x.dtype not in CAST_DTYPES or weight.dtype not in CAST_DTYPES:

@@ -9,6 +9,7 @@ evaluate, to generate, one encoder of two, in the middle of another model's pass
 import contextlib
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ class Entry:
         if around is None:
             # Activation checkpointing computes again in a thread of its own, and has put autocast
             # there back to what it was; a backward pass of somebody's own knows of no autocast.
-            inside = self.region.is_of_16_bits and _is_in_backward() and _is_in_some_autocast()
+            inside = self.region.is_of_16_bits and _is_in_backward() and _is_in_inner_autocast()
         else:
             inside = around.startswith(self.model.name + _CAST)
         return inside and not torch.is_autocast_enabled(self.region.device_type)
@@ -155,11 +156,35 @@ def _is_in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _is_in_some_autocast() -> bool:
-    """Say whether a block of `torch.autocast` is around, one that switches it off included."""
+@contextlib.contextmanager
+def passing_back() -> Iterator[None]:
+    """Run a backward pass in the block: layers that it calls are in no region, and enter theirs.
+
+    On a CPU it runs in this thread, where a region may be in force.
+    """
+    around, began = in_force(), getattr(_backward, "depth", 0)
+    put_in_force(None)
+    _backward.depth = _autocast_depth()
+    try:
+        yield
+    finally:
+        put_in_force(around)
+        _backward.depth = began
+
+
+_backward = threading.local()
+"""How deep in blocks of autocast the thread's backward pass began: in those of autograd, in none"""
+
+
+def _is_in_inner_autocast() -> bool:
+    """Say whether a block of `torch.autocast` was entered in this backward pass, on or off."""
+    return _autocast_depth() > getattr(_backward, "depth", 0)
+
+
+def _autocast_depth() -> int:
     depth: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
-    return depth > 1
+    return depth - 1
 
 
 @final

@@ -89,7 +89,7 @@ class Engine:
         if lookahead is not None:
             refuse_lookahead(optimizer, plan, lookahead)
         self.buffer_formats = BufferFormats(model)
-        with undone_on_failure(self.weights, self.buffer_formats):
+        with undone_on_failure(model, self.weights):
             self.weights.apply(plan, fused=fused)
             self.buffers = BufferGuard(model)
             self._take(plan, scales, path)

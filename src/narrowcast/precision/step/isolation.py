@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from narrowcast.precision.step.buffers import BufferFormats
+from narrowcast.precision.dtensor import replace_values
+from narrowcast.precision.modules.rewrite import set_grad_dtype
+from narrowcast.precision.swap import restore
+from narrowcast.precision.weights.copies import show_as_it_is
+from narrowcast.precision.weights.side_by_side import parts_of
 from narrowcast.precision.weights.trained import TrainedWeights
 
 
@@ -41,14 +45,35 @@ def grads_and_buffers_kept(
 
 
 @contextlib.contextmanager
-def undone_on_failure(weights: TrainedWeights, formats: BufferFormats) -> Iterator[None]:
-    """Give model and optimizer back as they were where the block fails: out of memory, say."""
-    gradients = [(p, p.grad) for p in weights.all]
+def undone_on_failure(model: nn.Module, weights: TrainedWeights) -> Iterator[None]:
+    """Give model and optimizer back as they were where the block fails: out of memory, say.
+
+    What they held is kept until then and put back, so that no memory is needed for it.
+    """
+    tensors = [(p, p.data, p.grad, p.grad_dtype) for p in weights.all]
+    optimizers = parts_of(weights.optimizer)
+    groups = [(group, group["params"]) for each in optimizers for group in each.param_groups]
+    states = [
+        (each.state, [(key, held, dict(held)) for key, held in each.state.items()])
+        for each in optimizers
+    ]
     try:
         yield
     except BaseException:
-        weights.restore()
-        formats.give_back()
-        for p, gradient in gradients:
+        weights.let_go()
+        restore(model)
+        for p, value, gradient, dtype in tensors:
+            p.grad = None
+            show_as_it_is(p)
+            replace_values(p, value)
+            set_grad_dtype(p, dtype)
             p.grad = gradient
+        for group, params in groups:
+            group["params"] = params
+        for state, entries in states:
+            state.clear()
+            for key, held, values in entries:
+                held.clear()
+                held.update(values)
+                state[key] = held
         raise

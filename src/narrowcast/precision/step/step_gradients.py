@@ -9,7 +9,7 @@ from torch import Tensor
 from narrowcast.precision.gradients.check import Checked, Unscaled, check_gradients
 from narrowcast.precision.gradients.loss_scales import Scales
 from narrowcast.precision.products.autocast import autocast_off
-from narrowcast.precision.products.entry import Entry
+from narrowcast.precision.products.entry import Entry, passing_back
 from narrowcast.precision.products.regions import tf32_products
 from narrowcast.precision.step.checks import refuse_fp16_gradients, refuse_no_gradients
 from narrowcast.precision.weights.trained import TrainedWeights
@@ -110,12 +110,12 @@ def _run(scaled: Tensor, entry: Entry, *, retain_graph: bool) -> None:
     if entry.region.emulated:
         # Activation checkpointing runs forward passes again, here. A mode sees `backward` of a
         # tensor and steps aside for all that happens in it; that of an edge passes it by.
-        with autocast_off(entry.region.device_type), entry.region.products():
+        with autocast_off(entry.region.device_type), passing_back(), entry.region.products():
             edge = torch.autograd.graph.get_gradient_edge(scaled)
             one = torch.ones_like(scaled)
             torch.autograd.backward(edge, grad_tensors=one, retain_graph=retain_graph)
         return
     # tf32 is a switch of the whole process, so the backward pass needs it thrown as well.
     native_tf32 = entry.region.format_name == "tf32"
-    with tf32_products() if native_tf32 else contextlib.nullcontext():
+    with passing_back(), tf32_products() if native_tf32 else contextlib.nullcontext():
         scaled.backward(retain_graph=retain_graph)

@@ -78,7 +78,6 @@ class Ownership:
         self._kept = _kept(self._weights)
         self._homes = _Homes(model, set(self._weights))
         self.own_step = OwnStepOnly()
-        self._hooks = _hooked(held, self.own_step)
         own, groups = set(self._weights), optimizer.param_groups
         self._masters = [p for group in groups for p in group["params"] if p not in own]
         self.gradients = GradientWatch(self._weights, names)
@@ -86,11 +85,12 @@ class Ownership:
         self._zero_grads = {
             each: _ZeroGrad(self.gradients, own, each) for each, own in held.items()
         }
-        for each, zero_grad in self._zero_grads.items():
-            vars(each)["zero_grad"] = zero_grad
         self._stand_in: tuple[StandIn, ValueOf] | None = None
         # Weakly, and only these: an activation may well be shared with another model.
         self.modules = weakref.WeakSet(m for m in model.modules() if m._parameters)
+        self._hooks = _hooked(held, self.own_step)  # after all that can fail
+        for each, zero_grad in self._zero_grads.items():
+            vars(each)["zero_grad"] = zero_grad
         _TAKEN.add(self)
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:

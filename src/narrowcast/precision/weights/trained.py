@@ -1,8 +1,7 @@
 """The weights a run trains: their names, their full values, and how one step updates them."""
 
-import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -73,29 +72,28 @@ class TrainedWeights:
         self.forget_gradients()  # one from before has neither the dtype nor the scale of the rest
         trained = self._trained()
         lowered = rewrite(self._model, plan, trained)
+        for p, value in lowered:
+            if as_sharded(p) is not None:
+                replace_values(p, value.to(p.dtype))
         self._lowered = {p for p, _ in lowered}
-        with _whole_on_failure(self, lowered):
-            for p, value in lowered:
-                if as_sharded(p) is not None:
-                    replace_values(p, value.to(p.dtype))
-            show_in_full(self._model, self._lowered, self._shown, self._take)
-            self._storage = _storage(self._model, plan, trained)
-            self._narrow = _of_16_bits(zip(self.names, self.all, strict=True), self._lowered)
-            params, full = [p for p, _ in lowered], [value for _, value in lowered]
-            self.masters = MasterWeights(params, full, plan.policy.master or "none", seed=seed)
-            self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
-            self.masters.adopt(self.optimizer)
-            self._emulated = plan.emulated and plan.policy.master == "none"
-            self.fused = None
-            if fused:
-                host = plan.memory.offloads_optimizer
-                self.fused = FusedAdamW(
-                    self.optimizer, self.all, self.masters, policy=plan.policy, offloaded=host
-                )
-            self._ownership = Ownership(
-                self._model, self.optimizer, self.all, self.names, held=self.held
+        show_in_full(self._model, self._lowered, self._shown, self._take)
+        self._storage = _storage(self._model, plan, trained)
+        self._narrow = _of_16_bits(zip(self.names, self.all, strict=True), self._lowered)
+        params, full = [p for p, _ in lowered], [value for _, value in lowered]
+        self.masters = MasterWeights(params, full, plan.policy.master or "none", seed=seed)
+        self._master_index = {p: i for i, p in enumerate(self.masters.parameters)}
+        self.masters.adopt(self.optimizer)
+        self._emulated = plan.emulated and plan.policy.master == "none"
+        self.fused = None
+        if fused:
+            host = plan.memory.offloads_optimizer
+            self.fused = FusedAdamW(
+                self.optimizer, self.all, self.masters, policy=plan.policy, offloaded=host
             )
-            self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
+        self._ownership = Ownership(
+            self._model, self.optimizer, self.all, self.names, held=self.held
+        )
+        self._own_writes = OwnWrites(self.optimizer, self.masters, self._ownership)
 
     def refuse_impossible(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
@@ -136,11 +134,7 @@ class TrainedWeights:
 
         With `keep_codes` or `stay_on_host` moments are left as no optimizer of torch's takes them.
         """
-        if self._ownership is not None:
-            self._ownership.give_back()
-            self._ownership = None
-        if self._own_writes is not None:
-            self._own_writes.give_back()
+        self.let_go()
         if self.fused is not None and not keep_codes:
             self.fused.release(stay_on_host=stay_on_host)
         full = [(p, self.full(p)) for p in self._lowered]
@@ -158,7 +152,11 @@ class TrainedWeights:
             if fp32_param in self.optimizer.state:
                 self.optimizer.state[parameter] = self.optimizer.state.pop(fp32_param)
         recast(self.optimizer, self.masters.parameters)
-        self._lowered = set()
+
+    def let_go(self) -> None:
+        """Let the optimizer be its owner's again."""
+        _give_back(self._ownership, self._own_writes)
+        self._ownership = None
 
     def keep_average(self, *, decay: float) -> None:
         """Keep an average of the weights from now on, whatever plan is carried out later."""
@@ -288,18 +286,10 @@ class TrainedWeights:
             self.masters.take(self._master_index[weight], value)
 
 
-@contextlib.contextmanager
-def _whole_on_failure(
-    weights: TrainedWeights, lowered: Sequence[tuple[nn.Parameter, Tensor]]
-) -> Iterator[None]:
-    """Give weights back with all their digits where the block fails: out of memory, say."""
-    try:
-        yield
-    except BaseException:
-        weights.restore()
-        for parameter, value in lowered:  # of which some master weights keep fewer digits
-            replace_values(parameter, value)
-        raise
+def _give_back(*taken: Ownership | OwnWrites | None) -> None:
+    for each in taken:
+        if each is not None:
+            each.give_back()
 
 
 def _of_16_bits(
