@@ -115,6 +115,12 @@ def test_a_schedule_free_run_goes_on_bit_for_bit_from_either_mode(same_state):
             run.step(given_loss(run.model, step))
         run.optimizer.eval()
 
+    straight, resumed = straight_and_resumed(made, train)
+    assert same_state(resumed.state_dict(), straight.state_dict())
+
+
+def straight_and_resumed(made, train):
+    """Return a run of six steps, and one that takes up where it stood after three."""
     straight = made()
     train(straight, range(3))
     saved = copy.deepcopy(straight.state_dict())
@@ -122,7 +128,7 @@ def test_a_schedule_free_run_goes_on_bit_for_bit_from_either_mode(same_state):
     resumed = made()
     resumed.load_state_dict(saved)
     train(resumed, range(3, 6))
-    assert same_state(resumed.state_dict(), straight.state_dict())
+    return straight, resumed
 
 
 def test_a_step_out_of_train_mode_is_refused_by_the_optimizer_and_can_be_taken_again():
@@ -281,13 +287,7 @@ def test_an_optimizer_that_wraps_another_trains_and_goes_on_bit_for_bit(policy, 
         for seed in seeds:
             assert run.step(given_loss(run.model, seed)).applied
 
-    run = made()
-    train(run, range(3))
-    saved = copy.deepcopy(run.state_dict())
-    train(run, range(3, 6))
-    resumed = made()
-    resumed.load_state_dict(saved)
-    train(resumed, range(3, 6))
+    run, resumed = straight_and_resumed(made, train)
     assert same_state(resumed.state_dict(), run.state_dict())
     with pytest.raises(RecipeError, match=r"optimizer.step\(\) was called after prepare"):
         run.optimizer.step()
