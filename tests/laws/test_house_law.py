@@ -1,29 +1,52 @@
-"""How large a thing may grow before it is taken apart: what one look holds."""
+"""Limits on what a reader has to hold in mind at once: public methods, arguments, imports."""
 
 import ast
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[2] / "src" / "narrowcast"
 FILES = sorted(SOURCE.rglob("*.py"))
-FOLDERS = sorted({path.parent for path in FILES})
+
+# Classes above the limit today. An entry may be lowered or removed, never raised.
+PUBLIC_METHODS = {"Prepared": 29, "TrainedWeights": 20, "RunFolder": 19}
+CONSTRUCTOR_ARGUMENTS = {"Engine": 13}
+PACKAGE_IMPORTS = {"training/trainer.py": 27, "strategies/hybrid/jump_course.py": 25}
 
 
-def name(path):
-    return str(path.relative_to(SOURCE.parent))
+def classes():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield node
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=name)
-def test_a_package_has_at_most_20_modules_side_by_side(folder):
-    modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 20
+def test_a_class_has_at_most_16_public_methods():
+    counts = {
+        node.name: sum(
+            isinstance(each, ast.FunctionDef) and not each.name.startswith("_")
+            for each in node.body
+        )
+        for node in classes()
+    }
+    assert {k: n for k, n in counts.items() if n > PUBLIC_METHODS.get(k, 16)} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_file_has_at_most_350_lines_and_a_class_250(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= 350
-    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
-    lines = {each.name: each.end_lineno - each.lineno + 1 for each in classes}
-    assert {who: count for who, count in lines.items() if count > 250} == {}
+def test_a_constructor_takes_at_most_9_arguments():
+    counts = {
+        node.name: len(each.args.args) + len(each.args.kwonlyargs) - 1
+        for node in classes()
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__"
+    }
+    assert {k: n for k, n in counts.items() if n > CONSTRUCTOR_ARGUMENTS.get(k, 9)} == {}
+
+
+def test_a_module_imports_at_most_24_of_ours():
+    counts = {}
+    for path in FILES:
+        modules = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("narrowcast")
+        }
+        counts[str(path.relative_to(SOURCE))] = len(modules)
+    assert {k: n for k, n in counts.items() if n > PACKAGE_IMPORTS.get(k, 24)} == {}
