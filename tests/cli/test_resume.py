@@ -198,6 +198,24 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_lost(narrowcast, done):
     assert files(done) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ([], True),
+        (["lr_schedule.name=cosine"], False),
+        (["lr_schedule.warmup_ratio=0.5"], False),
+        (["precision.schedule=[{policy: fp32, until: 50%}, {}]"], False),
+        (["strategy.name=hybrid"], False),
+    ],
+)
+def test_more_steps_are_offered_only_where_they_continue_the_run_unchanged(
+    words, offered, narrowcast, tiny, tmp_path
+):
+    ended = narrowcast("train", tiny, *words, "--out", tmp_path / "run")
+    assert (ended.code, "steps=8" in ended.out) == (0, offered)
+    assert ("steps=8" in narrowcast("resume", tmp_path / "run").out) is offered
+
+
 def test_a_folder_without_a_run_is_bad_input(narrowcast, tmp_path):
     ended = narrowcast("resume", tmp_path)
     assert ended.code == 2

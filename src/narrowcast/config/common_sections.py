@@ -122,6 +122,11 @@ class LrScheduleSection(Section):
             refuse_conflicts([(("warmup_ratio", "warmup"), text)])
         return self
 
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether the learning rate of a step depends on how many there are."""
+        return self.name != "constant" or self.warmup_ratio > 0
+
     def warmup_steps(self, steps: int) -> int:
         """Return how many of a run's steps the learning rate rises over."""
         return self.warmup or math.ceil(steps * self.warmup_ratio)

@@ -30,3 +30,8 @@ class Section(BaseModel):
         str_max_length=LONGEST_TEXT,
         defer_build=True,  # on first use: most commands never validate a recipe
     )
+
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether a step does something else when the run has another number of steps."""
+        return False

@@ -294,6 +294,17 @@ class Recipe(CommonSettings):
             found = "; ".join(each["msg"] for each in error.errors(include_url=False))
             raise RecipeError(f"epochs={self.epochs} are {steps} steps here: {found}") from error
 
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether a step does something else when the run has another number of steps."""
+        phases = (phase.until for phase in self.precision.schedule)
+        sections = (self.lr_schedule, self.data, self.model, *self.further.values())
+        return (
+            self.strategy.is_hybrid
+            or any(isinstance(until, str | float) for until in phases)
+            or any(section.depends_on_steps for section in sections)
+        )
+
     def section(self, kind: type[_Kind]) -> _Kind:
         """Return the section of a class: `recipe.section(LmModel)`."""
         for section in (self.data, self.model, *self.further.values()):

@@ -190,7 +190,11 @@ def _quality(data: RunData) -> str:
     if first == last:
         return f"evaluated {name} stayed at {ended}"
     verb = "fell" if last < first else "rose"
-    return f"evaluated {name} {verb} from {began} to {ended}"
+    course = f"evaluated {name} {verb} from {began} at step {count(first_step)} to {ended}"
+    start = data.steps[0]
+    if start.step != 1 or not math.isfinite(start.loss):
+        return course
+    return f"{course}; the training loss was {value(start.loss)} at the first step"
 
 
 def _training_loss(steps: tuple[StepRecord, ...]) -> str:

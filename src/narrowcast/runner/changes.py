@@ -102,6 +102,12 @@ def notices(
             f"phases that end at a share of the run do so of {after.steps} steps now, and no "
             "longer where they would have"
         )
+    sections = (after.data, after.model, *after.further.values())
+    if before.steps != after.steps and any(section.depends_on_steps for section in sections):
+        found.append(
+            f"settings of {after.workload} that are a share of the run refer to {after.steps} "
+            f"steps now, and referred to {before.steps}"
+        )
     if dropped:
         found.append(
             f"the settings are those of the checkpoint; resolved.json had others: {dropped}"

@@ -164,6 +164,49 @@ def test_runs_of_different_data_have_no_best(make):
     assert not any(row.best for row in rows(found))
 
 
+def test_difference_is_not_attributed_to_the_format_where_the_schedule_differs_too(make_run, step):
+    folders = []
+    for policy, steps in (("bf16", 300), ("fp16", 200)):
+        records = [step(n, lr=1e-3 * (1 - n / steps)) for n in range(1, 101)]
+        records.append(EvalRecord(step=100, metrics={"loss": 2 + 10 / steps}))
+        words = {"precision.policy": policy, "eval.every": steps}
+        folders.append(str(make_run(records, steps=steps, folder=policy, **words)))
+    found = compare(folders)
+    notes = " ".join(found.notes)
+    assert "differ in 2 settings (precision.policy, steps)" in notes
+    assert f"learning rates: at step 100, 6.67 × 10⁻⁴ in {folders[0]}, 5.00 × 10⁻⁴" in notes
+    assert "(the runs differ in more than one setting)" in headline(found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {},
+        {"precision.loss_scale.initial": 2.0, "checkpoint.every": 7, "eval.every": 5},
+    ],
+)
+def test_runs_that_differ_in_the_format_alone_get_no_note_about_settings(words, make):
+    folders = [make("a"), make("b", **{"precision.policy": "fp32"}, **words)]
+    found = compare(folders)
+    assert not any("differ in" in note for note in found.notes)
+    assert "more than one" not in headline(found)
+
+
+def test_skipped_steps_are_no_other_learning_rate_schedule(make_run, step):
+    folders = [
+        str(
+            make_run(
+                [step(1, lr=lr), EvalRecord(step=1, metrics={"loss": 2.0})],
+                steps=1,
+                folder=policy,
+                **{"precision.policy": policy},
+            )
+        )
+        for policy, lr in (("fp32", 1e-3), ("fp16", 2e-3))
+    ]
+    assert not any("learning rates" in note for note in compare(folders).notes)
+
+
 @pytest.mark.parametrize("again", ["a", "a/", "./a"])
 def test_a_run_is_not_compared_with_itself(again, make, tmp_path, monkeypatch):
     make("a")

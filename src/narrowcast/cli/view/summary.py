@@ -95,5 +95,6 @@ def already_done(console: Console, folder: Path, *, end: RunEnd) -> None:
 
 
 def _suggest_more(console: Console, folder: Path, *, end: RunEnd) -> None:
-    more = "eval.patience=0" if end.why else f"steps={2 * end.asked}"
-    say_command(console, "go on", f"{resume_command(folder)} {more}")
+    if end.why or end.extendable:
+        more = "eval.patience=0" if end.why else f"steps={2 * end.asked}"
+        say_command(console, "go on", f"{resume_command(folder)} {more}")

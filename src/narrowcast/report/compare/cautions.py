@@ -4,16 +4,32 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from narrowcast.report.compare.runs import Run
-from narrowcast.report.phrases import count
+from narrowcast.report.phrases import count, value
 
 _LOADING = ("data.workers", "data.prefetch")
 """Settings under `data` that do not change what is read."""
+_WITHOUT_EFFECT = (
+    *_LOADING, "checkpoint.", "profile.", "trackers",
+    "eval.every", "eval.patience", "eval.min_delta", "eval.keep_best",
+)  # fmt: skip
+"""Settings, or their beginnings, that change neither a step nor what is measured after it."""
+_LR = ("steps", "epochs", "lr_schedule.", "optimizer.lr")
 _MACHINE = ("cpu", "gpus", "cores", "torch")
 
 
 def different_data(differing: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the settings by which the runs read different data; their losses do not compare."""
     return [key for key in differing if key.startswith("data.") and key not in _LOADING]
+
+
+def causes(differing: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the settings that may explain a difference; those of precision count as one."""
+    found = [key for key in differing if not key.startswith(_WITHOUT_EFFECT)]
+    if "steps" in found:  # which epochs stand for
+        found = [key for key in found if key != "epochs"]
+    formats = [key for key in found if key.startswith("precision.")]
+    others = [key for key in found if key not in formats]
+    return [", ".join(formats), *others] if formats else others
 
 
 def cautions(
@@ -27,6 +43,13 @@ def cautions(
             f"The runs read different data ({', '.join(data)}): their losses measure different "
             "things, and only speed and skips compare."
         )
+    several = causes(differing)
+    if len(several) > 1:
+        yield (
+            f"The runs differ in {count(len(several))} settings ({', '.join(several)}), so a "
+            "difference between them may come from any of these. Compare runs that differ in one."
+        )
+    yield from _learning_rates(grouped, differing, step=step)
     differing_machine = [key for key in _MACHINE if len({_machine(run, key) for run in runs}) > 1]
     if differing_machine:
         told = ", ".join(differing_machine)
@@ -46,6 +69,19 @@ def cautions(
             f"The runs were not evaluated at the same steps; of {', '.join(apart)} the last value "
             f"before step {count(step)} is taken."
         )
+
+
+def _learning_rates(
+    grouped: Sequence[Sequence[Run]], differing: Mapping[str, tuple[str, ...]], *, step: int
+) -> Iterator[str]:
+    """Report learning rates that differ because of settings, not because of skipped steps."""
+    if not any(key.startswith(_LR) for key in differing):
+        return
+    firsts = [members[0] for members in grouped]
+    rates = {run.label: r.lr for run in firsts for r in run.data.steps if r.step == step}
+    if len({value(rate) for rate in rates.values()}) > 1:
+        listed = ", ".join(f"{value(rate)} in {label}" for label, rate in rates.items())
+        yield f"The runs have different learning rates: at step {count(step)}, {listed}."
 
 
 def _machine(run: Run, key: str) -> str:

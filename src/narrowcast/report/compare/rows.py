@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from narrowcast.report.compare.cautions import different_data
+from narrowcast.report.compare.cautions import causes, different_data
 from narrowcast.report.compare.comparison import Comparison
 from narrowcast.report.compare.groups import Group, Terms, difference, values_by_seed
 from narrowcast.report.compare.intervals import Estimate
@@ -54,6 +54,8 @@ def headline(comparison: Comparison) -> str:
         return f"{best.label}: {found}, over {count(len(best.seeds), 'seed')}."
     told = f"{best.label} has the best {metric} at step {count(terms.step)}: "
     told += interval(best.at_step, terms.metric)
+    if len(causes(comparison.differing)) > 1:
+        told += " (the runs differ in more than one setting)"
     rivals = [group for group in comparison.groups if group is not best and group.at_step]
     gaps = [_gap(best, group, terms=terms) for group in rivals]
     widths = [gap.half_width for gap in gaps if gap is not None and gap.half_width is not None]

@@ -46,6 +46,9 @@ class RunEnd:
     """The step of the weights it ends with, where those of the best evaluation are asked for."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """The headline of that evaluation, by its name."""
+    extendable: bool = True
+    """Whether more steps continue it as a longer run would have gone; its learning rate, or
+    something else, may depend on the number of steps."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what `finished.json` says of it."""

@@ -19,6 +19,7 @@ def run_end(stopping: "EarlyStopping", recipe: Recipe, *, step: int) -> RunEnd:
         why=stopping.why if step < asked else "",
         exported=best.best_step if recipe.eval.keep_best else 0,
         measured={stopping.metric.name: best.best},
+        extendable=not recipe.depends_on_steps,
     )
 
 

@@ -213,3 +213,14 @@ class LossesSection(Section):
         """The terms of the total by name."""
         terms = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: term for name, term in terms.items() if term.coefficient is not None}
+
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether a term anneals, or has an easier adversary early in the run."""
+        terms = self.chosen.values()
+        return any(
+            isinstance(term, SmoothL0Term)
+            or getattr(term, "p_final", None) is not None
+            or getattr(term, "early_steps", None) is not None
+            for term in terms
+        )

@@ -239,5 +239,10 @@ class Tuning(Section):
             refuse_conflicts([(("unfreeze_over", "freeze"), text)])
         return self
 
+    @property
+    def depends_on_steps(self) -> bool:
+        """Whether stages are unfrozen at shares of the run."""
+        return self.unfreeze_over > 0
+
 
 SECTIONS = Sections(data=GenomicData, model=GenomicModelSection, objective=Objective, tuning=Tuning)
