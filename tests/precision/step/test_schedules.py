@@ -2,14 +2,19 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
     ExponentialLR,
     LinearLR,
+    MultiplicativeLR,
+    OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -134,6 +139,91 @@ def test_a_metric_that_nobody_waits_for_is_refused():
     run = nc.prepare(net, optimizer, policy="fp32")
     with pytest.raises(RecipeError, match="scheduler=ReduceLROnPlateau"):
         run.plateau(1.0)
+
+
+SCHEDULES = {
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 9),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.3, total_steps=30),
+    "multiplicative": lambda optimizer: MultiplicativeLR(optimizer, lambda _: 0.9),
+    "sequential": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 9)], [2]
+    ),
+    "chained": lambda optimizer: ChainedScheduler(
+        [ConstantLR(optimizer, total_iters=2), ExponentialLR(optimizer, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_leftover_scheduler_step_raises_and_moves_nothing(kind):
+    _, optimizer = parts()
+    plain, rates = SCHEDULES[kind](optimizer), []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        plain.step()
+    net, ours = parts()
+    scheduler = SCHEDULES[kind](ours)
+    run = nc.prepare(net, ours, policy="fp32", scheduler=scheduler)
+    found = []
+    for step in range(6):
+        found.append(train(run, step).lr)
+        for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            with pytest.raises(RecipeError, match=r"run\.step\(\) already steps.*Delete the call"):
+                each.step()
+    assert found == rates
+    assert isinstance(scheduler, type(plain))
+
+
+def test_schedule_stepped_by_another_library_raises():
+    accelerate = pytest.importorskip("accelerate.scheduler")
+    net, optimizer = parts()
+    scheduler = CosineAnnealingLR(optimizer, 9)
+    run = nc.prepare(net, optimizer, policy="fp32", scheduler=scheduler)
+    theirs = accelerate.AcceleratedScheduler(scheduler, [], step_with_optimizer=False)
+    train(run, 0)
+    with pytest.raises(RecipeError, match=r"CosineAnnealingLR\.step\(\) was called"):
+        theirs.step()
+
+
+def test_scheduler_state_loads_and_copies_under_prepare():
+    net, optimizer = parts()
+    scheduler = CosineAnnealingLR(optimizer, 9)
+    run = nc.prepare(net, optimizer, policy="fp32", scheduler=scheduler)
+    train(run, 0)
+    assert scheduler.state_dict().keys() == SCHEDULES["cosine"](parts()[1]).state_dict().keys()
+    for twin in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))):
+        assert type(twin) is CosineAnnealingLR
+        twin.step()
+    assert scheduler.last_epoch == 1
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 5})
+    train(run, 1)
+    assert scheduler.last_epoch == 6
+
+
+def test_schedules_are_free_again_after_release_or_outside_prepare():
+    net, optimizer = parts()
+    given, apart = ExponentialLR(optimizer, 0.9), ExponentialLR(optimizer, 0.5)
+    run = nc.prepare(net, optimizer, policy="fp32", scheduler=given)
+    train(run, 0)
+    apart.step()
+    assert (given.last_epoch, apart.last_epoch) == (1, 1)
+    run.release()
+    given.step()
+    assert type(given) is ExponentialLR
+    assert given.last_epoch == 2
+
+
+def test_plateau_stepped_directly_and_by_the_run_raises():
+    net, optimizer = parts()
+    scheduler = ReduceLROnPlateau(optimizer)
+    run = nc.prepare(net, optimizer, policy="fp32", scheduler=scheduler)
+    train(run, 0)
+    scheduler.step(1.0)  # alone it moves the schedule once
+    run.plateau(0.9)
+    with pytest.raises(RecipeError, match=r"run\.plateau\(\) already steps"):
+        scheduler.step(0.9)
+    assert scheduler.last_epoch == 2
 
 
 def test_an_optimizer_that_finds_its_own_rate_trains_as_it_would_alone():

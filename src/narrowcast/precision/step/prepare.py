@@ -94,20 +94,20 @@ def prepare(
     refuse_buckets(model, plan)
     if settings is None and plan.policy.needs_loss_scale:
         settings = LossScale()
-    return Prepared(
-        Engine(
-            model,
-            whole,
-            plan,
-            clip_norm=clip_norm,
-            schedules=Schedules(scheduler, optimizer=whole),
-            loss_scale=settings,
-            scale_groups=scale_groups,
-            ema_decay=ema_decay,
-            lookahead=lookahead,
-            patience=patience,
-            meter_every=meter_every,
-            fused_optimizer=fused_optimizer,
-            emulate=emulate,
-        )
+    engine = Engine(
+        model,
+        whole,
+        plan,
+        clip_norm=clip_norm,
+        schedules=Schedules(scheduler, optimizer=whole),
+        loss_scale=settings,
+        scale_groups=scale_groups,
+        ema_decay=ema_decay,
+        lookahead=lookahead,
+        patience=patience,
+        meter_every=meter_every,
+        fused_optimizer=fused_optimizer,
+        emulate=emulate,
     )
+    engine.schedules.hold()
+    return Prepared(engine)

@@ -298,6 +298,7 @@ def _give_back(engine: Engine) -> None:
     if engine.weights.lookahead is not None:
         engine.weights.lookahead.give_back_momentum(engine.optimizer)
     engine.weights.restore()
+    engine.schedules.release()
 
 
 def _plan_of(policy: AnyPolicy | Plan, engine: Engine, running: Running | None) -> Plan:

@@ -2,9 +2,13 @@
 
 A `ReduceLROnPlateau` moves by a metric, which only the user knows: it is handed over by
 `Prepared.plateau`, and a step leaves it alone.
+
+A `scheduler.step()` left over from the loop before `prepare` would move a schedule twice as fast.
+While a run holds a schedule, its class is a subclass whose `step()` raises for everybody else.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -49,11 +53,26 @@ class Schedules:
             _refuse_arguments(scheduler)
         self._plateaus = [each for each in self.all if isinstance(each, ReduceLROnPlateau)]
         self._stepped = [each for each in self.all if not isinstance(each, ReduceLROnPlateau)]
+        self._held: list[tuple[Any, type]] = []
+        """The schedules that only the run may step, and the classes they came with."""
+        self._moving = False
 
     def step(self) -> None:
         """Move on by one applied step."""
+        with self._own_move():
+            for scheduler in self._stepped:
+                scheduler.step()
+
+    def hold(self) -> None:
+        """Let nobody else step the schedules that move with every applied step."""
         for scheduler in self._stepped:
-            scheduler.step()
+            self._hold(scheduler, mover="run.step()")
+
+    def release(self) -> None:
+        """Let everybody step them again."""
+        for scheduler, kind in self._held:
+            scheduler.__class__ = kind
+        self._held.clear()
 
     def plateau(self, value: float) -> None:
         """Give the schedules that wait for it a metric."""
@@ -63,7 +82,11 @@ class Schedules:
                 "prepare(…, scheduler=ReduceLROnPlateau(optimizer))"
             )
         for scheduler in self._plateaus:
-            scheduler.step(value)
+            # From now on: whoever only ever steps it directly moves it once, too.
+            self._hold(scheduler, mover="run.plateau()")
+        with self._own_move():
+            for scheduler in self._plateaus:
+                scheduler.step(value)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return what each needs to go on."""
@@ -73,6 +96,51 @@ class Schedules:
         """Go on from there."""
         for scheduler, saved in zip(self.all, state, strict=True):
             scheduler.load_state_dict(saved["state"])
+
+    @contextlib.contextmanager
+    def _own_move(self) -> Iterator[None]:
+        self._moving = True
+        try:
+            yield
+        finally:
+            self._moving = False
+
+    def _hold(self, scheduler: Any, *, mover: str) -> None:
+        """Let `step()` of a schedule, and of those it is made of, raise outside of own moves."""
+        if any(each is scheduler for each, _ in self._held):
+            return
+        kind, schedules = type(scheduler), self
+
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not schedules._moving:
+                raise RecipeError(
+                    f"{kind.__name__}.step() was called, but {mover} already steps this scheduler. "
+                    "Delete the call, or leave the scheduler out of prepare() and step it yourself."
+                )
+            return kind.step(self, *args, **kwargs)
+
+        def reduce(self: Any, protocol: Any) -> Any:
+            held, self.__class__ = type(self), kind  # a copy is nobody's
+            try:
+                how, args, *rest = self.__reduce_ex__(protocol)
+            finally:
+                self.__class__ = held
+            # pickle refuses copyreg.__newobj__ for an object of another class.
+            return (_make, (kind,), *rest) if args == (kind,) else (how, args, *rest)
+
+        own = {"__slots__": (), "step": step, "__reduce_ex__": reduce, "__doc__": kind.__doc__}
+        own |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        # Not an attribute of the object: torch saves those in the scheduler's state_dict().
+        # Objects of a class that is not written in Python keep theirs (TypeError).
+        with contextlib.suppress(TypeError):
+            scheduler.__class__ = type(kind.__name__, (kind,), own)
+            self._held.append((scheduler, kind))
+        for part in getattr(scheduler, "_schedulers", ()):
+            self._hold(part, mover=mover)
+
+
+def _make(kind: type) -> Any:
+    return kind.__new__(kind)
 
 
 def _refuse_foreign(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
