@@ -10,10 +10,12 @@ counts allocations. What needs a GPU (graphs, transfers, bf16) is not here.
 """
 
 import argparse
+import copy
 import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from torch.profiler import ProfilerActivity, profile
 from decompose_reference.cases import Case, Size, language_case
 from decompose_reference.measuring import QUIET
 from narrowcast.runs import StepRecord, describe_machine
+from narrowcast.workloads.decompose.components.decomposition import Decomposition
 from narrowcast.workloads.decompose.components.folded import masked_output
 from narrowcast.workloads.decompose.components.mask import SiteMask
+from narrowcast.workloads.decompose.components.sites import find_sites
 from narrowcast.workloads.decompose.targets.windows import TokenWindows
 
 SIZE = Size(
@@ -49,49 +53,51 @@ def loading(case: Case, rounds: int) -> list[Row]:
 
 
 def hooks(case: Case, rounds: int) -> list[Row]:
-    """A pass through layers that are replaced, and one whose hooks are put on for each call."""
+    """A masked pass of a decomposition, and the same products in hooks put on for each call."""
     torch.manual_seed(0)
-    layers = 24
-    weights = [torch.randn(64, 64) / 8 for _ in range(layers)]
-    parts = [(torch.randn(1, 64, 32) / 8, torch.randn(1, 32, 64) / 8) for _ in range(layers)]
-    x, importance = torch.randn(64, 64), torch.rand(1, 64, 32)
-
-    def masked(number: int, given: Tensor) -> Tensor:
-        mask = SiteMask(importance, 0.5, 0.5)
-        return masked_output(given[None], *parts[number], weights[number].mT[None], None, mask)[0]
-
-    class Replaced(nn.Module):
-        def __init__(self, number: int) -> None:
-            super().__init__()
-            self.number = number
-
-        def forward(self, given: Tensor) -> Tensor:
-            return masked(self.number, given)
-
+    layers, calls = 24, 20
     target = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(layers)])
-    replaced = nn.Sequential(*[Replaced(number) for number in range(layers)])
+    plain = copy.deepcopy(target)
+    # This replaces the modules of its target.
+    decomposition = Decomposition(target, find_sites(target, {"*": 32}), seeds=1)
+    pairs = [(each.V, each.U) for each in decomposition.components.values()]
+    mask = SiteMask(torch.rand(1, 64, 32), 0.5, 0.5)
+    x = torch.randn(64, 64)
+
+    def replaced() -> Tensor:
+        found: Tensor = decomposition(x, masks=[mask] * layers).output
+        return found
 
     def hooked() -> Tensor:
+        def products(at: int, module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
+            weight = module.get_parameter("weight").mT[None]
+            return masked_output(args[0][None], *pairs[at], weight, None, mask)[0]
+
         handles = [
-            layer.register_forward_hook(lambda m, args, out, at=at: masked(at, args[0]))
-            for at, layer in enumerate(target)
+            layer.register_forward_hook(partial(products, at)) for at, layer in enumerate(plain)
         ]
-        found: Tensor = target(x)
+        found: Tensor = plain(x)
         for handle in handles:
             handle.remove()
         return found
 
-    with torch.no_grad():
-        for linear, weight in zip(target, weights, strict=True):
-            assert isinstance(linear, nn.Linear)
-            linear.weight.copy_(weight)
-        assert torch.equal(hooked(), replaced(x))
-        ways: Mapping[str, Callable[[], object]] = {
-            "replaced": lambda: [replaced(x) for _ in range(50)],
-            "hooks on every call": lambda: [hooked() for _ in range(50)],
-        }
-        found = least(ways, rounds, per=50)
-    return [row(name, seconds) for name, seconds in found.items()]
+    torch.testing.assert_close(hooked(), replaced())
+    ways = {"replaced": replaced, "hooks on every call": hooked}
+
+    def forward(way: Callable[[], Tensor]) -> None:
+        with torch.no_grad():
+            for _ in range(calls):
+                way()
+
+    def both(way: Callable[[], Tensor]) -> None:
+        for _ in range(calls):
+            way().sum().backward()
+
+    passes = {"forward": forward, "forward and backward": both}
+    calls_of = {
+        f"{way}, {name}": partial(run, ways[way]) for name, run in passes.items() for way in ways
+    }
+    return [row(name, seconds) for name, seconds in least(calls_of, rounds, per=calls).items()]
 
 
 def delta(case: Case, rounds: int) -> list[Row]:

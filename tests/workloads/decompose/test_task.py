@@ -200,7 +200,23 @@ def test_runs_are_compared_component_by_component(tmp_path):
     assert same.exit_code == 0, same.output
     for row in json.loads(same.output):
         assert row["mmcs"] == pytest.approx([1.0, 1.0])
-    other = CliRunner().invoke(decompose, ["compare", folder, folder, "--other-seed", "1"])
-    assert "linear1" in other.output
+    trained(tmp_path / "longer", "steps=3", "decomposition.seeds=2")
+    longer = CliRunner().invoke(decompose, ["compare", folder, str(tmp_path / "longer")])
+    assert "linear1" in longer.output
     missing = CliRunner().invoke(decompose, ["compare", folder, folder, "--seed", "7"])
     assert isinstance(missing.exception, RecipeError)
+
+
+def test_decompositions_of_different_targets_are_not_compared(tmp_path):
+    from narrowcast.workloads.decompose.likeness import likeness
+
+    for seed in (0, 1):
+        trained(tmp_path / str(seed), "steps=1", f"seed={seed}", "decomposition.seeds=2")
+    first, *others = (
+        read_components(tmp_path / folder, seed=seed)
+        for folder, seed in (("0", 0), ("0", 1), ("1", 0))
+    )
+    assert likeness(first, first)[0]["mmcs"] == pytest.approx([1.0, 1.0])
+    for other in others:
+        with pytest.raises(RecipeError, match="linear1 has different weights in the two targets"):
+            likeness(first, other)

@@ -1,5 +1,7 @@
 """The components of a finished run: one file, without the target that they were taken from."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from narrowcast.config.problems import shown_path
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.workloads.decompose.build import Parts
+from narrowcast.workloads.decompose.components.sites import Site
 from narrowcast.workloads.decompose.evaluation.matching import Components
 from narrowcast.workloads.decompose.judging import Found
 from narrowcast.workloads.decompose.subject import LanguageSubject
@@ -17,6 +20,8 @@ from narrowcast.workloads.decompose.subject import LanguageSubject
 COMPONENTS = "components.safetensors"
 SITES = "sites/"
 """Before the name of a site, and after it what is kept of it: V, U or alive."""
+TARGETS = "targets"
+"""In the file's metadata: the fingerprints of the weights of each site, one per seed."""
 IMPORTANCE, TARGET = "importance.", "decomposition.target."
 
 
@@ -41,8 +46,16 @@ def save_components(
     # A copy of each: what is tied, or a view of another, would be refused.
     plain = {name: each.detach().cpu().contiguous().clone() for name, each in kept.items()}
     unfinished = folder / f".{COMPONENTS}.unfinished"
-    save_file(plain, unfinished)
+    targets = {each.site.name: _fingerprints(each.site, parts) for each in found.sites}
+    save_file(plain, unfinished, metadata={TARGETS: json.dumps(targets)})
     unfinished.replace(folder / COMPONENTS)
+
+
+def _fingerprints(site: Site, parts: Parts) -> list[str]:
+    """Return a hash of the matrix of a site for each seed; seeds of a toy have their own."""
+    weight = parts.model.decomposition.module(site).weight_t.detach().float().cpu()
+    every = weight.expand(parts.model.seeds, -1, -1)
+    return [hashlib.sha256(each.contiguous().numpy().tobytes()).hexdigest() for each in every]
 
 
 def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
@@ -61,13 +74,20 @@ def read_components(folder: Path, *, seed: int = 0) -> dict[str, Components]:
                     f"{shown_path(folder)} has {seeds} seed{'s' * (seeds > 1)}, counted from 0; "
                     f"there is no seed {seed}"
                 )
+            targets = json.loads((file.metadata() or {}).get(TARGETS, "{}"))
+            if missing := [name for name in names if name not in targets]:
+                raise CheckpointError(
+                    f"{shown_path(path)} has no fingerprint of the target of {missing[0]}. Train "
+                    "this decomposition again"
+                )
             return {
                 name: Components(
                     v=file.get_tensor(f"{SITES}{name}/V")[seed],
                     u=file.get_tensor(f"{SITES}{name}/U")[seed],
                     alive=file.get_tensor(f"{SITES}{name}/alive")[seed],
+                    target=targets[name][seed],
                 )
                 for name in names
             }
-    except (SafetensorError, OSError, IndexError) as error:
+    except (SafetensorError, OSError, LookupError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{shown_path(path)} is damaged: {error}") from error

@@ -31,6 +31,12 @@ def likeness(
                 f"{other.v.shape[0]} x {other.u.shape[1]} in the other; compare decompositions of "
                 "one target"
             )
+        if one.target != other.target:
+            raise RecipeError(
+                f"{name} has different weights in the two targets, so its components do not "
+                "compare. Compare decompositions of one target; each seed of a toy trains a target "
+                "of its own"
+            )
         best = compare_runs(one, other)
         rows.append(
             {

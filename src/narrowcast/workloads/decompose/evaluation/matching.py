@@ -65,6 +65,8 @@ class Components:
     v: Tensor
     u: Tensor
     alive: Tensor
+    target: str = ""
+    """Fingerprint of the matrix that they were taken from."""
 
 
 def compare_runs(first: Components, second: Components) -> tuple[Tensor, Tensor]:
