@@ -15,16 +15,19 @@ from narrowcast.workloads.sft.data.packing import Packs
 from narrowcast.workloads.sft.data.prepare import PreparedData, prepare_data
 from narrowcast.workloads.sft.data.report import DataReport
 from narrowcast.workloads.sft.data.settings import SftData
-from narrowcast.workloads.sft.data.templates import template_of
+from narrowcast.workloads.sft.data.templates import Template, template_of
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 from narrowcast.workloads.sft.ica.applied import Applied, apply_networks, sampled
 from narrowcast.workloads.sft.ica.networks import Provenance
 from narrowcast.workloads.sft.ica.settings import IcaSection
+from narrowcast.workloads.sft.judge.generation import model_ends, set_stop_tokens
 from narrowcast.workloads.sft.judge.judging import Judge
+from narrowcast.workloads.sft.judge.prompts import stop_tokens
 from narrowcast.workloads.sft.judge.settings import JudgeSection
 from narrowcast.workloads.sft.models.base import Built, build_model
 from narrowcast.workloads.sft.models.loading import load_config, load_tokenizer
 from narrowcast.workloads.sft.models.lora import adapted
+from narrowcast.workloads.sft.models.results import ADAPTER, place_of_weights
 from narrowcast.workloads.sft.settings import LoraSection, SftModel
 
 
@@ -49,7 +52,9 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     """Load the model to `device` and read the data; on the meta device read shapes only."""
     settings, data = recipe.section(SftModel), recipe.section(SftData)
     remote = settings.trust_remote_code
-    tokenizer = load_tokenizer(settings.path, trust_remote_code=remote)
+    tokenizer = load_tokenizer(
+        settings.path, trust_remote_code=remote, eos_token=settings.eos_token
+    )
     text_config = load_config(settings.path, trust_remote_code=remote).get_text_config()
     _refuse_tokens(settings.path, tokenizer, text_config)
     context = getattr(text_config, "max_position_embeddings", None)
@@ -61,12 +66,16 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     if device.type != "meta":
         calling.refuse_leaks(model, vocabulary=vocabulary)
     networks = _networks(recipe, model, rows)
-    told = (*_trained(built, recipe), *(rows.report.lines() if len(rows.train) else ()))
+    judge, told = None, _trained(built, recipe)
+    if device.type != "meta":
+        template = _template(data, tokenizer)
+        told += (*rows.report.lines(), *_stop_at_ends(model, template, recipe))
+        judge = _judge(recipe, template, model, rows)
     return Parts(
         model=model,
         tokenizer=tokenizer,
         data=rows,
-        judge=None if device.type == "meta" else _judge(recipe, tokenizer, model, rows),
+        judge=judge,
         calling=calling,
         vocabulary=vocabulary,
         networks=networks,
@@ -74,14 +83,33 @@ def build_parts(recipe: Recipe, *, device: torch.device) -> Parts:
     )
 
 
-def _judge(recipe: Recipe, tokenizer: Any, model: nn.Module, rows: PreparedData) -> Judge:
-    data = recipe.section(SftData)
-    template = template_of(
+def _template(data: SftData, tokenizer: Any) -> Template:
+    return template_of(
         data.template_format,
         tokenizer,
         instruction_template=data.instruction_template,
         loss_on=data.loss_on,
     )
+
+
+def _stop_at_ends(model: nn.Module, template: Template, recipe: Recipe) -> tuple[str, ...]:
+    """Let a model that is saved whole stop at what it learns; say where an adapter will not.
+
+    An adapter's folder has no generation settings: transformers and peft use those of its base.
+    """
+    ends = stop_tokens(template)
+    if place_of_weights(recipe) != ADAPTER:
+        set_stop_tokens(model, ends)
+    elif not model_ends(model).intersection(ends):
+        names = template.tokenizer.convert_ids_to_tokens(list(ends))
+        return (
+            f"the base model's generation settings do not stop at {' or '.join(names)}: pass "
+            f"eos_token_id={ends[0]} to generate(), or set lora.merge_adapter_with_base=true",
+        )
+    return ()
+
+
+def _judge(recipe: Recipe, template: Template, model: nn.Module, rows: PreparedData) -> Judge:
     return Judge(
         recipe.section(JudgeSection),
         template,

@@ -29,6 +29,11 @@ class SftModel(Section):
         f"on the Hugging Face Hub, as owner/name; or {TINY} (a small Llama without training, for "
         "a first run)"
     )
+    eos_token: Name | None = Field(
+        default=None,
+        description="token that ends a response and stops generation, such as <|im_end|>; it "
+        "becomes the eos token of the saved tokenizer; none: the tokenizer's own",
+    )
     tune: Literal["lora", "full"] = Field(
         default="lora", description="what is trained: adapters beside frozen weights, or all of it"
     )

@@ -68,7 +68,7 @@ def chat_tokenizer():
 @pytest.fixture(scope="session")
 def untrimmed():
     """One whose spans hold the spaces before words."""
-    return make_tokenizer(template=CHATML, trim=False)
+    return make_tokenizer(template=CHATML, trim=False, eos_token="<|im_end|>")
 
 
 @pytest.fixture

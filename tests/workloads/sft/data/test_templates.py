@@ -48,7 +48,7 @@ def test_alpaca_sets_a_context_apart(tokenizer):
 
 def test_chatml_learns_the_end_of_each_turn_and_of_all(tokenizer, make_tokenizer):
     found = pieces("chatml", (Turn("system", "S"), *TWICE), tokenizer)
-    assert learnt(found) == ["A.", "<|im_end|>", "So.", "<|im_end|>", "<eos>"]
+    assert learnt(found) == ["A.<|im_end|>", "So.<|im_end|>", "\n<eos>"]
     ends = make_tokenizer(eos_token="<|im_end|>")
     assert pieces("chatml", ASKED, ends)[-1] == ("\n", False)
 
@@ -78,8 +78,15 @@ def test_a_text_is_learnt_as_it_stands_and_so_is_its_end(chat_tokenizer):
     assert pieces("chat", (Turn("text", "T"),), chat_tokenizer) == [("T<eos>", True)]
 
 
-def test_chat_learns_what_follows_the_generation_prompt(chat_tokenizer):
-    assert learnt(pieces("chat", TWICE, chat_tokenizer)) == ["A.<|im_end|>", "So.<|im_end|>"]
+def test_chat_learns_what_follows_the_generation_prompt(untrimmed):
+    assert learnt(pieces("chat", TWICE, untrimmed)) == ["A.<|im_end|>", "So.<|im_end|>"]
+
+
+@pytest.mark.parametrize("loss_on", ["response", "all"])
+def test_last_response_is_learnt_up_to_an_eos_that_does_not_end_turns(loss_on, chat_tokenizer):
+    found = "".join(learnt(pieces("chat", TWICE, chat_tokenizer, loss_on=loss_on)))
+    assert found.endswith("So.<|im_end|>\n<eos>")
+    assert found.count("<eos>") == 1
 
 
 TEMPLATES = {
@@ -89,7 +96,7 @@ TEMPLATES = {
         "{{ '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}"
         "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        ["A.<|im_end|>", "So.<|im_end|>"],
+        ["A.<|im_end|>", "So.<|im_end|>\n", "<eos>"],
     ),
     # Mistral and Llama 2: no words to ask for an answer with.
     "inst": (
@@ -103,7 +110,7 @@ TEMPLATES = {
         "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] "
         "+ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
-        ["A.<|im_end|>", "So.<|im_end|>"],
+        ["A.<|im_end|>", "So.<|im_end|>\n<eos>"],
     ),
     # No sign for an end: the tokenizer's comes after all.
     "plain": (
@@ -190,5 +197,5 @@ def test_what_is_learnt_is_the_responses_and_their_ends_in_order(chat_tokenizer,
     turns = [turn for q, a in said for turn in (Turn("user", q), Turn("assistant", a))]
     found = pieces(name, turns, chat_tokenizer)
     end = {"basic": "<eos>", "alpaca": "<eos>"}.get(name, "<|im_end|>")
-    expected = "".join(a + end for _, a in said) + ("<eos>" if name == "chatml" else "")
+    expected = "".join(a + end for _, a in said) + ("\n<eos>" if end == "<|im_end|>" else "")
     assert "".join(learnt(found)) == expected

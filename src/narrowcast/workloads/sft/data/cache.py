@@ -21,7 +21,7 @@ from narrowcast.workloads.sft.data.sources import Source, Sources
 from narrowcast.workloads.sft.data.templates import Template
 from narrowcast.workloads.sft.data.tokenised import TokenRows
 
-VERSION = 1
+VERSION = 2
 """Of the file and of all that makes tokens; another one where the same rows give other tokens."""
 MATTERS = (
     "format", "columns", "empty_response", "response_max_length", "instruction_max_length",

@@ -36,12 +36,14 @@ def chat_pieces(
 ) -> Iterator[Piece]:
     """Write a conversation as the tokenizer's template does.
 
-    A response is learnt with the special token that ends it. A template that writes a turn in
-    another way once others follow is refused: nobody could say what to learn.
+    A response is learnt with the special token that ends it. Where that is not the eos token, the
+    last response is learnt to the end of the text, followed by the eos token: whoever loads only an
+    adapter generates with the settings of its base, which may stop at no other token. A template
+    that writes a turn in another way once others follow is refused: nobody could say what to learn.
     """
     messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
     rendered = _Rendered(tokenizer, messages, conversation.place)
-    done, ended = 0, True
+    done, last, eos = 0, len(conversation.turns) - 1, str(tokenizer.eos_token)
     for number, turn in enumerate(conversation.turns):
         if turn.role == "assistant":
             start, after, stop = rendered.response(number)
@@ -49,24 +51,23 @@ def chat_pieces(
             ends = [tail.index(each) + len(each) for each in specials if each in tail]
             if not ends and not rendered.is_stable(number):
                 raise rendered.unstable(number)
-            ended = bool(ends)
             stop = after + min(ends) if ends else stop
+            if number == last and not rendered.full[:stop].endswith(eos):
+                stop = len(rendered.full)
             yield Piece(rendered.full[done:start], False)
             yield Piece(rendered.full[start:stop], True)
             done = stop
     yield Piece(rendered.full[done:], False)
-    if not ended:
-        yield Piece(tokenizer.eos_token, True)
+    if not rendered.full[:done].rstrip().endswith(eos):
+        yield Piece(eos, True)
 
 
-def chat_whole(
-    conversation: Conversation, tokenizer: Any, specials: Collection[str]
-) -> Iterator[Piece]:
+def chat_whole(conversation: Conversation, tokenizer: Any) -> Iterator[Piece]:
     """Write a conversation as the tokenizer's template does, all of it to be learnt."""
     messages = [{"role": turn.role, "content": turn.whole} for turn in conversation.turns]
     full = _Rendered(tokenizer, messages, conversation.place).full
     yield Piece(full, True)
-    if not full.rstrip().endswith(tuple(specials)):
+    if not full.rstrip().endswith(tokenizer.eos_token):
         yield Piece(tokenizer.eos_token, True)
 
 

@@ -74,9 +74,12 @@ def template_of(
         )
     end = tokenizer.eos_token
     specials = special_texts(tokenizer)
-    chat_writer = chat_pieces if loss_on == "response" else chat_whole
     writers: dict[str, Callable[[Conversation], Iterator[Piece]]] = {
-        "chat": lambda conversation: chat_writer(conversation, tokenizer, specials),
+        "chat": lambda conversation: (
+            chat_pieces(conversation, tokenizer, specials)
+            if loss_on == "response"
+            else chat_whole(conversation, tokenizer)
+        ),
         "chatml": lambda conversation: _chatml(conversation, end),
         "alpaca": lambda conversation: _alpaca(conversation, end),
         "basic": lambda conversation: _basic(conversation, instruction_template, end),
@@ -107,15 +110,13 @@ def require_end(tokenizer: Any) -> None:
 
 
 def _chatml(conversation: Conversation, end: str) -> Iterator[Piece]:
-    for turn in conversation.turns:
+    for number, turn in enumerate(conversation.turns, 1):
         learnt = turn.role == "assistant"
+        # Generation settings of the base model may stop at its eos token only.
+        ends = learnt and number == len(conversation.turns) and end != END_OF_TURN
         yield Piece(f"<|im_start|>{turn.role}\n", False)
-        yield Piece(turn.whole, learnt)
-        yield Piece(END_OF_TURN, learnt)
-        yield Piece("\n", False)
-    if end != END_OF_TURN:
-        # To whoever generates, only this token is an end.
-        yield Piece(end, True)
+        yield Piece(f"{turn.whole}{END_OF_TURN}", learnt)
+        yield Piece(f"\n{end}" if ends else "\n", ends)
 
 
 def _alpaca(conversation: Conversation, end: str) -> Iterator[Piece]:

@@ -106,18 +106,21 @@ def answer(
     max_new_tokens: int,
     batch_size: int,
 ) -> list[str]:
-    """Return what a model writes after each prompt, up to how the template ends a response."""
-    tokenizer, ending = template.tokenizer, ending_of(template)
-    own = {tokenizer.eos_token_id, ending.token} - {None}
+    """Return what a model writes after each prompt, always with the likeliest token.
+
+    It stops where the model's own generation settings do. What the template writes between a
+    response and that token is left out.
+    """
+    tokenizer = template.tokenizer
     tokens = greedy(
         model,
         prompts,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
-        ends={*model_ends(model), *own},
+        ends=model_ends(model),
         padding=padding_token(tokenizer),
     )
-    return texts_of(tokens, tokenizer, ending)
+    return texts_of(tokens, tokenizer, ending_of(template))
 
 
 def wilson(right: int, rows: int, *, level: float = LEVEL) -> Interval:

@@ -1,6 +1,7 @@
-"""Text out of a model, the likeliest at every token, as transformers generates it."""
+"""Text out of a model, as transformers generates it: the likeliest token, or as it is saved."""
 
 import contextlib
+import copy
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.training.evaluation import in_eval_mode
 
 
-@torch.no_grad()
 def greedy(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -30,8 +30,6 @@ def greedy(
     generation are neither heeded nor changed, and its modes and random generators stay as they are.
     Waits for the device.
     """
-    require_room(model, prompts, max_new_tokens=max_new_tokens)
-    device = next(model.parameters()).device
     config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,
         num_beams=1,
@@ -40,9 +38,46 @@ def greedy(
         pad_token_id=padding,
         use_cache=True,
     )
+    return _generated(model, prompts, config, batch_size=batch_size, ends=ends)
+
+
+def generate_as_saved(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    padding: int,
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt under the model's own generation settings.
+
+    Only `max_new_tokens` is added to them. Settings that sample draw from a fixed seed. Waits for
+    the device.
+    """
+    config: Any = copy.deepcopy(model.generation_config)
+    config.max_new_tokens, config.num_return_sequences = max_new_tokens, 1
+    if config.pad_token_id is None:
+        config.pad_token_id = padding
+    ends = model_ends(model)
+    return _generated(model, prompts, config, batch_size=batch_size, ends=ends)
+
+
+@torch.no_grad()
+def _generated(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    *,
+    batch_size: int,
+    ends: Collection[int],
+) -> list[list[int]]:
+    most, padding = config.max_new_tokens, config.pad_token_id
+    require_room(model, prompts, max_new_tokens=most)
+    device = next(model.parameters()).device
     found: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     with randomness_kept(device), in_eval_mode(model), _only(config, model), _uncompiled():
+        torch.manual_seed(0)
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             ids, mask = _filled([prompts[number] for number in chosen], padding, device)
@@ -86,6 +121,14 @@ def model_ends(model: nn.Module) -> frozenset[int]:
             return frozenset(own)
         case _:
             return frozenset()
+
+
+def set_stop_tokens(model: Any, ends: Sequence[int]) -> None:
+    """Let a model stop at `ends` too, wherever it is loaded from what is saved of it."""
+    own = model_ends(model)
+    if not own.issuperset(ends):
+        model.generation_config.eos_token_id = [*ends, *sorted(own.difference(ends))]
+        model.config.eos_token_id = ends[0]
 
 
 def _filled(

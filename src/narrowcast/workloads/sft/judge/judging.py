@@ -19,10 +19,10 @@ from narrowcast.training.checkpoints.data_identity import digest_of
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.task import Hook
 from narrowcast.workloads.sft.data.templates import Template
-from narrowcast.workloads.sft.data.tokenised import TokenRows
+from narrowcast.workloads.sft.data.tokenised import TokenRows, padding_token
 from narrowcast.workloads.sft.judge.answers import way_of
-from narrowcast.workloads.sft.judge.exact_match import ExactMatch, answer, exact_match
-from narrowcast.workloads.sft.judge.generation import room_of
+from narrowcast.workloads.sft.judge.exact_match import ExactMatch, exact_match
+from narrowcast.workloads.sft.judge.generation import generate_as_saved, room_of
 from narrowcast.workloads.sft.judge.perplexity import (
     Perplexity,
     Window,
@@ -198,13 +198,15 @@ class Judge:
         return hashlib.blake2b(logits.float().cpu().numpy().tobytes()).hexdigest()
 
     def _answers(self, model: nn.Module) -> list[str]:
-        return answer(
+        tokenizer = self._template.tokenizer
+        tokens = generate_as_saved(
             model,
-            self._template,
             [question.prompt for question in self._shown],
             max_new_tokens=self._sample_tokens,
             batch_size=self._section.batch_size,
+            padding=padding_token(tokenizer),
         )
+        return [str(tokenizer.decode(each, skip_special_tokens=True)).strip() for each in tokens]
 
     def _compared(self, before: Sequence[str], after: Sequence[str]) -> list[Sample]:
         decode = self._template.tokenizer.decode

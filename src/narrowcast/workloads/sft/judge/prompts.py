@@ -71,6 +71,16 @@ def ending_of(template: Template) -> Ending:
     return Ending(token, words)
 
 
+def stop_tokens(template: Template) -> tuple[int, ...]:
+    """Return the tokens that end what is learnt: the end of a turn, if it has one, and the eos."""
+    eos = int(template.tokenizer.eos_token_id)
+    try:
+        token = ending_of(template).token
+    except RecipeError:  # a chat template that data.loss_on=all accepts; its text ends with the eos
+        return (eos,)
+    return (eos,) if token in (None, eos) else (int(token), eos)
+
+
 def shown_of(rows: TokenRows, tokenizer: Any, *, count: int, room: int | None) -> list[Question]:
     """Return the prompts and responses of a few rows, from all over them, that fit into `room`.
 
@@ -104,16 +114,13 @@ def _shown(rows: TokenRows, tokenizer: Any, number: int, at: int) -> Question:
 
 
 def _split(rows: TokenRows, number: int) -> tuple[int, int] | None:
-    """Return a row and where its answer begins: the last stretch that is learnt and has words."""
+    """Return a row and where its answer begins: the last stretch that is learnt."""
     _, learnt = rows.row(number)
     if learnt[1:].all():
         return (number, len(learnt) // 2) if len(learnt) > 1 else None
     edges = np.flatnonzero(np.diff(learnt.astype(np.int8), prepend=0, append=0))
-    starts, ends = edges[::2], edges[1::2]
-    # A token that ends a text may be learnt by itself, after the line that ends the turn.
-    long = [int(s) for s, e in zip(starts, ends, strict=True) if e - s > 1]
-    start = long[-1] if long else int(starts[-1])
-    return (number, start) if start else None
+    starts = edges[::2]
+    return (number, int(starts[-1])) if starts[-1] else None
 
 
 def _tokens_before(conversation: Conversation, template: Template) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def _samples(folder: Path) -> Iterable[ReportSection]:
     if samples is None:
         yield ReportSection(title="Samples", html=_damaged(SAMPLES))
     elif samples:
-        note = "<p class='note'>Each answer is the likeliest token after token.</p>"
+        note = "<p class='note'>Generated with the generation settings that are saved.</p>"
         yield ReportSection(title="Samples", html=note + "".join(map(_sample, samples)))
 
 

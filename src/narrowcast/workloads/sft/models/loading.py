@@ -16,6 +16,7 @@ import torch
 from narrowcast.config.problems import shortened
 from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.workloads.sft.data.chat import special_texts
 from narrowcast.workloads.sft.models.tiny import tiny_config, tiny_tokenizer
 from narrowcast.workloads.sft.settings import TINY
 
@@ -66,8 +67,23 @@ def place_of(name: str) -> Place:
     return Place(name=name, folder=name)
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a model."""
+def load_tokenizer(
+    name: str, *, trust_remote_code: bool = False, eos_token: str | None = None
+) -> Any:
+    """Return the tokenizer of a model, with `eos_token` in place of its own where one is named."""
+    tokenizer = _tokenizer(name, trust_remote_code=trust_remote_code)
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            known = ", ".join(sorted(special_texts(tokenizer)))
+            raise RecipeError(
+                f"model.eos_token must be a token of the tokenizer, got {eos_token}. Its special "
+                f"tokens are {shortened(known, 300)}."
+            )
+        tokenizer.eos_token = eos_token
+    return tokenizer
+
+
+def _tokenizer(name: str, *, trust_remote_code: bool) -> Any:
     if name == TINY:
         return tiny_tokenizer()
     from transformers import AutoTokenizer

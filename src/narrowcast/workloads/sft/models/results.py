@@ -32,10 +32,12 @@ def place_of_weights(recipe: Recipe) -> str:
 
 def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer: Any) -> None:
     """Write folders that transformers and peft load."""
-    settings, model = recipe.section(SftModel), prepared.model
+    settings = recipe.section(SftModel)
+    model: Any = prepared.model
     config = load_config(settings.path, trust_remote_code=settings.trust_remote_code)
     dtype = saved_dtype(settings.save_dtype, config)
     if settings.tune == "full":
+        config.eos_token_id = getattr(model.config, "eos_token_id", None)
         save_model(
             config,
             _untied(prepared),
@@ -49,9 +51,10 @@ def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer:
     adapter = folder / ADAPTER
     save_adapter(model, prepared.full_weights(), adapter, tokenizer=tokenizer)
     if recipe.section(LoraSection).merge_adapter_with_base:
-        save_merged(
-            base_to_merge(recipe), adapter, folder / MERGED, tokenizer=tokenizer, dtype=dtype
-        )
+        base = base_to_merge(recipe)
+        base.generation_config = model.generation_config
+        base.config.eos_token_id = getattr(model.config, "eos_token_id", None)
+        save_merged(base, adapter, folder / MERGED, tokenizer=tokenizer, dtype=dtype)
 
 
 def _untied(prepared: Prepared) -> dict[str, Tensor]:
