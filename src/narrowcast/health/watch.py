@@ -50,7 +50,7 @@ class Watch:
     def __init__(self, model: nn.Module, *, policy: str | Policy, every: int) -> None:
         device = _device_of(model)
         plan = make_plan(model, policy, hardware=probe(str(device)), only_faster=False, fuse="none")
-        self._probes, self._every = Probes(model, plan), every
+        self._probes, self._every = Probes(model, plan, in_runs=True), every
         words = Wording(policy=plan.policy)
         self._findings, self._waits = Findings(lambda: words), device.type == "cuda"
         self._readings: deque[Reading] = deque()
@@ -75,6 +75,7 @@ class Watch:
         self._latest = Reading(self._probes, step=self._steps)
         self._readings.append(self._latest)
         self._probes.forget()
+        self._probes.offsets.draw(self._steps)
         return self._arrived(leaving=1 if self._waits else 0)
 
     def what_if(self, name: str) -> HealthRecord:

@@ -116,7 +116,7 @@ def quantize(
     number on the device, that scale is used and larger values saturate; the first time the matrix
     itself decides it. `cast_stats` are four int32, of which the first becomes the largest magnitude
     as bits if it is larger than what is there; to the others are added how many values were looked
-    at (by a kernel, about one in eight), how many of these were beyond the format's range, and how
+    at (by a kernel, about one in seven), how many of these were beyond the format's range, and how
     many became zero that were not. What is not finite becomes NaN. With an activation the matrix is
     quantised after it: `gelu` of x, `gelu_backward`, x times the derivative at `beside`, or
     `gated_silu`, `gated_gelu` or `gated_gelu_tanh`, `beside` times the activation of x.

@@ -15,7 +15,8 @@ _TILES = {"": (128, 64, 8, 64), "gelu": (64, 64, 4, 56), "gelu_backward": (64, 6
 # Of those with two tensors to read, as the last of these.
 _TILES |= dict.fromkeys(("gated_silu", "gated_gelu", "gated_gelu_tanh"), _TILES["gelu_backward"])
 _BLOCK = 16384
-_COUNTED = tl.constexpr(8)  # one tile in so many
+# One tile in so many, and no power of two: tiles at the same tokens of each sequence would be.
+_COUNTED = tl.constexpr(7)
 _BY_BITS = interpreted()  # whose own casts to fp8 are wrong
 
 
@@ -56,7 +57,7 @@ def quantize_into(
 
     With `measured`, the bits of the largest magnitude, the scale is made from it and its inverse
     written; without it `scale_inv` is read, and the largest magnitude goes into the first of the
-    `cast_stats`. The other three count the values of one tile in eight: all of them, the saturated,
+    `cast_stats`. The other three count the values of one tile in seven: all of them, the saturated,
     and the flushed.
     """
     count, width = x.shape

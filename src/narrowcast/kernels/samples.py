@@ -1,4 +1,4 @@
-"""Values of many tensors, evenly spaced, copied to the rows of one matrix in one launch.
+"""Values of many tensors at random positions, copied to the rows of one matrix in one launch.
 
 A copy for each tensor would be a few hundred launches of a few kilobytes each: milliseconds that
 one launch for all of a dtype does not take.
@@ -21,14 +21,16 @@ BLOCK = 1024
 
 Spacing = tuple[int, int, int]
 """Which values of a tensor are taken: its number of elements, how many neighbours lie together, and
-every which such run is taken. A tensor that has fewer than are taken begins again."""
+of what number a run's beginning is a multiple."""
 
 
 class SampleKernel:
     """Copies values of tensors that have one place each in a list, whose shapes do not change."""
 
-    def __init__(self, spacings: Sequence[Spacing], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, spacings: Sequence[Spacing], *, single: Tensor, runs: Tensor) -> None:
+        """Take offsets, in units of 2**-31 of a tensor, of single values and of runs of them."""
+        self._device = device = single.device
+        self._single, self._runs = single, runs
         self._spacings = upload(torch.tensor(spacings, dtype=torch.int64).view(-1, 3), device)
         self._addresses = HostTable(len(spacings), device, dtype=torch.int64)
         self._rows: dict[tuple[torch.dtype | None, ...], dict[torch.dtype, Tensor]] = {}
@@ -48,6 +50,8 @@ class SampleKernel:
                 rows,
                 self._spacings,
                 self._addresses.tensor,
+                self._single,
+                self._runs,
                 into,
                 width,
                 TYPE=TYPES[dtype],
@@ -66,17 +70,34 @@ class SampleKernel:
 
 
 @triton.jit
-def _copy(rows, spacings, addresses, into, width, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(
+    rows,
+    spacings,
+    addresses,
+    single,
+    runs,
+    into,
+    width,
+    TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copy a part of one tensor's sample."""
     row = tl.load(rows + tl.program_id(0))
     count = tl.load(spacings + row * 3)
     run = tl.load(spacings + row * 3 + 1)
-    stride = tl.load(spacings + row * 3 + 2)
+    alignment = tl.load(spacings + row * 3 + 2)
     address = tl.load(addresses + row)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = at.to(tl.int64)
-    place = (place // run * run * stride + place % run) % count
     inside = at < width
+    # A small tensor as often as it fits; then random offsets.
+    place = at.to(tl.int64)
+    copied = width // count * count
+    rest = place - copied
+    drawn = inside & (rest >= 0)
+    offset = tl.load(single + rest, mask=drawn & (run == 1), other=0)
+    offset += tl.load(runs + rest // run, mask=drawn & (run > 1), other=0)
+    begin = (offset * (count // alignment) >> 31) * alignment
+    place = tl.where(drawn, begin + rest % run, place) % count
     pointer = address.to(tl.pointer_type(TYPE))
     x = tl.load(pointer + place, mask=inside & (address != 0), other=0.0)
     tl.store(into + row * width + at, x.to(tl.float32), mask=inside)

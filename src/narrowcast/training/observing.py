@@ -30,14 +30,17 @@ class Observer:
         prepared: Prepared,
         *,
         every: int,
+        seed: int,
         own: Callable[[], Mapping[str, Policy]] = dict,
         profile: StepProfile | None = None,
     ) -> None:
         """Begin to look; `own()` are the policies that modules with other formats came from.
 
+        `seed` decides, with the step, at which positions tensors are sampled.
         `profile` looks closely at the operations of a few steps.
         """
         self._prepared, self._every, self._own = prepared, every, own
+        self._seed = seed
         self._profile = profile
         self._findings = Findings(lambda: prepared.engine.log.wording)
         self._readings: deque[tuple[int, Reading]] = deque()
@@ -60,7 +63,10 @@ class Observer:
         if self._probes is None:
             return None
         self._probes.switch.on = step % self._every == 0
-        return self._probes.weights.take if self._probes.switch.on else None
+        if not self._probes.switch.on:
+            return None
+        self._probes.offsets.draw(step)
+        return self._probes.weights.take
 
     def after_step(self, step: int) -> None:
         """Read, if it is time to, what a step that was just queued has left."""
@@ -122,4 +128,6 @@ class Observer:
 
     def _install(self) -> None:
         if self._every:
-            self._probes = Probes(self._prepared.model, self._prepared.plan, supposed=self._own())
+            self._probes = Probes(
+                self._prepared.model, self._prepared.plan, supposed=self._own(), seed=self._seed
+            )

@@ -97,7 +97,7 @@ class _Course:
         self._adapter = Adapter(prepared, recipe, gemm_rows=task.gemm_rows)
         profile = profile_of(recipe, device=self._device, home=self._home)
         every, own = recipe.health.every, self._adapter.own
-        self._observer = Observer(prepared, every=every, own=own, profile=profile)
+        self._observer = Observer(prepared, every=every, seed=recipe.seed, own=own, profile=profile)
         self._stepper = Stepper(prepared, task, recipe)
         self._investigator = Investigator(
             prepared,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from narrowcast.health.findings.findings import CALM, Findings
+from narrowcast.health.findings.rules import STEADY
 from narrowcast.health.statistics.statistics import COLUMNS, statistics
 from narrowcast.numerics import format_named
 from narrowcast.precision.gradients.loss_scale import LossScale
@@ -211,14 +212,32 @@ def test_a_layer_of_zeros_is_dead_only_after_some_looks():
 
 def test_magnitudes_that_grow_beyond_their_past_are_found():
     findings = Findings()
-    for n in range(20):
+    for n in range(40):
         assert findings.look(look(n, ("a", "input", "bf16", drawn(n)))) == []
-    found = findings.look(look(20, ("a", "input", "bf16", drawn(times=100.0))))
-    assert whats(found) == [("a", "input", "magnitudes grow")]
+    grown = [look(40 + n, ("a", "input", "bf16", drawn(n, times=100.0))) for n in range(STEADY)]
+    told = [whats(findings.look(each)) for each in grown]
+    assert told == [[]] * (STEADY - 1) + [[("a", "input", "magnitudes grow")]]
     leaping = Findings()
-    for n in range(30):
-        times = 100.0 if n == 29 else 1.0
+    for n in range(50):
+        times = 100.0 if n > 40 else 1.0
         assert leaping.look(look(n, ("a", "grad_output", "bf16", drawn(n, times=times)))) == []
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
+def test_a_rare_large_value_that_samples_sometimes_contain_is_not_growth(share):
+    findings, generator = Findings(), torch.Generator().manual_seed(0)
+    for n in range(300):
+        x = drawn(n % 7)
+        if torch.rand((), generator=generator) < share:
+            x[0] = 1e4
+        assert findings.look(look(n, ("a", "output", "bf16", x))) == []
+
+
+def test_a_layer_whose_weight_has_a_gradient_is_not_dead():
+    findings, zeros = Findings(), torch.zeros(128)
+    for n in range(6):
+        tensors = (("a", "grad_output", "bf16", zeros), ("a", "grad_weight", "bf16", drawn(n)))
+        assert findings.look(look(n, *tensors)) == []
 
 
 def test_a_loss_spike_is_found_and_a_steep_beginning_is_not():

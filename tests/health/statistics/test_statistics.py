@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.health.statistics.sampling import SAMPLE, sample
+from narrowcast.health.statistics.sampling import SAMPLE, Offsets, sample
 from narrowcast.health.statistics.statistics import (
     COLUMNS,
     RUN,
@@ -26,6 +26,8 @@ THEIRS = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
 }
+
+OFFSETS = Offsets(torch.device("cpu"))
 
 
 def spread(rows, columns=512, *, seed=0, decades=6):
@@ -120,11 +122,85 @@ def test_exponents_are_counted_after_the_scale():
 @given(shape=st.lists(st.integers(1, 300), min_size=1, max_size=3))
 def test_a_sample_is_of_one_size_and_spread_over_the_whole_tensor(shape):
     x = torch.arange(math.prod(shape)).view(shape)
-    taken = sample(x)
-    assert taken.numel() == SAMPLE
-    places = taken.long().unique()
-    assert len(places) == min(x.numel(), SAMPLE)
-    gaps = places.diff()
-    if x.numel() > 2 * SAMPLE:
-        assert gaps.max() <= 2 * RUN * (x.numel() / SAMPLE)
-        assert places[-1] >= x.numel() * 0.49
+    for offsets in (OFFSETS.single, OFFSETS.runs):
+        taken = sample(x, offsets)
+        assert taken.shape == (SAMPLE,)
+        if x.numel() <= SAMPLE:
+            counts = taken.bincount(minlength=x.numel())
+            assert counts.min() >= SAMPLE // x.numel()
+        gaps = torch.cat([torch.tensor([0]), taken.unique(), torch.tensor([x.numel()])]).diff()
+        assert gaps.max() <= 2 * x.numel() / len(offsets) + RUN
+
+
+LAYOUTS = {
+    "one position of every row": lambda batch: token_mask(batch, 33, 16, positions=[0]),
+    "a few positions, wide rows": lambda batch: token_mask(batch, 64, 128, positions=[3, 9, 40]),
+    "the end of every row": lambda batch: token_mask(batch, 27, 256, positions=range(21, 27)),
+    "one column": lambda batch: token_mask(batch, 16, 256, columns=[7]),
+    "a block of columns": lambda batch: token_mask(batch, 50, 96, columns=range(24)),
+    "channels first": lambda batch: token_mask(batch, 40, 48, positions=[1, 2]).transpose(1, 2),
+}
+
+
+def token_mask(batch, length, width, *, positions=None, columns=None):
+    x = torch.zeros(batch, length, width)
+    x[:, slice(None) if positions is None else list(positions)] = 1.0
+    if columns is not None:
+        x.zero_()[:, :, list(columns)] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 27, 31, 32, 64, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sample_estimates_the_share_of_any_layout_at_any_batch_size(layout, batch):
+    x = LAYOUTS[layout](batch)
+    true, offsets, readings = x.mean().item(), Offsets(x.device, seed=1), 40
+    shares = {1: [], RUN: []}
+    for step in range(readings):
+        offsets.draw(step)
+        shares[1].append(sample(x, offsets.single).mean().item())
+        shares[RUN].append(sample(x, offsets.runs).mean().item())
+    for run, told in shares.items():
+        # Of independent single values, or of independent runs of equal ones: parts do no worse.
+        error = math.sqrt(true * (1 - true) / (SAMPLE / run))
+        assert abs(np.mean(told) - true) < 4 * error / math.sqrt(readings) + 1e-6
+        assert max(abs(each - true) for each in told) < 5 * error + 1e-6
+
+
+@pytest.mark.parametrize("batch", [1, 16, 32, 100])
+def test_statistics_of_a_sample_are_those_of_the_tensor_within_the_error_of_sampling(batch):
+    generator = torch.Generator().manual_seed(batch)
+    x = torch.randn(batch, 32, 128, generator=generator)
+    x *= 10.0 ** torch.randint(-4, 1, (32, 1), generator=generator)  # by position
+    x[:, 0] = 0.0
+    whole = statistics(x.view(1, -1), E5M2, scaling="tensor")[0]
+    offsets = Offsets(x.device)
+    for step in range(5):
+        offsets.draw(step)
+        told = statistics(sample(x, offsets.single).view(1, -1), E5M2, scaling="tensor")[0]
+        for name in ("underflow", "subnormal"):
+            true, mine = (each[COLUMNS.index(name)].item() for each in (whole, told))
+            assert abs(mine - true) < 5 * math.sqrt(max(true, 1e-3) / SAMPLE)
+        at = COLUMNS.index("snr_db")
+        assert told[at].item() == pytest.approx(whole[at].item(), abs=1.0)
+
+
+def test_offsets_depend_on_nothing_but_the_seed_and_the_step():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    one, other = (Offsets(torch.device("cpu"), seed=5) for _ in range(2))
+    one.draw(3)
+    other.draw(7)
+    assert not torch.equal(one.single, other.single)
+    other.draw(3)
+    assert torch.equal(one.single, other.single)
+    assert torch.equal(one.runs, other.runs)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(one.single, Offsets(torch.device("cpu"), seed=3).single)
+
+
+def test_a_block_of_neighbours_is_sampled_whole():
+    for shape in ((64, 256), (300, 300)):  # of which the second ends within a block
+        runs = sample(torch.arange(math.prod(shape)), OFFSETS.runs).view(-1, RUN)
+        assert ((runs - runs[:, :1]) % math.prod(shape) == torch.arange(RUN)).all()
+    assert (sample(torch.arange(2**16), OFFSETS.runs)[::RUN] % RUN == 0).all()

@@ -34,6 +34,7 @@ SETTINGS = {
     "momentum": {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}},
     "adafactor": {"optimizer": {"name": "adafactor", "lr": 0.01}},
     "linear": {"lr_schedule": {"name": "linear", "warmup": 6}},
+    "watched": {"health": {"every": 1}, "batch_size": 24},
 }
 
 

@@ -55,6 +55,9 @@ class Findings:
         seen = {(s.module, s.role): s for s in self._tensors(record)}
         words = self.wording()
         found = [t for s in seen.values() for rule in RULES for t in rule(s, words)]
+        # A weight has a gradient only if some of its output has one, which a sample may miss.
+        learning = {s.module for s in seen.values() if s.role == "grad_weight" and s.amax > 0}
+        found = [t for t in found if t[::2][:2] != ("dead", "grad_output") or t[1] not in learning]
         found += first_nonfinite([*seen.values()], words)
         too_low = [] if scaling is None else [*low([*seen.values()], loss_scale, scaling, words)]
         fp16 = {key for key, s in seen.items() if s.format == "fp16"}

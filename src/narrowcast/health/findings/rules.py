@@ -16,7 +16,10 @@ VANISHED = 0.25
 LOST = 0.5
 """Share of lost updates above which weights are said to stand still."""
 GROWN = 16.0
-"""A largest magnitude that is so many times its median is said to drift."""
+"""A largest magnitude that is so many times what it was is said to drift."""
+STEADY = 6
+"""Looks in a row that must show it: of 1,000 tensors with a rare large value, samples of 200 looks
+would else contain it several times in a row in one or another."""
 SPIKE = 8.0
 """A loss that is so many times the usual distance of neighbours above the last few is a spike."""
 RECENT = 8
@@ -109,14 +112,18 @@ def dead(seen: Seen, words: Wording) -> Iterator[Trouble]:
 
 
 def drift(seen: Seen, words: Wording) -> Iterator[Trouble]:
-    """A largest magnitude that has grown far beyond what it was; gradients leap by themselves."""
+    """A largest magnitude that has grown far beyond what it was; gradients leap by themselves.
+
+    A sample contains a rare large value in some readings and misses it in others, which is no
+    growth: STEADY readings in a row must be beyond all in the older half of those remembered.
+    """
     if seen.role not in ("input", "weight", "output"):
         return
     past = [value for value in seen.past if 0 < value < math.inf]
-    if len(past) < REMEMBERED // 4 or not seen.amax < math.inf:
+    if len(past) < REMEMBERED // 2 or not seen.amax < math.inf:
         return
-    usual = median(past)
-    if seen.amax > GROWN * usual:
+    usual = max(past[: len(past) // 2])
+    if min(seen.amax, *past[1 - STEADY :]) > GROWN * usual:
         yield Trouble(
             "drift",
             seen.module,

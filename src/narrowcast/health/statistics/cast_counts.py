@@ -1,7 +1,7 @@
 """What casts to fp8 have lost, counted by what makes them rather than seen in a sample.
 
 With delayed scaling the kernels that quantise note the largest magnitude of all values, and of one
-value in eight whether it was saturated or flushed to zero, by the scale that was in force. A sample
+value in seven whether it was saturated or flushed to zero, by the scale that was in force. A sample
 knows none of these: it would be scaled by itself, and so never saturates.
 """
 

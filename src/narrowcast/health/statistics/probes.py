@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from narrowcast.health.statistics.cast_counts import CastCounts
 from narrowcast.health.statistics.grouping import Grouping
-from narrowcast.health.statistics.sampling import SAMPLE
+from narrowcast.health.statistics.sampling import SAMPLE, Offsets
 from narrowcast.health.statistics.sites import Site, site_of
 from narrowcast.health.statistics.watched import ATTRIBUTES, Switch, Watched
 from narrowcast.health.statistics.weight_samples import WeightSamples
 from narrowcast.health.statistics.what_if import WhatIf
+from narrowcast.numerics import BlockFormat, format_named
 from narrowcast.precision.fused.declared import fused_mlp_layers
 from narrowcast.precision.fused.fp8_gated_mlp import Fp8GatedMlp
 from narrowcast.precision.fused.fp8_mlp import Fp8Mlp
@@ -27,6 +28,7 @@ from narrowcast.precision.plan.module_kinds import multiplies
 from narrowcast.precision.plan.module_plan import ModulePlan
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.roles import ROLES, roundings
 from narrowcast.precision.step.checks import refuse_watched
 from narrowcast.precision.swap import set_class, swap
 
@@ -36,23 +38,46 @@ class Probes:
     """The sites of a prepared model, whose samples every pass fills."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, *, supposed: Mapping[str, Policy] | None = None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        *,
+        supposed: Mapping[str, Policy] | None = None,
+        seed: int = 0,
+        in_runs: bool = False,
     ) -> None:
+        """Take the model; `in_runs` samples runs of neighbours, for any question of block formats.
+
+        Without it, only modules whose formats have blocks are sampled so: single values tell more
+        of everything else.
+        """
         refuse_watched(model, doing="watch()")
         self.sites: list[Site] = []
         self.switch = Switch()
         self._device = next(model.parameters()).device
+        self.offsets = Offsets(self._device, seed=seed)
+        """Where samples are taken; drawn anew for each reading, before its passes."""
         self._before: dict[nn.Module, type[nn.Module]] = {}
         self._seen_at: dict[Site, nn.Module] = {}
         # By the module that runs: a chain runs for its first and its last layer.
         taken: dict[nn.Module, dict[str, Tensor | None]] = {}
+        in_runs_at: set[nn.Module] = set()
         chained = _ends_of_chains(model)
         multiplying = [each for each in plan.modules if multiplies(each.kind)]
         kept = {c.name: w for c in multiplying if (w := _trained_weight(model, c)) is not None}
-        self.weights = WeightSamples(list(kept.values()), self._device)
+        blocks = {
+            each.name
+            for each in multiplying
+            if in_runs or _has_blocks(each.policy, (supposed or {}).get(each.name))
+        }
+        self.weights = WeightSamples(
+            list(kept.values()), self.offsets, in_runs=[name in blocks for name in kept]
+        )
         for each in multiplying:
             module = model.get_submodule(each.name)
             entry, exit_ = chained.get(each.name, (module, module))
+            if each.name in blocks:
+                in_runs_at |= {end for end in (entry, exit_) if end is not None}
             if entry is not None:
                 taken.setdefault(entry, {})["nc_input"] = self._add(each, "input").sample
             if exit_ is not None:
@@ -67,8 +92,9 @@ class Probes:
         nothing = dict.fromkeys(("nc_input", "nc_output", "nc_grad_output"))
         for module, attributes in taken.items():
             self._before[module] = type(module)
-            given = {**nothing, **attributes, "nc_switch": self.switch, "nc_unseen": ()}
-            swap(module, Watched, **given)
+            offsets = self.offsets.runs if module in in_runs_at else self.offsets.single
+            given = {**nothing, **attributes, "nc_offsets": offsets, "nc_unseen": ()}
+            swap(module, Watched, nc_switch=self.switch, **given)
         self.grouping = Grouping(self.sites)
         self.counts = CastCounts(model, [(s.module, s.role, s.format) for s in self.sites])
         """What casts to fp8 have lost, where that is counted."""
@@ -106,6 +132,16 @@ class Probes:
         site = site_of(module_plan.name, role, module_plan.policy, sample=sample)
         self.sites.append(site)
         return site
+
+
+def _has_blocks(*policies: Policy | None) -> bool:
+    """Say whether neighbours share a scale in any format of these policies."""
+    return any(
+        policy.scaling == "block"
+        or any(isinstance(format_named(roundings(policy, r)[-1]), BlockFormat) for r in ROLES)
+        for policy in policies
+        if policy is not None
+    )
 
 
 def _trained_weight(model: nn.Module, module_plan: ModulePlan) -> nn.Parameter | None:

@@ -17,7 +17,14 @@ from narrowcast.kernels.launch import is_capturing
 from narrowcast.precision.nested import map_tensors
 from narrowcast.precision.swap import Onlooker
 
-ATTRIBUTES = ("nc_switch", "nc_input", "nc_output", "nc_grad_output", "nc_unseen")
+ATTRIBUTES = (
+    "nc_switch",
+    "nc_offsets",
+    "nc_input",
+    "nc_output",
+    "nc_grad_output",
+    "nc_unseen",
+)
 """What a watched module has beside what it had."""
 
 
@@ -32,6 +39,7 @@ class Watched(Onlooker):
     """The mixin that makes a module such a one."""
 
     nc_switch: Switch
+    nc_offsets: Tensor
     nc_input: Tensor | None
     nc_output: Tensor | None
     nc_grad_output: Tensor | None
@@ -51,7 +59,7 @@ class Watched(Onlooker):
     def nc_sees(self, x: Tensor) -> None:
         """Copy a sample of the input."""
         if self.nc_input is not None and self._nc_looks():
-            take(x, self.nc_input)
+            take(x, self.nc_input, self.nc_offsets)
 
     def _nc_looks(self) -> bool:
         # A compiler that asked the switch would compile again whenever it moves.
@@ -64,11 +72,11 @@ class Watched(Onlooker):
         first = _first(output)
         unseen = () if first is not None else ("output",)
         if first is not None:
-            take(first, self.nc_output)
+            take(first, self.nc_output, self.nc_offsets)
         if first is None or not first.requires_grad:
             unseen = (*unseen, "grad_output")
         else:
-            tapped = tap(first, self.nc_grad_output)
+            tapped = tap(first, self.nc_grad_output, self.nc_offsets)
             if tapped is not first:
                 output = map_tensors(output, lambda each: tapped if each is first else each)
         if self.nc_unseen != unseen:  # a compiler need not know that it could have been

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from narrowcast.health.statistics.sampling import SAMPLE, spacing, take
+from narrowcast.health.statistics.sampling import SAMPLE, Offsets, spacing, take
 from narrowcast.kernels.launch import unsupported_reason
 
 if TYPE_CHECKING:
@@ -21,8 +21,13 @@ TAKEN = frozenset({torch.float32, torch.bfloat16, torch.float16})
 class WeightSamples:
     """The samples of some weights, taken around an update."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, weights: Sequence[nn.Parameter], offsets: Offsets, *, in_runs: Sequence[bool]
+    ) -> None:
+        """Take the weights and where to sample them: in runs of neighbours, or single values."""
         self._weights = list(weights)
+        self._offsets = [offsets.runs if runs else offsets.single for runs in in_runs]
+        device = offsets.single.device
         self.before, self.gradient, self.update = (
             torch.zeros(len(self._weights), SAMPLE, device=device) for _ in range(3)
         )
@@ -31,7 +36,7 @@ class WeightSamples:
             "grad_weight": self.gradient,
             "update": self.update,
         }
-        self._kernel = _kernel(self._weights, device)
+        self._kernel = _kernel(self._weights, self._offsets, offsets)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -49,19 +54,23 @@ class WeightSamples:
         if self._kernel is not None and all(t is None or _is_plain(t) for t in tensors):
             self._kernel(tensors, rows)
             return
-        for row, tensor in zip(rows, tensors, strict=True):
+        for row, tensor, offsets in zip(rows, tensors, self._offsets, strict=True):
             if tensor is None:
                 row.zero_()
             else:
-                take(tensor, row)
+                take(tensor, row, offsets)
 
 
-def _kernel(weights: Sequence[nn.Parameter], device: torch.device) -> "SampleKernel | None":
-    if not weights or unsupported_reason(device) or not all(map(_is_plain, weights)):
+def _kernel(
+    weights: Sequence[nn.Parameter], taken_at: Sequence[Tensor], offsets: Offsets
+) -> "SampleKernel | None":
+    if not weights or unsupported_reason(offsets.single.device) or not all(map(_is_plain, weights)):
         return None
     from narrowcast.kernels.samples import SampleKernel
 
-    return SampleKernel([spacing(weight.numel()) for weight in weights], device)
+    runs = [SAMPLE // len(at) for at in taken_at]
+    spacings = [spacing(w.numel(), run=run) for w, run in zip(weights, runs, strict=True)]
+    return SampleKernel(spacings, single=offsets.single, runs=offsets.runs)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -5,6 +5,7 @@ holds the weight is afterwards what it was before. Looked at on an even sample o
 that the meter costs little on models of any size.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,4 +47,7 @@ def share_lost(counts: Tensor) -> Tensor:
 def _sample(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     stride = max(1, flat.numel() // SAMPLE)
+    # A stride that divides a row would look at the same few columns of every row.
+    while math.gcd(stride, flat.numel()) > 1:
+        stride -= 1
     return flat[::stride]
