@@ -139,7 +139,7 @@ class Schedules:
             self._hold(part, mover=mover)
 
 
-def _make(kind: type) -> Any:
+def _make(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
