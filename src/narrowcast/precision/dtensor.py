@@ -1,11 +1,12 @@
 """Weights that are sharded over devices (DTensors), and the part of them that lies on this one."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.kernels.launch import PLAIN
 
 
@@ -16,6 +17,45 @@ def as_sharded(tensor: Tensor) -> Any:
     """
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def check_sharded(
+    model: nn.Module, formats: Mapping[nn.Parameter, str], *, fused: bool, path: str
+) -> None:
+    """Raise if sharded weights cannot be trained in these storage formats."""
+    if _modules(model, "FullyShardedDataParallel"):
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) flattens the weights, and each process would see "
+            "only the gradients of its own part. Use torch.distributed.fsdp.fully_shard with "
+            "AdamW or Adam and fused_optimizer=True, or train on one device."
+        )
+    sharded = [name for name, p in model.named_parameters() if as_sharded(p) is not None]
+    if sharded and not fused:
+        raise UnsupportedError(
+            f"{sharded[0]} is sharded (a DTensor), and only the fused optimizer updates sharded "
+            f"weights, got {path}. Write prepare(…, fused_optimizer=True) with torch.optim.AdamW "
+            "or Adam, or train on one device without fully_shard()."
+        )
+    taken = set[nn.Parameter]()
+    for name, unit in reversed(_modules(model, "FSDPModule")):  # inner modules come last
+        own = {p: n for n, p in unit.named_parameters() if p.requires_grad and p not in taken}
+        taken |= own.keys()
+        stored = {formats.get(p, "fp32"): n for p, n in own.items()}
+        if len(stored) > 1:
+            each = ", ".join(f"{n} in {kept}" for kept, n in stored.items())
+            raise UnsupportedError(
+                "fully_shard() needs one dtype for all weights that it shards together, got "
+                f"{each} in {name or 'the model'}. Call fully_shard() on the modules with fp32 "
+                "weights (norms) first, or write params=fp32 in the policy."
+            )
+
+
+def check_dtypes_stay(model: nn.Module, *, doing: str, instead: str) -> None:
+    """Raise if FSDP, which remembers the dtypes of its first forward pass, shards the model."""
+    if _modules(model, "FSDPModule"):
+        raise UnsupportedError(
+            f"{doing} changes the dtype of weights, which fully_shard() does not follow. {instead}."
+        )
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -62,3 +102,11 @@ def _shard_of(tensor: Tensor) -> Tensor:
     sharded = as_sharded(tensor)
     local: Tensor = tensor if sharded is None else sharded.to_local()
     return local
+
+
+def _modules(model: nn.Module, kind: str) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a class of torch.distributed.fsdp, by name, outer ones first."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # as in `as_sharded`
+    if fsdp is None:
+        return []
+    return [each for each in model.named_modules() if isinstance(each[1], getattr(fsdp, kind))]

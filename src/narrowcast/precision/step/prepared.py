@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
+from narrowcast.precision.dtensor import check_dtypes_stay
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.gradients.scale_request import Asked, settings_from
 from narrowcast.precision.plan.diff import PrecisionChange, changes_between
@@ -276,6 +277,9 @@ class Prepared:
         were kept in 16 bits are dropped.
         """
         self.engine.weights.ownership.refuse_swapped_in(doing="release()")
+        if self.engine.weights.masters.parameters:
+            instead = "Load run.full_weights() into a model that is not sharded"
+            check_dtypes_stay(self.model, doing="release()", instead=instead)
         self.sync()
         _give_back(self.engine)
         return self.model

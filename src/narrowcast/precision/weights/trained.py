@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
-from narrowcast.precision.dtensor import as_sharded, replace_values
+from narrowcast.precision.dtensor import (
+    as_sharded,
+    check_dtypes_stay,
+    check_sharded,
+    replace_values,
+)
 from narrowcast.precision.gradients.check import norms_of
 from narrowcast.precision.modules.recurrent import compact_recurrent
 from narrowcast.precision.modules.rewrite import (
@@ -98,6 +103,11 @@ class TrainedWeights:
     def refuse_impossible(self, plan: Plan, *, fused: bool, path: str) -> None:
         """Refuse a plan that these weights cannot be kept by; change nothing."""
         refuse_hidden_weights(self.optimizer, set(self.all), plan)
+        formats = weight_formats(self._model, plan, self._trained())
+        check_sharded(self._model, formats, fused=fused, path=path)
+        if self._storage and formats != self._storage[0]:
+            instead = "Choose a policy with the same params="
+            check_dtypes_stay(self._model, doing="change()", instead=instead)
         refuse_shared_memory(self._model, self._trained(), plan)
         refuse_host_moments(self.all, plan, fused=fused, path=path)
 

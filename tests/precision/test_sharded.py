@@ -1,0 +1,119 @@
+"""Models that torch has sharded: what `prepare` takes, and what it raises for at once."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import UnsupportedError
+
+distributed = pytest.importorskip("torch.distributed")
+MASTERS = ["split", "kahan", "fp32", "stochastic", "none"]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    where = tmp_path_factory.mktemp("rendezvous") / "file"
+    distributed.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
+
+
+def sharded(mesh, *, by_layer=True):
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    for layer in (model[0], model[1], model[3]) if by_layer else ():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def prepared(model, policy, optimizer=torch.optim.AdamW, **settings):
+    return nc.prepare(model, optimizer(model.parameters(), lr=1e-2), policy=policy, **settings)
+
+
+def train(run, steps=2):
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        with run.compute():
+            loss = run.model(x).square().mean()
+        assert run.step(loss).applied
+
+
+@pytest.mark.parametrize(
+    "policy", ["fp32", "bf16", *(f"bf16, params=bf16, master={each}" for each in MASTERS)]
+)
+def test_sharded_weights_without_the_fused_optimizer_raise_in_prepare(mesh, policy):
+    model = sharded(mesh)
+    kinds, values = [type(m) for m in model.modules()], copy.deepcopy(model.state_dict())
+    for settings in ({}, {"fused_optimizer": False}):
+        with pytest.raises(UnsupportedError, match=r"0\.weight is sharded.*fused_optimizer=True"):
+            prepared(model, policy, **settings)
+    with pytest.raises(UnsupportedError, match="SGD is not in the fused kernel"):
+        prepared(model, policy, torch.optim.SGD, fused_optimizer=True)
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(
+        torch.equal(v.to_local(), values[n].to_local()) for n, v in model.state_dict().items()
+    )
+
+
+def test_one_distributed_parameter_is_enough_to_raise(mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = network()
+    model[3].weight = nn.Parameter(distribute_tensor(model[3].weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(UnsupportedError, match=r"3\.weight is sharded"):
+        prepared(model, "bf16")
+
+
+def test_advice_for_sharded_weights_trains_them_as_whole_ones(mesh):
+    policy = "bf16, params=bf16, master=split"
+    runs = [prepared(m, policy, fused_optimizer=True) for m in (sharded(mesh), network())]
+    for run in runs:
+        train(run)
+    ours, plain = (run.full_weights() for run in runs)
+    assert all(torch.equal(ours[name].full_tensor(), plain[name]) for name in plain)
+
+
+def test_weights_that_fsdp_gathers_together_need_one_dtype(mesh):
+    model = sharded(mesh, by_layer=False)
+    with pytest.raises(UnsupportedError, match=r"one dtype.*\.bias in (bf16|fp32).*norms"):
+        prepared(model, "bf16, params=bf16", fused_optimizer=True)
+    train(prepared(model, "bf16", fused_optimizer=True))
+
+
+def test_sharded_weights_keep_their_dtype_until_the_end(mesh):
+    run = prepared(sharded(mesh), "bf16, params=bf16", fused_optimizer=True)
+    train(run)
+    with pytest.raises(UnsupportedError, match=r"change\(\).*same params="):
+        run.change("bf16")
+    with pytest.raises(UnsupportedError, match=r"release\(\).*full_weights"):
+        run.release()
+    train(run)
+    wide = prepared(sharded(mesh), "bf16", fused_optimizer=True)
+    train(wide)
+    wide.change("fp32")
+    train(wide)
+    assert torch.isfinite(wide.release()(torch.ones(1, 16))).all()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+def test_fsdp1_raises_in_prepare(mesh):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(
+        network(),
+        process_group=mesh.get_group(),
+        device_id=torch.device("cpu"),
+    )
+    with pytest.raises(UnsupportedError, match=r"FSDP1.*fully_shard"):
+        prepared(model, "fp32", fused_optimizer=True)
