@@ -115,6 +115,8 @@ def predict(run: str, file: str, reference: str | None, output: str, **options: 
         found = predictions(asked, rows, batch_size=options["batch_size"])
     meter = _Meter("records")
     _write(place, lines(meter.counted(found), asked.target, kind), meter)
+    if note := reader.skipped.note:
+        click.echo(note, err=True)
     if reader.cut:
         length = asked.kept.max_length
         click.echo(
@@ -157,10 +159,10 @@ def score(
     require_scores(asked)
     kind = format_named(options["kind"], output, along=False)
     reader = Reader(asked, Columns(position=options["position"]))
-    pairs = reader.variants(path_of(variants), path_of(reference))
     known = None if labels is None else Labelled(labels, positive)
     if known is not None:
         known.refuse_unfit(reader.listed(path_of(variants)))
+    pairs = reader.variants(path_of(variants), path_of(reference))
 
     def rows() -> Iterator[dict[str, Any]]:
         for scored in meter.counted(scores(asked, pairs, batch_size=options["batch_size"])):
@@ -170,6 +172,8 @@ def score(
 
     meter = _Meter("variants")
     _write(place, table(rows(), kind), meter)
+    if note := reader.skipped.note:
+        click.echo(note, err=True)
     for line in () if known is None else known.lines():
         click.echo(line, err=place.path is None)
 

@@ -42,6 +42,48 @@ def test_what_is_judged_on_is_not_learnt(table):
     assert "9 sequences to learn are also judged on, and left out" in found.notes
 
 
+def test_records_without_an_alternative_are_noted(tmp_path):
+    genome = bases(300, 0)
+    (tmp_path / "g.fa").write_text(f">chr1\n{genome}\n")
+    lines = [
+        f"chr1,{at},{genome[at - 1]},{'.' if at % 4 else genome[at - 1] + 'A'},{'ab'[at % 8 // 4]}"
+        for at in range(1, 201)
+    ]
+    (tmp_path / "v.csv").write_text("\n".join(["chrom,pos,ref,alt,label", *lines]))
+    data = GenomicData(path=str(tmp_path / "v.csv"), reference=str(tmp_path / "g.fa"))
+    found = examine(data, Objective(task="variant_effect"), seed=0)
+    assert sum(map(len, found.parts.values())) == 50
+    assert any(note.startswith("150 records have no alternative") for note in found.notes)
+
+
+def test_sequences_that_are_all_the_same_are_refused(table):
+    rows = [(ROWS[0][0], "ab"[n % 2]) for n in range(40)]
+    for words in ({}, {"validation": table("b.csv", rows)}):
+        data = GenomicData(path=table("a.csv", rows), **words)
+        with pytest.raises(RecipeError, match=r"all \d+ sequences are the same"):
+            examine(data, Objective(task="domain_adaptation"), seed=0)
+
+
+@pytest.mark.parametrize("task", ["generation", "annotation"])
+def test_stretches_of_unknown_letters_are_left_out_of_genomes(task, tmp_path):
+    (tmp_path / "g.fa").write_text(f">known\n{bases(1000, 0)}\n>gap\n{'N' * 1000}\n")
+    (tmp_path / "g.gff").write_text(
+        "".join(f"{name}\t.\tgene\t51\t90\t.\t+\t.\tID={name}\n" for name in ("known", "gap"))
+    )
+    words = {"features": str(tmp_path / "g.gff")} if task == "annotation" else {}
+    data = GenomicData(path=str(tmp_path / "g.fa"), max_length=50, **words)
+    labels = {"labels": ("none", "gene")} if task == "annotation" else {}
+    found = examine(data, Objective(task=task, **labels), seed=0)
+    assert {row.name for rows in found.parts.values() for row in rows} == {"known"}
+    assert "20 sequences have only unknown letters (N) and are left out" in found.notes
+
+
+def test_sequences_of_nothing_but_unknown_letters_are_refused(table):
+    rows = [("N" * (30 + n), "ab"[n % 2]) for n in range(40)]
+    with pytest.raises(RecipeError, match="has a letter other than N"):
+        examine(GenomicData(path=table("a.csv", rows)), Objective(task="domain_adaptation"), seed=0)
+
+
 def test_sequences_with_several_classes_are_counted(table):
     rows = [*ROWS, *((text, "b") for text, _ in ROWS[:6])]  # three of them were a
     found = examine(GenomicData(path=table("a.csv", rows)), Objective(task="domain_adaptation"),
@@ -120,7 +162,7 @@ def test_a_plasmid_beside_a_genome_does_not_change_how_that_is_split(tmp_path):
     assert "".join(row.sequence for row in parts["train"]) == genome[:800] + plasmid
 
 
-@pytest.mark.parametrize(("letters", "length"), [("ACGTACGTAC", 1), ("A" + "N" * 39, 20)])
+@pytest.mark.parametrize(("letters", "length"), [("ACGTACGTAC", 1), ("A" + "N" * 35 + "ACGT", 20)])
 def test_a_letter_alone_foretells_nothing(tmp_path, letters, length):
     (tmp_path / "g.fa").write_text(f">a\n{letters}\n")
     data = GenomicData(path=str(tmp_path / "g.fa"), max_length=length)

@@ -30,6 +30,7 @@ from narrowcast.workloads.genomics.data.rows import (
 )
 from narrowcast.workloads.genomics.sequences.alphabets import ALPHABETS
 from narrowcast.workloads.genomics.sequences.labels import token_labels
+from narrowcast.workloads.genomics.sequences.readers.vcf import Skipped
 from narrowcast.workloads.genomics.sequences.tokenizers import Tokenizer
 from narrowcast.workloads.genomics.settings import MADE, GenomicData, Objective
 
@@ -61,14 +62,18 @@ class Examined:
 def examine(data: GenomicData, objective: Objective, *, seed: int) -> Examined:
     """Read or make the rows of a recipe, and split and cut them."""
     _refuse_unused(data, objective)
-    parts = _split(data, objective, seed=seed)
-    notes = [*_leave_out_judged(parts), *_shared_sites(parts)]
+    skipped = Skipped()
+    parts = _split(data, objective, seed=seed, skipped=skipped)
+    _check_different(parts, data)
+    notes = [skipped.note] if skipped.note else []
+    notes += [*_leave_out_judged(parts), *_shared_sites(parts)]
     _refuse_mixed_pairs(parts)
     classes = _classes(parts, objective)
     if data.path != MADE and classes:
         notes += _one_sided(parts, classes, objective)
         notes += _at_odds(parts, objective)
     notes += _cut(parts, data, objective)
+    notes += _leave_out_unknown(parts, data)
     if data.reverse_complement:
         parts["train"] = both_strands(parts["train"], ALPHABETS[data.alphabet], classes)
     for part, what in (("train", "to learn"), ("validation", "to judge on")):
@@ -101,11 +106,11 @@ def _refuse_unused(data: GenomicData, objective: Objective) -> None:
         )
 
 
-def _split(data: GenomicData, objective: Objective, *, seed: int) -> Parts:
+def _split(data: GenomicData, objective: Objective, *, seed: int, skipped: Skipped) -> Parts:
     """Read or make all rows; those to judge on are a share of the others unless they are named."""
 
     def read(name: str) -> list[Row]:
-        return read_rows(name, data, objective)
+        return read_rows(name, data, objective, skipped=skipped)
 
     if data.path == MADE:
         parts = made.made_parts(objective.task, objective.function, data.alphabet, seed=seed)
@@ -123,6 +128,36 @@ def _split(data: GenomicData, objective: Objective, *, seed: int) -> Parts:
         split = split_rows(parts["source"], share, seed=seed)
         parts["source"], parts["source validation"] = split
     return parts
+
+
+def _check_different(parts: Parts, data: GenomicData) -> None:
+    """Raise for sequences that are all the same: they cannot be split, or judged unseen."""
+    rows = [*parts["train"], *parts["validation"]]
+    if len(rows) > 1 and len({(row.sequence, row.alternative) for row in rows}) == 1:
+        raise RecipeError(
+            f"data.path={data.path}: all {len(rows):,} sequences are the same, got "
+            f"{shortened_text(rows[0].sequence)}. Give different sequences, or check which column "
+            "data.sequence names"
+        )
+
+
+def _leave_out_unknown(parts: Parts, data: GenomicData) -> Iterator[str]:
+    """Leave out rows without a known letter; yield how many there were."""
+    unknown = ALPHABETS[data.alphabet].unknown
+    dropped = 0
+    for part, rows in parts.items():
+        parts[part] = [row for row in rows if (row.sequence + row.alternative).strip(unknown)]
+        dropped += len(rows) - len(parts[part])
+        if rows and not parts[part]:
+            raise RecipeError(
+                f"{rows[0].place}: no sequence to {_PURPOSES.get(part, part)} has a letter other "
+                f"than {unknown}, which is unknown. Give sequences with known letters"
+            )
+    if dropped:
+        yield f"{dropped:,} sequences have only unknown letters ({unknown}) and are left out"
+
+
+_PURPOSES = {"train": "learn", "validation": "judge on", "test": "test on"}
 
 
 def _leave_out_judged(parts: Parts) -> Iterator[str]:

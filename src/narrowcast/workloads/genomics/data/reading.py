@@ -17,6 +17,7 @@ from narrowcast.workloads.genomics.sequences.readers.gff import read_features
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.record import Record
 from narrowcast.workloads.genomics.sequences.readers.vcf import (
+    Skipped,
     Variant,
     VariantColumns,
     read_variants,
@@ -25,8 +26,13 @@ from narrowcast.workloads.genomics.sequences.variants import Reference, variant_
 from narrowcast.workloads.genomics.settings import GenomicData, Objective
 
 
-def read_rows(name: str, data: GenomicData, objective: Objective) -> list[Row]:
-    """Return the rows of a file as the task of a recipe reads it."""
+def read_rows(
+    name: str, data: GenomicData, objective: Objective, *, skipped: Skipped | None = None
+) -> list[Row]:
+    """Return the rows of a file as the task of a recipe reads it.
+
+    Records that are no variants are counted in `skipped`.
+    """
     path = path_of(name)
     match objective.task:
         case "generation":
@@ -34,7 +40,7 @@ def read_rows(name: str, data: GenomicData, objective: Objective) -> list[Row]:
         case "annotation":
             return list(_annotated(path, data, objective.known_labels))
         case "variant_effect" if data.reference:
-            return list(_beside_reference(path, data))
+            return list(_beside_reference(path, data, skipped))
         case "variant_effect":
             return [_pair(record, data) for record in _records(path, data)]
         case _:
@@ -167,11 +173,12 @@ def _pair(record: Record, data: GenomicData) -> Row:
     return replace(row, alternative=cleaned.sequence)
 
 
-def _beside_reference(path: Path, data: GenomicData) -> Iterator[Row]:
+def _beside_reference(path: Path, data: GenomicData, skipped: Skipped | None) -> Iterator[Row]:
     """Yield the surroundings of variants, without and with them."""
     reference = Reference.read(path_of(data.reference))
     columns = VariantColumns(position=data.position)
-    for pair in variant_pairs(read_variants(path, columns), reference, data.max_length):
+    variants = read_variants(path, columns, skipped=skipped)
+    for pair in variant_pairs(variants, reference, data.max_length):
         variant = pair.variant
         yield Row(
             sequence=pair.reference,

@@ -12,6 +12,7 @@ from narrowcast.workloads.genomics.data.rows import Row
 from narrowcast.workloads.genomics.inference.finished import Finished
 from narrowcast.workloads.genomics.sequences.readers.reading import read_records
 from narrowcast.workloads.genomics.sequences.readers.vcf import (
+    Skipped,
     Variant,
     VariantColumns,
     read_variants,
@@ -42,6 +43,8 @@ class Reader:
         self._run, self._columns = run, columns
         self.cut = 0
         """Sequences that had more letters than the run takes."""
+        self.skipped = Skipped()
+        """Records that are no variants."""
 
     def rows(self, path: Path, reference: Path | None) -> Iterator[Row]:
         """Yield sequences, or pairs where the run was trained on pairs, as long as it takes."""
@@ -86,7 +89,9 @@ class Reader:
 
     def listed(self, path: Path) -> Iterator[Variant]:
         """Yield variants as a file has them."""
-        return read_variants(path, VariantColumns(position=self._columns.position))
+        self.skipped = Skipped()
+        columns = VariantColumns(position=self._columns.position)
+        return read_variants(path, columns, skipped=self.skipped)
 
     def _pairs(self, path: Path) -> Iterator[Row]:
         columns, alphabet = self._columns, self._run.alphabet

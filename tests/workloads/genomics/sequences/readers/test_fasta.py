@@ -77,7 +77,10 @@ def test_a_fasta_needs_memory_for_a_record_and_not_for_the_file(tmp_path):
     ("text", "message"),
     [
         (">a\nACGT\n>b\nAC!T\n", "file, record 2: letter 3 is '!'"),
-        (">a\nACGT\n>b\nGG\n>a\nTT\n", "record 3 is the second named 'a'"),
+        (
+            ">a\nACGT\n>b\nGG\n>a\nTT\n",
+            "record 3 has the name of an earlier record, got 'a'",
+        ),
         (
             ">a\nACGT\n>b\nMKVLEW\n",
             "record 2 reads as protein, and dna is what the",

@@ -2,6 +2,7 @@ import pytest
 
 from narrowcast.errors import RecipeError
 from narrowcast.workloads.genomics.sequences.readers import VariantColumns, read_variants
+from narrowcast.workloads.genomics.sequences.readers.vcf import Skipped
 
 HEAD = "##fileformat=VCFv4.2\n##source=x\n"
 NAMES = "#CHROM\tPOS\tID\tREF\tALT\tQUAL\tFILTER\tINFO"
@@ -26,6 +27,13 @@ def test_alternatives_of_a_record_are_a_variant_each(write, packed):
         "ID": "rs1", "QUAL": "30", "FILTER": "PASS", "FORMAT": "GT", "s1": "0/1",
         "INFO": {"AF": "0.5", "DB": True},
     }  # fmt: skip
+
+
+def test_records_without_an_alternative_are_counted(write):
+    skipped = Skipped()
+    list(read_variants(write(VCF), skipped=skipped))
+    assert skipped.note.startswith("1 records have no alternative (ALT is .)")
+    assert skipped.first.endswith("record 2")
 
 
 def test_an_alternative_has_its_own_value_of_what_the_header_counts_by_alleles(write):
@@ -58,6 +66,8 @@ def test_tables_name_their_columns(write):
         (HEAD + "chr1\t2\t.\tA\tG\t.\t.\t.\n", "no line of #CHROM"),
         (HEAD + NAMES.replace("\t", " ") + "\n", "parted by tabs"),
         (HEAD + NAMES + "\n", "has no variants"),
+        (HEAD + NAMES + "\n1\t2\t.\tA\t.\t.\t.\t.\n", "no variants: ALT is . in every record"),
+        ("chrom,pos,ref,alt\n1,2,A,.\n", "no variants: alt is . in every record"),
         ("chrom,pos,ref,alt\n1,41.0,A,G\n", "record 1: pos is '41.0'"),
         ("chrom,pos,ref,alt\n1,41,A,\n", "record 1: alt has no letters"),
     ],

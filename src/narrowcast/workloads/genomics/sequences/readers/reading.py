@@ -57,8 +57,8 @@ def read_records(
             if seen is not None and record.name:
                 if record.name in seen:
                     raise RecipeError(
-                        f"{record.place} is the second named {shortened(record.name)!r}; give "
-                        "each a name of its own, or write unique=False"
+                        f"{record.place} has the name of an earlier record, got "
+                        f"{shortened(record.name)!r}. Rename one of them, e.g. with `seqkit rename`"
                     )
                 seen.add(record.name)
             yield record

@@ -59,14 +59,42 @@ class Variant:
         return place_of(self.file, self.number)
 
 
-def read_variants(path: Path, columns: VariantColumns = COLUMNS) -> Iterator[Variant]:
+@final
+@dataclass
+class Skipped:
+    """Records without an alternative, which are no variants."""
+
+    records: int = 0
+    first: str = ""
+
+    def add(self, place: str) -> None:
+        """Count a record."""
+        self.records, self.first = self.records + 1, self.first or place
+
+    @property
+    def note(self) -> str:
+        """What to tell the user; empty where there were none."""
+        if not self.records:
+            return ""
+        return (
+            f"{self.records:,} records have no alternative (ALT is .) and are left out; the first "
+            f"is {self.first}"
+        )
+
+
+def read_variants(
+    path: Path, columns: VariantColumns = COLUMNS, *, skipped: Skipped | None = None
+) -> Iterator[Variant]:
     """Yield the variants of a VCF, or of a table with `columns`; plain or gzip.
 
     A record with several alternatives is as many variants of one number; one without any (`.`) is
-    none. Fields are all other columns, INFO taken apart: of an entry that has a value for each
-    alternative or allele, as the header says (Number=A, R), a variant has its own.
+    none, and is counted in `skipped`. Raises if no record is a variant. Fields are all other
+    columns, INFO taken apart: of an entry that has a value for each alternative or allele, as the
+    header says (Number=A, R), a variant has its own.
     """
     number = 0
+    without = Skipped() if skipped is None else skipped
+    variants = 0
     with opened(path, lambda: place_of(path, number + 1)) as file:
         if file.peek(HEAD_BYTES).lstrip().startswith(b">"):
             raise RecipeError(
@@ -77,11 +105,20 @@ def read_variants(path: Path, columns: VariantColumns = COLUMNS) -> Iterator[Var
         per_allele: dict[str, str] = {}
         for values, at in _records(file, path, per_allele) if listed else ():
             number = at
-            yield from _variants(values, _OF_VCF, path, at, per_allele)
+            for variant in _variants(values, _OF_VCF, path, at, per_allele, without):
+                variants += 1
+                yield variant
     if listed and not number:
         raise RecipeError(f"{shown_path(path)} has no variants; give a file that has some")
     for row in () if listed else read_table(path, columns, {columns.position: "position"}):
-        yield from _variants(row.values, columns, path, row.number)
+        for variant in _variants(row.values, columns, path, row.number, _NOTHING, without):
+            variants += 1
+            yield variant
+    if not variants:
+        raise RecipeError(
+            f"{shown_path(path)} has no variants: {(_OF_VCF if listed else columns).alternative} "
+            "is . in every record. Give a file that has some"
+        )
 
 
 def _records(
@@ -138,7 +175,8 @@ def _variants(
     columns: VariantColumns,
     path: Path,
     number: int,
-    per_allele: Mapping[str, str] = _NOTHING,
+    per_allele: Mapping[str, str],
+    without: Skipped,
 ) -> Iterator[Variant]:
     place = place_of(path, number)
     position, reference = str(values[columns.position]), str(values[columns.reference]).upper()
@@ -153,6 +191,7 @@ def _variants(
     alternatives = str(values[columns.alternative]).split(",")
     for at, alternative in enumerate(alternatives):
         if alternative == ".":
+            without.add(place)
             continue
         if not alternative:
             raise RecipeError(f"{place}: {columns.alternative} has no letters; write . for none")
