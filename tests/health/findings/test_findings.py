@@ -260,14 +260,36 @@ def test_weights_that_stand_still_are_found_when_they_are_measured():
     ("policy", "advice"),
     [
         ("bf16-pure", "try master=split"),
-        ("bf16, params=bf16, master=split", "leave it where a schedule ends near zero"),
-        ("fp32", "leave it where a schedule ends near zero"),
+        ("bf16, params=bf16, master=split", "kept already: try a higher"),
+        ("fp32", "kept already: try a higher"),
     ],
 )
 def test_nobody_is_told_to_keep_digits_that_are_kept_already(policy, advice):
     words = Wording(policy=parse_policy(policy, presets=PRESETS))
     (found,) = Findings(lambda: words).step(step(1, 2.0, lost_updates=0.9))
     assert advice in found.advice
+
+
+@pytest.mark.parametrize("lr", [9e-6, 1e-9])
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("fp32", []),
+        ("bf16, params=bf16, master=fp32", []),
+        ("bf16, params=bf16, master=split", []),
+        ("bf16, params=bf16, master=kahan", [("", "update", "lost updates")]),
+        ("bf16-pure", [("", "update", "lost updates")]),
+    ],
+)
+def test_lost_updates_at_the_end_of_a_schedule_are_a_finding_only_without_all_digits(
+    policy, told, lr
+):
+    words = Wording(policy=parse_policy(policy, presets=PRESETS))
+    findings, resumed = Findings(lambda: words), Findings(lambda: words)
+    assert findings.step(step(1, 2.0, lr=1e-3, lost_updates=0.1)) == []
+    resumed.load_state_dict(json.loads(json.dumps(findings.state_dict())))
+    for each in (findings, resumed):
+        assert whats(each.step(step(2, 2.0, lr=lr, lost_updates=0.9))) == told
 
 
 def test_weights_that_a_rate_of_zero_leaves_where_they_are_have_lost_nothing():

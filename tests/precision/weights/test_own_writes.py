@@ -336,6 +336,18 @@ def test_a_step_that_moves_some_or_is_told_to_move_none_is_no_finding(policy):
         run.release()
 
 
+@pytest.mark.parametrize(
+    ("policy", "told"), [("fp32", 0), ("bf16, params=bf16, master=split", 0), ("bf16-pure", 1)]
+)
+def test_a_rate_below_the_digits_of_fp32_that_moves_nothing_is_a_finding_only_without_them(
+    policy, told
+):
+    net = model()
+    run = nc.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-30), policy=policy)
+    run.step(given_loss(net, 0))
+    assert len(run.findings()) == told
+
+
 @pytest.mark.parametrize("average", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.75)}])
 @pytest.mark.parametrize("policy", ["fp32", "fp32, params=bf16, master=split"])
 def test_torch_s_averaged_model_averages_full_weights(policy, average):

@@ -12,6 +12,7 @@ from typing import Any, final
 from narrowcast.health.findings.rules import (
     CALM,
     LOST,
+    NEAR_ZERO,
     REMEMBERED,
     RULES,
     Seen,
@@ -21,6 +22,7 @@ from narrowcast.health.findings.rules import (
     spike,
 )
 from narrowcast.health.findings.scale_rules import floor, low
+from narrowcast.numerics import FP32
 from narrowcast.precision.gradients.loss_scale import LossScale
 from narrowcast.precision.plan.wording import Wording
 from narrowcast.runs import FindingRecord, HealthRecord, StepRecord
@@ -35,6 +37,7 @@ class Findings:
     """How its owner writes settings, which may be others by now."""
     _amax: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _highest_lr: float = 0.0
     _active: dict[tuple[str, str, str], tuple[int, int]] = field(default_factory=dict)
     """Since when, and for how many looks it has been calm."""
     _implied: list[tuple[str, str, str]] = field(default_factory=list)
@@ -87,21 +90,28 @@ class Findings:
         if record.applied and math.isfinite(record.loss):
             self._losses.append(record.loss)
         asked = {"spike"}
+        self._highest_lr = max(self._highest_lr, record.lr)  # NaN, of an optimizer without, is not
         if record.lost_updates is not None:
             asked.add("lost")
             # A learning rate of zero is meant so: schedules begin or end with one.
-            if record.lost_updates > LOST and record.lr != 0:
+            if record.lost_updates > LOST and record.lr != 0 and not self._is_resting(record.lr):
                 why = f"{percent(record.lost_updates)} of the updates round to nothing"
                 found.append(
                     Trouble("lost", "", "update", "lost updates", why, _finer(self.wording()))
                 )
         return self._told(found, step=record.step, asked=asked)
 
+    def _is_resting(self, lr: float) -> bool:
+        """Say whether a schedule is near zero, where fp32 itself loses updates."""
+        near_zero = lr < max(NEAR_ZERO * self._highest_lr, FP32.epsilon)
+        return near_zero and _keeps_all_digits(self.wording())
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {
             "amax": [[*key, list(values)] for key, values in self._amax.items()],
             "losses": list(self._losses),
+            "highest_lr": self._highest_lr,
             "active": [[*key, *value] for key, value in self._active.items()],
         }
 
@@ -109,6 +119,7 @@ class Findings:
         """Go on from there."""
         self._amax = {(m, r): deque(v, maxlen=REMEMBERED) for m, r, v in state["amax"]}
         self._losses = deque(state["losses"], maxlen=REMEMBERED)
+        self._highest_lr = state.get("highest_lr", 0.0)
         self._active = {(m, r, w): (since, calm) for m, r, w, since, calm in state["active"]}
 
     def _tensors(self, record: HealthRecord) -> Iterator[Seen]:
@@ -161,9 +172,10 @@ def _finding(trouble: Trouble, step: int) -> FindingRecord:
 
 def _finer(words: Wording) -> str:
     """Say how fewer updates are lost, in the formats that are in force."""
-    if words.policy.params == "fp32" or words.policy.master in ("fp32", "split"):
-        return (
-            "all digits of fp32 are kept already: leave it where a schedule ends near zero, else "
-            f"try a higher {words.lr}"
-        )
+    if _keeps_all_digits(words):
+        return f"all digits of fp32 are kept already: try a higher {words.lr}"
     return "try master=split (or kahan, stochastic) in the policy"
+
+
+def _keeps_all_digits(words: Wording) -> bool:
+    return words.policy.params == "fp32" or words.policy.master in ("fp32", "split")

@@ -15,6 +15,8 @@ VANISHED = 0.25
 """Share of a gradient that rounds to zero above which it is said to vanish."""
 LOST = 0.5
 """Share of lost updates above which weights are said to stand still."""
+NEAR_ZERO = 0.01
+"""Of the highest learning rate so far: below it a schedule is taken to begin or to end."""
 GROWN = 16.0
 """A largest magnitude that is so many times what it was is said to drift."""
 STEADY = 6

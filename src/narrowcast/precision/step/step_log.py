@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from narrowcast.errors import DivergedError
+from narrowcast.numerics import FP32
 from narrowcast.precision.fp8.first_scales import StepCounts
 from narrowcast.precision.plan.wording import Wording
 from narrowcast.precision.step.outcome import NO_MODULE, Outcome
@@ -102,9 +103,10 @@ class StepLog:
         self.stats.count(outcome)
         if outcome.applied:
             # Once, as long as it lasts. A learning rate of zero is meant so: a schedule may begin
-            # with one.
+            # with one, and at one below the digits of fp32 nothing moves that has all of them.
             lost = outcome.lost_updates == 1.0 and self.params_lose != "by chance"
-            if lost and not stood_still and outcome.lr != 0:
+            smallest = FP32.epsilon if self.params_lose == "never" else 0.0
+            if lost and not stood_still and not outcome.lr <= smallest:
                 self._tell_of_standing_still(outcome)
             self._schedules.step()
             return ""
