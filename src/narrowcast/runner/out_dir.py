@@ -1,7 +1,8 @@
-"""Where a new run goes."""
+"""Where a new run goes, and that only one process writes there."""
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from narrowcast.config.problems import shown_path
-from narrowcast.errors import CheckpointError, RecipeError
+from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.runs import RunFolder
 from narrowcast.runs.folder import holds_a_run
 
@@ -36,6 +37,7 @@ def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
     nobody named is made, so that of two runs that start at once each has one of its own; where no
     run comes to be in it, it goes again, and the folder of runs with it if it was made for it.
     """
+    check_one_process()
     if out is not None:
         require_no_run(Path(out))
         yield OutDir(path=Path(out))
@@ -49,6 +51,26 @@ def out_dir(name: str, out: str | None) -> Iterator[OutDir]:
             place.path.rmdir()
             if is_first:
                 RUNS.rmdir()
+
+
+def check_one_process() -> None:
+    """Raise in every process of a run that was started as several, by torchrun for example."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    got = f"WORLD_SIZE={size}" if size.isdecimal() and int(size) > 1 else ""
+    torch = sys.modules.get("torch")  # whoever has a process group has imported it
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        ranks = torch.distributed.get_world_size()
+        got = f"a process group of {ranks}" if ranks > 1 else got
+    if got:
+        raise UnsupportedError(
+            f"Recipes train in one process on one device, got {got}. Start narrowcast without "
+            "torchrun. For several GPUs, write a loop of your own: nc.prepare(model, optimizer), "
+            "then DistributedDataParallel(model)."
+        )
 
 
 def beside(path: Path) -> Iterator[Path]:

@@ -33,7 +33,7 @@ from narrowcast.runner.changes import (
 )
 from narrowcast.runner.finished import report_is_due, require_places, write_due_report
 from narrowcast.runner.kept_folder import KeptFolder
-from narrowcast.runner.out_dir import require_no_run
+from narrowcast.runner.out_dir import check_one_process, require_no_run
 from narrowcast.runner.plan_json import plan_json
 from narrowcast.runs import Record, RunFolder, describe_environment
 from narrowcast.runs.commands import resume_command
@@ -199,6 +199,7 @@ def train(
     KEY=VALUE words as on the command line. `out` is the run's folder, new or empty; without one
     nothing is written. What cannot be is refused here, before anything is trained.
     """
+    check_one_process()
     loaded = _loaded(recipe, overrides)
     if out is not None:
         require_no_run(Path(out))
@@ -233,6 +234,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
     go on with: "data", "settings", "records" (see `ACCEPTABLE`). Everything is checked before
     anything in the folder is changed. A run that is finished yields no step, and has its model.
     """
+    check_one_process()
     accepted = sorted(set(accept))
     require_acceptable(accepted)
     with contextlib.ExitStack() as stack:
