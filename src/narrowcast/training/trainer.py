@@ -20,7 +20,7 @@ from narrowcast.hardware.async_copy import AsyncCopy
 from narrowcast.hardware.randomness import randomness_kept, seed_everything
 from narrowcast.health.diagnose.investigator import Investigator
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.runs import Record
+from narrowcast.runs import PrecisionRecord, Record
 from narrowcast.training.adapting import Adapter
 from narrowcast.training.checkpoints.export import write_results
 from narrowcast.training.checkpoints.frozen import FrozenWeights
@@ -265,10 +265,10 @@ class _Course:
         if not strategy.is_due(step):
             return
         yield from self._read(leaving=0)
-        plan = self._prepared.plan
         with self._observer.probes_removed():
             records = list(strategy.act(step, batches=self._progress.batches))
-            changed = self._prepared.plan is not plan
+            # Also when the formats were changed back: what was captured or counted is of before.
+            changed = any(isinstance(record, PrecisionRecord) for record in records)
             if changed:
                 self._adapter.begin()
         if changed:

@@ -22,12 +22,7 @@ from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import Record, StepRecord, StrategyRecord
 from narrowcast.strategies.hybrid.control.bandit import HOLD, Arm, Bandit, arms, context, worth
 from narrowcast.strategies.hybrid.control.confidence import raw_score
-from narrowcast.strategies.hybrid.control.divergence import (
-    Assessment,
-    Monitor,
-    Observation,
-    observed,
-)
+from narrowcast.strategies.hybrid.control.divergence import Monitor, Observation, observed
 from narrowcast.strategies.hybrid.control.divergence_settings import DivergenceSettings
 from narrowcast.strategies.hybrid.control.dynamics import (
     DynamicsSettings,
@@ -103,7 +98,8 @@ class JumpCourse:
         self._dynamics = LossDynamics(DynamicsSettings(seed=recipe.seed))
         self._diverging = DivergenceSettings(loss_sigma=settings.divergence_sigma)
         self._window, self._monitor = FeatureWindow(), Monitor()
-        self._assessment: Assessment | None = None
+        self._worst = Level.NORMAL, ""
+        """The highest level since the last decision, and its summary."""
         self.statistics_so_far = TrainingStatistics()
         self._optimizer = OptimizerFacts(lr=0.0)
         self._state = PhaseState()
@@ -117,15 +113,14 @@ class JumpCourse:
         self._window = self._window.after(record.loss, record.grad_norm)
         seen = Observation(loss=record.loss, gradient_norm=record.grad_norm)
         if record.applied:  # a skipped step moved nothing, whatever its loss was
-            self._monitor, found = observed(self._monitor, seen, settings=self._diverging)
-            if self._assessment is None or found.level > self._assessment.level:
-                self._assessment = found
+            self._monitor, assessment = observed(self._monitor, seen, settings=self._diverging)
+            if assessment.level > self._worst[0]:
+                self._worst = assessment.level, assessment.summary
         done = StepDone(
             phase=self._state.phase,
             loss=record.loss,
             precision=str(self._prepared.plan.policy),
             backward=True,
-            seconds=record.seconds,
         )
         self.statistics_so_far = self.statistics_so_far.after(done)
         if record.step % OBSERVE_EVERY == 0:
@@ -134,15 +129,15 @@ class JumpCourse:
     def decide(self, state: PhaseState) -> tuple[PhaseState, str]:
         """Return what comes next, and why; a correction is made where a jump is judged."""
         self._optimizer = optimizer_facts(self._prepared.engine.optimizer)
-        worst, self._assessment = self._assessment, None
-        if worst is not None and worst.level > Level.CAUTION:
-            self.statistics_so_far = self.statistics_so_far.after(Diverged(level=worst.level))
-            state, _ = after_divergence(state, self._settings, level=worst.level)
-            if worst.level == Level.CRITICAL:
+        (level, summary), self._worst = self._worst, (Level.NORMAL, "")
+        if level > Level.CAUTION:
+            self.statistics_so_far = self.statistics_so_far.after(Diverged(level=level))
+            state, _ = after_divergence(state, self._settings, level=level)
+            if level == Level.CRITICAL:
                 self._monitor = self._monitor.rearmed()
             if state.remaining:
                 self._state = state
-                return state, f"{worst.summary}: trained as usual for a while"
+                return state, f"{summary}: trained as usual for a while"
         outlook = self._outlook(self._settings.max_predict_steps)
         state = self._next(state, outlook)
         if state.phase == "correct":
@@ -217,6 +212,8 @@ class JumpCourse:
             "dynamics": self._dynamics.state_dict(),
             "window": self._window.to_json(),
             "monitor": self._monitor.to_json(),
+            "worst": [int(self._worst[0]), self._worst[1]],
+            "optimizer": self._optimizer.to_json(),
             "statistics": self.statistics_so_far.to_json(),
             "state": self._state.to_json(),
         }
@@ -228,6 +225,9 @@ class JumpCourse:
         self._dynamics.load_state_dict(state["dynamics"])
         self._window = FeatureWindow.from_json(state["window"])
         self._monitor = Monitor.from_json(state["monitor"])
+        level, summary = state["worst"]
+        self._worst = Level(level), str(summary)
+        self._optimizer = OptimizerFacts.from_json(state["optimizer"])
         self.statistics_so_far = TrainingStatistics.from_json(state["statistics"])
         self._state = PhaseState.from_json(state["state"])
 

@@ -50,14 +50,16 @@ class PhaseFormats:
     def apply(self, phase: Phase, *, step: int) -> list[PrecisionRecord]:
         """Let the model have the formats of a phase from the step after this one on.
 
-        A loss scale goes on through phases that need none. Waits for the device where anything
-        changes.
+        A loss scale that `full` needs goes on through phases that need none. Waits for the device
+        where anything changes.
         """
         plan = self._plans.get(phase)
         before = self._prepared.plan.policy
         if plan is None or plan.policy == before:
             return []
-        self._prepared.change(plan, loss_scale=self._scale, keep_scale=True)
+        # Only phases with backward passes use a scale, and `full` is the one that comes back.
+        keep = self._plans["full"].policy.needs_loss_scale
+        self._prepared.change(plan, loss_scale=self._scale, keep_scale=keep)
         record = PrecisionRecord(
             step=step + 1,
             module=WHOLE,

@@ -30,10 +30,10 @@ def folded(*events, **settings):
 
 
 RUN = folded(
-    *[step("warmup", 4.0, seconds=0.3)] * 2,
-    *[step("full", 3.0, seconds=0.3)] * 4,
-    *[step("predict", 2.5, precision="bf16", forwards=1, confidence=0.9, seconds=0.1)] * 3,
-    step("correct", 2.6, forwards=2, prediction_error=0.25, seconds=0.2, predictor_seconds=0.1),
+    *[step("warmup", 4.0)] * 2,
+    *[step("full", 3.0)] * 4,
+    *[step("predict", 2.5, precision="bf16", forwards=1, confidence=0.9)] * 3,
+    step("correct", 2.6, forwards=2, prediction_error=0.25),
     JumpVerified(length=3, accepted=True, score=0.9),
     JumpVerified(length=5, accepted=False, score=0.9),
     Diverged(level=Level.WARNING),
@@ -87,12 +87,6 @@ def test_the_target_is_reached_once_at_what_it_cost():
     assert folded(step(loss=2.0)).target_reached_at is None
 
 
-def test_steps_are_as_fast_as_the_clock_says_predictors_included():
-    # Ten steps at 0.3 s would have taken 3 s; these took 2.3.
-    assert RUN.seconds_per_step_ratio == pytest.approx(3.0 / 2.3)
-    assert RUN.predictor_seconds == pytest.approx(0.1)
-
-
 def test_a_loss_that_is_not_finite_is_neither_the_best_nor_the_last():
     bad = folded(step(loss=3.0), step(loss=math.nan), step(loss=-math.inf))
     assert (bad.final_loss, bad.best_loss, bad.total_steps) == (3.0, 3.0, 3)
@@ -106,9 +100,8 @@ def test_of_an_empty_run_nothing_is_claimed():
         empty.average_predict_length,
         empty.average_confidence,
         empty.prediction_accuracy,
-        empty.seconds_per_step_ratio,
         empty.loss_gap_pct(1.0),
-    ] == [None] * 6
+    ] == [None] * 5
     assert RUN.loss_gap_pct(0.0) is None
 
 

@@ -51,7 +51,8 @@ def test_a_refusal_says_what_is_left():
 
 def test_a_budget_survives_json():
     budget = JumpBudget(share=0.02).after_steps(10).after_spending(0.1).after_jump(accepted=False)
-    assert JumpBudget.from_state(json.loads(json.dumps(budget.state_dict()))) == budget
+    account = json.loads(json.dumps(budget.state_dict()))
+    assert JumpBudget(share=0.02).restored(account) == budget
 
 
 @pytest.mark.parametrize("wrong", [{"share": -0.1}, {"share": 2}, {"most_rejections": 0}])

@@ -2,6 +2,7 @@
 
 Costs are honest: a step is a forward and a backward pass, three forwards' worth; a verification is
 a forward, a third of a step; predicted steps count for nothing here but what they were paid with.
+Clock readings are left to the records: a checkpoint holds only what a resumed run has, too.
 """
 
 import math
@@ -33,9 +34,6 @@ class StepDone:
     confidence: float | None = None
     prediction_error: float | None = None
     """The relative error of a predicted loss."""
-    seconds: float = 0.0
-    predictor_seconds: float = 0.0
-    """The part of them that predictors took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +83,6 @@ class TrainingStatistics:
     confidence_count: int = 0
     error_sum: float = 0.0
     error_count: int = 0
-    seconds: float = 0.0
-    backward_seconds: float = 0.0
-    """Of steps with a backward pass, without what predictors took."""
-    predictor_seconds: float = 0.0
     jumps: int = 0
     accepted_jumps: int = 0
     predicted_length: int = 0
@@ -123,7 +117,6 @@ class TrainingStatistics:
         losses = [
             each for each in (self.best_loss, step.loss if finite else None) if each is not None
         ]
-        own = step.seconds - step.predictor_seconds
         confident, checked = step.confidence is not None, step.prediction_error is not None
         now = replace(
             self,
@@ -137,9 +130,6 @@ class TrainingStatistics:
             confidence_count=self.confidence_count + confident,
             error_sum=self.error_sum + (step.prediction_error or 0.0),
             error_count=self.error_count + checked,
-            seconds=self.seconds + step.seconds,
-            backward_seconds=self.backward_seconds + (own if step.backward else 0.0),
-            predictor_seconds=self.predictor_seconds + step.predictor_seconds,
         )
         reached = finite and self.target_loss is not None and step.loss <= self.target_loss
         if reached and self.target_reached_at is None:
@@ -186,17 +176,6 @@ class TrainingStatistics:
         """One less the mean relative error of predicted losses, and not below zero."""
         return max(0.0, 1 - self.error_sum / self.error_count) if self.error_count else None
 
-    @property
-    def seconds_per_step_ratio(self) -> float | None:
-        """How many times as fast a step was on average as one with a backward pass.
-
-        Says nothing of whether the steps were worth as much: see `loss_gap_pct`.
-        """
-        if not (self.backward_steps and self.backward_seconds > 0 and self.seconds > 0):
-            return None
-        usual = self.backward_seconds / self.backward_steps
-        return usual * self.total_steps / self.seconds
-
     def loss_gap_pct(self, reference_loss: float) -> float | None:
         """Return how much worse the final loss is than that of ordinary training, of a hundred."""
         if self.final_loss is None or reference_loss == 0:
@@ -218,7 +197,6 @@ class TrainingStatistics:
                 "average_predict_length": self.average_predict_length,
                 "average_confidence": self.average_confidence,
                 "prediction_accuracy": self.prediction_accuracy,
-                "seconds_per_step_ratio": self.seconds_per_step_ratio,
                 "loss_gap_pct": gap,
                 "brier": self.calibration.brier,
                 "expected_calibration_error": self.calibration.expected_error,

@@ -1,11 +1,14 @@
 """What an optimizer's moments look like, in eight numbers."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from narrowcast.strategies.hybrid.control.plain import restored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,15 @@ class OptimizerFacts:
         if self.variance_mean <= 0:
             return self.lr
         return self.lr / (math.sqrt(self.variance_mean) + self.eps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "OptimizerFacts":
+        """Return the facts that `to_json` returned."""
+        return restored(cls, data)
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer) -> OptimizerFacts:

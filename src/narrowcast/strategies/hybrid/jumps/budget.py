@@ -5,7 +5,7 @@ once, backward twice).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowcast.errors import RecipeError
@@ -93,10 +93,12 @@ class JumpBudget:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as plain values."""
-        return asdict(self)
+        """Return what was trained, spent and tried, as plain values."""
+        return {name: getattr(self, name) for name in _ACCOUNT}
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "JumpBudget":
-        """Return the budget that was saved."""
-        return cls(**state)
+    def restored(self, state: Mapping[str, Any]) -> "JumpBudget":
+        """Return this budget with a saved account; a run that is extended may spend more."""
+        return replace(self, **{name: state[name] for name in _ACCOUNT})
+
+
+_ACCOUNT = ("trained", "spent", "taught", "tried", "accepted", "rejections")

@@ -16,7 +16,6 @@ import torch
 
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.strategies.hybrid.jumps.access import WeightAccess
-from narrowcast.strategies.hybrid.jumps.budget import JumpBudget
 from narrowcast.strategies.hybrid.jumps.correction import Correction, corrected, layer_features
 from narrowcast.strategies.hybrid.jumps.history import WeightHistory
 from narrowcast.strategies.hybrid.jumps.jump_settings import JumpSettings, Proposal
@@ -162,7 +161,7 @@ class Jumper:
         self.residuals.load_state_dict(state["residuals"])
         for name, correction in self.corrections.items():
             correction.load_state_dict(state["corrections"][name])
-        self.budget = JumpBudget.from_state(state["budget"])
+        self.budget = self.settings.budget.restored(state["budget"])
         self._step = int(state["step"])
         self._proposal, self._refusal = None, ""
 
