@@ -1,7 +1,8 @@
 """Do functional networks matter more than random channels? Two real models, lesioned and preserved.
 
 Run: python benchmarks/ica_evidence.py stories|smollm2 [--data DIR] [--model DIR] [--device D]
-                                       [--tokens N] [--length N] [--ways N] [--json PATH]
+                                       [--tokens N] [--length N] [--ways N] [--skip-first N]
+                                       [--json PATH]
 
 `stories`: stories260K, a Llama of 5 layers of 64 channels, on TinyStories. One, two or three
 networks of at most 2 % of the channels together, from 100 stories, are silenced while the first 200
@@ -161,8 +162,8 @@ def stories_documents(data: Path, count: int) -> list[Document]:
 class Heard:
     """The signals of a model on some documents, and the networks of any analysis of them."""
 
-    def __init__(self, model: Any, documents: list[Document]) -> None:
-        signals = ModelSignals(model, inputs_of(documents))
+    def __init__(self, model: Any, documents: list[Document], *, skip_first: int = 0) -> None:
+        signals = ModelSignals(model, inputs_of(documents), skip_first=skip_first)
         self.layout = signals.layout
         self._collected = ICA().collect(signals)
 
@@ -290,7 +291,8 @@ def study_smollm2(options: argparse.Namespace) -> dict[str, Any]:
     judged = smollm2_documents(tokenizer, test, tokens=options.tokens, length=options.length)
     began = time.perf_counter()
     shape = {"tokens": options.heard, "length": 512}
-    heard = Heard(model, smollm2_documents(tokenizer, text / "wikitext2_valid.txt", **shape))
+    listened = smollm2_documents(tokenizer, text / "wikitext2_valid.txt", **shape)
+    heard = Heard(model, listened, skip_first=options.skip_first)
     print(f"heard {options.heard:,} tokens in {time.perf_counter() - began:.0f} s", flush=True)
     most, rows = int(LARGEST_SHARE * heard.channels), []
     ways = {
@@ -321,6 +323,7 @@ def study_smollm2(options: argparse.Namespace) -> dict[str, Any]:
     table(rows)
     kept = curve(heard, model, judged, options.counts) if options.counts else None
     shape = {"tokens": options.tokens, "length": options.length, "heard": options.heard}
+    shape["skip_first"] = options.skip_first
     shape["channels"] = heard.channels
     return {"known": known, **shape, "lesions": rows, "preserve": kept}
 
@@ -371,6 +374,9 @@ def main() -> None:
     parser.add_argument("--larger", type=int, default=20, help="masks of 15 %%, of SmolLM2")
     parser.add_argument("--each", action="store_true", help="networks one by one, too")
     parser.add_argument("--heard", type=int, default=51_200, help="to find networks on, of SmolLM2")
+    parser.add_argument(
+        "--skip-first", type=int, default=0, help="first tokens of a window not heard, of SmolLM2"
+    )
     parser.add_argument("--counts", type=int, nargs="*", default=[10, 20, 50, 100, 200])
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()

@@ -64,6 +64,28 @@ def test_build_finds_what_the_library_finds_and_says_where_it_comes_from(shelf):
     assert "text.txt (288 tokens of 6 documents)" in built.provenance.data
 
 
+def test_build_takes_skip_first_clip_activations_and_max_iter(shelf, ica, tmp_path):
+    from narrowcast.workloads.sft.ica import ICA
+    from narrowcast.workloads.sft.ica.study.documents import documents_of, inputs_of
+
+    words = ["build", "tiny", shelf / "text.txt", "-o", tmp_path / "n.json", *FEW]
+    words += ["--components", "3", "--skip-first", "4", "--clip-activations", "97"]
+    code, out, _ = ica(*words, "--max-iter", "3")
+    assert code == 0
+    assert "signals skip_first=4, clip_activations=97" in out
+    assert "after 3 iterations" in out
+    drawn = documents_of(
+        [str(shelf / "text.txt")], load_tokenizer("tiny"), samples=6, max_length=48
+    )
+    expected = functional_networks(
+        load_model("tiny").eval(),
+        inputs_of(drawn.documents),
+        ica=ICA(components=3, clip_activations=97, max_iter=3),
+        skip_first=4,
+    )
+    assert load_networks(tmp_path / "n.json").networks == expected.networks
+
+
 def test_rows_are_read_as_conversations(shelf, ica, tmp_path):
     words = ["build", "tiny", shelf / "rows.jsonl", "-o", tmp_path / "n.json", *FEW]
     code, out, err = ica(*words, "--dtype", "bfloat16", "--layers", "0:2")
@@ -122,6 +144,8 @@ def test_help_says_what_it_does_without_torch():
         (["build", "tiny", "{text}", "--top-k", "5", "--zscore", "2"], "keep one"),
         (["build", "tiny", "{text}", "--two-sided"], "--two-sided is for --zscore"),
         (["build", "tiny", "{text}", "--percentile", "100"], "less than 100"),
+        (["build", "tiny", "{text}", "--clip-activations", "1"], "a percentile above 50"),
+        (["build", "tiny", "{text}", "--skip-first", "600"], "more than skip_first=600 tokens"),
         (["build", "tiny", "{text}", "--max-length", "999999"], "was made for"),
         (["build", "tiny", "{text}", "-o", "nowhere/n.json"], "there is no folder nowhere"),
         (["build", "tiny", "{text}", "--device", "abacus"], "--device abacus"),

@@ -9,6 +9,7 @@ import click
 
 from narrowcast.errors import RecipeError
 from narrowcast.plain_files import path_of
+from narrowcast.workloads.sft.ica.settings import SKIP_FIRST
 from narrowcast.workloads.sft.ica.study.asked import (
     device_named,
     numbers_in,
@@ -97,6 +98,19 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     show_default=True,
 )
 @click.option("--restarts", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--max-iter", type=click.IntRange(1), default=200, show_default=True)
+@click.option(
+    "--skip-first",
+    type=click.IntRange(0),
+    default=SKIP_FIRST,
+    show_default=True,
+    help="First tokens of each document to leave out: attention sinks.",
+)
+@click.option(
+    "--clip-activations",
+    type=float,
+    help="Clip channels to between their percentiles 100 - p and p, such as 99.  [default: none]",
+)
 @click.option(
     "--standardise/--no-standardise", default=True, show_default=True, help="Channels alike loud."
 )
@@ -122,6 +136,8 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
         ica_dtype=None if options["dtype"] == "none" else options["dtype"],
         solver=options["solver"],
         restarts=options["restarts"],
+        max_iter=options["max_iter"],
+        clip_activations=options["clip_activations"],
         seed=options["seed"],
         standardise=options["standardise"],
     )
@@ -134,6 +150,7 @@ def build(model: str, data: tuple[str, ...], output: str, **options: Any) -> Non
         selector=selector,
         layers=options["layers"],
         site=options["site"],
+        skip_first=options["skip_first"],
         provenance=Provenance(model=model, data=_named(data, drawn)),
     )
     meter.end()

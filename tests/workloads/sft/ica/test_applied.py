@@ -16,7 +16,13 @@ from narrowcast.training.phase_plans import plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.task import Task
 from narrowcast.training.trainer import train
-from narrowcast.workloads.sft.ica import load_networks, save_networks
+from narrowcast.workloads.sft.ica import (
+    ICA,
+    Percentile,
+    functional_networks,
+    load_networks,
+    save_networks,
+)
 from narrowcast.workloads.sft.ica.applied import apply_networks
 from narrowcast.workloads.sft.ica.freeze import Freeze
 from narrowcast.workloads.sft.ica.settings import IcaSection
@@ -106,6 +112,20 @@ def test_the_search_is_part_of_a_run_and_not_of_a_plan(make_model):
     assert course.applied.networks.size(0) > 0
     count = sum(map(len, course.applied.networks.channels().values()))
     assert course.applied.lines()[0] == f"networks of components 0, 1: {count} of 48 channels"
+
+
+def test_a_recipe_sets_which_tokens_are_skipped_and_how_channels_are_clipped(make_model):
+    given = {"skip_first": 2, "clip_activations": 95.0, "max_iter": 50}
+    course = Course(make_model("llama"), section(freeze=True, **given)).run(steps=1)
+    expected = functional_networks(
+        make_model("llama"),
+        Listened(),
+        ica=ICA(components=2, clip_activations=95.0, max_iter=50),
+        selector=Percentile(90.0),
+        skip_first=2,
+    )
+    assert course.applied.networks == expected
+    assert expected.provenance.signals == "skip_first=2, clip_activations=95"
 
 
 @pytest.mark.parametrize("mode", ["lesion", "preserve", "scale"])

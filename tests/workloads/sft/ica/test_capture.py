@@ -70,3 +70,37 @@ def test_batches_that_are_gone_after_one_pass_are_refused(make_model, batches):
 def test_a_layer_that_is_not_there_is_refused(make_model, batches):
     with pytest.raises(RecipeError, match="layer 3 of a model with 3"):
         ModelSignals(make_model("llama"), batches, layers=[3])
+
+
+def test_skip_first_leaves_out_the_first_tokens_of_each_sequence(make_model):
+    model, ids = make_model("llama"), torch.arange(16).view(2, 8)
+    whole = next(iter(ModelSignals(model, [{"input_ids": ids}]))).view(2, 8, 48)
+    (rows,) = ModelSignals(model, [{"input_ids": ids}], skip_first=3)
+    assert torch.equal(rows, whole[:, 3:].flatten(0, 1))
+
+
+def test_skip_first_counts_from_the_end_of_left_padding(make_model):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    batch = {"input_ids": torch.arange(12).view(2, 6), "attention_mask": mask}
+    model = make_model("llama")
+    (whole,), (rows,) = ModelSignals(model, [batch]), ModelSignals(model, [batch], skip_first=1)
+    assert torch.equal(rows, whole[[1, 2, 3, 5, 6, 7, 8, 9]])
+
+
+def test_skip_first_applies_to_every_sequence_of_a_packed_row(make_model):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    batch = {"input_ids": torch.arange(8)[None], "position_ids": positions}
+    model = make_model("llama")
+    (whole,), (rows,) = ModelSignals(model, [batch]), ModelSignals(model, [batch], skip_first=1)
+    assert torch.equal(rows, whole[[1, 2, 4, 6, 7]])
+
+
+def test_skipping_everything_is_refused(make_model, batches):
+    with pytest.raises(RecipeError, match="No sequence has more than skip_first=8 tokens"):
+        list(ModelSignals(make_model("llama"), batches, skip_first=8))
+
+
+@pytest.mark.parametrize("skip_first", [-1, 1.5, True, "1"])
+def test_skip_first_is_a_number_of_tokens(make_model, batches, skip_first):
+    with pytest.raises(RecipeError, match="skip_first must be a whole number"):
+        ModelSignals(make_model("llama"), batches, skip_first=skip_first)

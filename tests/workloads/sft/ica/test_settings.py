@@ -14,6 +14,7 @@ def test_by_default_nothing_is_asked_for_and_the_defaults_are_those_of_the_sourc
     assert not section.wanted
     assert (section.ica_components, section.ica_percentile, section.samples) == (5, 98.0, 100)
     assert section.ica_dtype is None
+    assert (section.skip_first, section.clip_activations) == (1, None)
     assert section.component_ids == (0,)
 
 
@@ -52,6 +53,12 @@ def test_masks_and_freezing_are_switches_of_their_own(given, mode, freezes):
         ({"freeze": True, "ica_dtype": "float8"}, "ica_dtype"),
         ({"freeze": True, "ica_component_ids": ()}, "at least 1 item"),
         ({"mask_mode": "lesoin"}, "mask_mode"),
+        ({"freeze": True, "clip_activations": 1.0}, "clip_activations"),
+        ({"freeze": True, "skip_first": -1}, "skip_first"),
+        (
+            {"freeze": True, "ica_template_path": "n.json", "skip_first": 2},
+            "leave skip_first out, or the path",
+        ),
     ],
 )
 def test_what_would_be_without_effect_is_refused(given, said):

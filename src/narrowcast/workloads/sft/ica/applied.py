@@ -161,7 +161,13 @@ class Applied:
 
     def _found(self, prepared: Prepared) -> FunctionalNetworks:
         section = self._section
-        ica = ICA(components=section.ica_components, ica_dtype=section.ica_dtype, seed=self._seed)
+        ica = ICA(
+            components=section.ica_components,
+            ica_dtype=section.ica_dtype,
+            max_iter=section.max_iter,
+            clip_activations=section.clip_activations,
+            seed=self._seed,
+        )
         with prepared.compute():
             return functional_networks(
                 self._model,
@@ -170,6 +176,7 @@ class Applied:
                 selector=selector_of(section),
                 layers=self._layers,
                 site=section.site,
+                skip_first=section.skip_first,
                 provenance=self._provenance,
             )
 

@@ -27,12 +27,18 @@ class ModelSignals:
         *,
         layers: Sequence[int] | None = None,
         site: Site = "mlp_output",
+        skip_first: int = 0,
     ) -> None:
         """Take batches that can be gone through again: a list or a data loader, no generator.
 
         A batch is what the model is called with; `attention_mask`, if there is one, is 0 at
-        padding.
+        padding. The first `skip_first` tokens of each sequence are left out; sequences packed in
+        one row are told apart by `position_ids`.
         """
+        if isinstance(skip_first, bool) or not isinstance(skip_first, int) or skip_first < 0:
+            raise RecipeError(
+                f"skip_first must be a whole number of tokens from 0, got {skip_first!r}."
+            )
         if iter(batches) is batches:
             raise RecipeError(
                 "the batches can be gone through once only; give a list or a data loader"
@@ -40,7 +46,7 @@ class ModelSignals:
         blocks = find_blocks(model)
         chosen = tuple(range(blocks.depth)) if layers is None else tuple(layers)
         self.layout = Layout(layers=chosen, width=blocks.width(site), depth=blocks.depth, site=site)
-        self._model, self._batches = model, batches
+        self._model, self._batches, self._skip_first = model, batches, skip_first
         self._blocks = [blocks.blocks[layer] for layer in chosen]
 
     @property
@@ -54,8 +60,16 @@ class ModelSignals:
         return next(p.dtype for p in self._model.parameters() if p.is_floating_point())
 
     def __iter__(self) -> Iterator[Tensor]:
+        rows = 0
         for batch in self._batches:
-            yield self._rows_of(batch)
+            chunk = self._rows_of(batch)
+            rows += len(chunk)
+            yield chunk
+        if self._skip_first and not rows:
+            raise RecipeError(
+                f"No sequence has more than skip_first={self._skip_first} tokens. Write a smaller "
+                "skip_first, or give longer sequences."
+            )
 
     def _rows_of(self, batch: Mapping[str, Tensor]) -> Tensor:
         device = next(self._model.parameters()).device
@@ -74,7 +88,9 @@ class ModelSignals:
                 f"{len(self._blocks) - len(heard)} of {len(self._blocks)} layers were not run by "
                 "the model; name layers that are"
             )
-        return _without_padding([heard[i] for i in range(len(heard))], given)
+        here = heard[0].device  # a model may be spread over several
+        rows = torch.cat([heard[i].to(here) for i in range(len(heard))], dim=-1)
+        return rows[_counted(rows, given, self._skip_first)]
 
     def _listen(self, block: Any, place: int, heard: dict[int, Tensor]) -> Any:
         if self.layout.site == "mlp_output":
@@ -102,10 +118,15 @@ def _keep(heard: dict[int, Tensor], place: int, value: Tensor) -> None:
     heard[place] = value.detach()
 
 
-def _without_padding(layers: Sequence[Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-    here = layers[0].device  # a model may be spread over several
-    rows = torch.cat([layer.to(here) for layer in layers], dim=-1)
+def _counted(rows: Tensor, batch: Mapping[str, Tensor], skip_first: int) -> Tensor:
+    """Return which tokens are neither padding nor among the first of their sequence."""
     mask = batch.get("attention_mask")
+    tokens = rows.new_ones(rows.shape[:-1], dtype=torch.bool)
     if mask is not None and mask.dim() == 2:
-        return rows[mask.bool().to(here)]
-    return rows.flatten(0, -2)
+        tokens = mask.bool().to(rows.device)
+    if not skip_first:
+        return tokens
+    positions = batch.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        positions = tokens.cumsum(-1) - 1
+    return tokens & (positions.to(rows.device) >= skip_first)

@@ -15,6 +15,9 @@ from narrowcast.workloads.sft.ica.findings import Finding
 from narrowcast.workloads.sft.ica.solvers.contrast import negentropy
 from narrowcast.workloads.sft.ica.solvers.rotation import sources_of
 
+LOUD_ROWS = 0.01
+"""Share of the rows whose weight in a component is measured."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,9 @@ class Components:
     """(components): distance from a normal distribution."""
     stability: Tensor
     """(components), 0 to 1: how alike it came out of other beginnings; 1 with one only."""
+    loud_row_share: Tensor
+    """(components), 0 to 1: the share of its variance that comes from its loudest rows, 1 % of
+    all (`loud_rows`)."""
     rows: int
     dtype: torch.dtype
     """What the signals were stored in, in the end."""
@@ -90,15 +96,23 @@ def best_of(rotations: Tensor, white: Tensor) -> int:
     return max(range(len(scores)), key=scores.__getitem__)
 
 
+def loud_rows(rows: int) -> int:
+    """Return how many rows `loud_row_share` is about: 1 % of them, and at least one."""
+    return max(1, round(LOUD_ROWS * rows))
+
+
 def canonical(
     white: White, rotation: Tensor, stability: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return loadings, unmixing, negentropy and stability in canonical order and sign."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return loadings, unmixing, negentropy, stability and loud row share, in order and sign."""
     rotation = rotation.to(white.loadings)
     loadings, unmixing = white.loadings @ rotation.T, rotation @ white.unmixing
     order = loadings.square().sum(0).argsort(descending=True, stable=True)
     loadings, unmixing = loadings[:, order], unmixing[order]
     heaviest = loadings.gather(0, loadings.abs().argmax(0, keepdim=True))[0]
     sign = torch.where(heaviest < 0, -1.0, 1.0).to(loadings)
-    scores = negentropy(rotation @ white.signals)[order]
-    return loadings * sign, unmixing * sign[:, None], scores, stability.to(order.device)[order]
+    sources = (rotation @ white.signals)[order]
+    powers = sources.square()
+    share = powers.topk(loud_rows(sources.shape[1]), -1).values.sum(-1) / powers.sum(-1)
+    stability = stability.to(order.device)[order]
+    return loadings * sign, unmixing * sign[:, None], negentropy(sources), stability, share

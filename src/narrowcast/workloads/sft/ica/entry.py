@@ -23,6 +23,7 @@ from narrowcast.workloads.sft.ica.networks import (
     Site,
 )
 from narrowcast.workloads.sft.ica.selection import Percentile, Selector
+from narrowcast.workloads.sft.ica.settings import SKIP_FIRST
 
 
 def functional_networks(
@@ -33,16 +34,18 @@ def functional_networks(
     selector: Selector = Percentile(),  # noqa: B008  # frozen
     layers: str | Sequence[int] | None = None,
     site: Site = "mlp_output",
+    skip_first: int = SKIP_FIRST,
     provenance: Provenance = Provenance(),  # noqa: B008  # frozen
 ) -> FunctionalNetworks:
     """Return the functional networks of a model on some batches.
 
     MLP outputs are taken together: a network reaches over layers. Inputs of down projections are
-    taken layer by layer: each network is in one, and components are numbered through.
+    taken layer by layer: each network is in one, and components are numbered through. The first
+    `skip_first` tokens of each sequence are left out.
     """
     depth = find_blocks(model).depth
     chosen = layers_of(layers, depth) if isinstance(layers, str | None) else tuple(layers)
-    signals = ModelSignals(model, batches, layers=chosen, site=site)
+    signals = ModelSignals(model, batches, layers=chosen, site=site, skip_first=skip_first)
     collected = ica.collect(signals, model_dtype=signals.dtype)
     if site == "mlp_output":
         found = {0: ica.fit(collected)}
@@ -57,6 +60,7 @@ def functional_networks(
         seed=ica.seed,
         dtype=name_of(collected.dtype),
         selector=str(selector),
+        signals=_signals(skip_first, ica.clip_activations),
         findings=tuple(told),
     )
     return replace(networks, provenance=known)
@@ -101,6 +105,8 @@ class ICAMask:
     percentile: float = 98.0
     ica_dtype: str | None = None
     seed: int = 0
+    clip_activations: float | None = None
+    skip_first: int = SKIP_FIRST
 
     def dtype_for(self, model: nn.Module | None = None) -> torch.dtype:
         """Return what signals of a model are stored in."""
@@ -119,11 +125,23 @@ class ICAMask:
         return functional_networks(
             model,
             batches,
-            ica=ICA(components=self.num_components, ica_dtype=self.ica_dtype, seed=self.seed),
+            ica=ICA(
+                components=self.num_components,
+                ica_dtype=self.ica_dtype,
+                seed=self.seed,
+                clip_activations=self.clip_activations,
+            ),
             selector=Percentile(self.percentile),
             layers=layers,
             site=site,
+            skip_first=self.skip_first,
         )
+
+
+def _signals(skip_first: int, clip_activations: float | None) -> str:
+    """Say which rows were left out, and what was done to the others."""
+    clipped = "" if clip_activations is None else f", clip_activations={clip_activations:g}"
+    return f"skip_first={skip_first}{clipped}"
 
 
 def _layer_by_layer(collected: Collected, layout: Layout) -> list[Collected]:

@@ -12,6 +12,7 @@ Kind = Literal[
     "solver",
     "convergence",
     "stability",
+    "loud rows",
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.clipping import ClippedSignals
 from narrowcast.workloads.sft.ica.collect import Collected, collect
 from narrowcast.workloads.sft.ica.components import (
     Components,
@@ -16,6 +17,7 @@ from narrowcast.workloads.sft.ica.components import (
     agreement,
     best_of,
     canonical,
+    loud_rows,
     whiten,
 )
 from narrowcast.workloads.sft.ica.dtypes import storage_for
@@ -34,6 +36,9 @@ SOLVERS: Mapping[SolverName, Callable[..., Rotations]] = MappingProxyType(
 )
 STABLE = 0.9
 """Agreement below this is told: a correlation of 0.9 leaves a fifth of the variance to others."""
+LOUD = 0.5
+"""A component with more of its variance than this in 1 % of the rows is reported. It is 0.16 for a
+Laplace distribution and 0.04 for a normal one."""
 
 
 @final
@@ -55,6 +60,9 @@ class ICA:
     seed: int = 0
     standardise: bool = True
     """Give every channel variance 1; without, loud channels count more."""
+    clip_activations: float | None = None
+    """Clip each channel to between its percentiles 100 - p and p, such as 99; none: no clipping.
+    Loud rows then no longer decide the components, and sources in fewer rows than that are lost."""
     device: torch.device | None = None
     """Where to store and to compute; none: where the signals are."""
 
@@ -64,6 +72,13 @@ class ICA:
         for name in ("components", "restarts", "max_iter"):
             if getattr(self, name) < 1:
                 raise RecipeError(f"{name}={getattr(self, name)}; write 1 or more")
+        clip = self.clip_activations
+        if clip is not None and not (_is_number(clip) and 50 < clip < 100):
+            raise RecipeError(
+                "clip_activations must be a percentile above 50 and below 100, got "
+                f"{clip!r}. Write 99 to clip each channel to its percentiles 1 and "
+                "99, or None for no clipping."
+            )
         if not 0 < self.tol < 1:
             raise RecipeError(f"tol={self.tol}; write a number between 0 and 1, such as 1e-4")
 
@@ -80,14 +95,17 @@ class ICA:
         return components
 
     def fit_each(self, signals: Sequence[Signals | Collected]) -> list[Components]:
-        """Find the components of several sets of signals with as many rows, solved side by side."""
+        """Find the components of several sets of signals with as many rows, solved side by side.
+
+        Findings number the components of all sets through, as `networks_from` does.
+        """
         reduced = [self._reduce(each, place) for place, each in enumerate(signals)]
         if len({each.statistics.rows for each in reduced}) > 1:
             raise RecipeError("these signals have different numbers of rows; fit them one by one")
         white = torch.stack([each.white.signals for each in reduced])
         rotations, solved = self._solve(white)
         return [
-            self._finish(each, white[i], rotations.matrices[i], (*each.findings, *solved))
+            self._finish(each, white[i], rotations.matrices[i], solved, first=i * self.components)
             for i, each in enumerate(reduced)
         ]
 
@@ -97,6 +115,8 @@ class ICA:
             known = given.findings
             given = given.signals
         signals = self._here(given)
+        if self.clip_activations is not None:
+            signals = ClippedSignals.at_percentile(signals, self.clip_activations)
         # Of what was stored, not of what came: rounding moves a mean.
         statistics = statistics_of(signals)
         standard = Standardised.of(signals, statistics, unit_variance=self.standardise)
@@ -141,11 +161,12 @@ class ICA:
             )
         raise RecipeError(
             f"{self.solver} with {self.contrast} is not finite even in float64: the signals have "
-            "extreme rows; write contrast=logcosh, which bounds what one row can do"
+            "extreme rows; write clip_activations=99, or contrast=logcosh, which grows slower"
         )
 
     def _unconverged(self, rotations: Rotations) -> tuple[Finding, ...]:
         left = int((~rotations.converged).sum())
+        other_solver = "" if self.solver == "picard" else ", solver=picard"
         if not left:
             return ()
         return (
@@ -153,13 +174,19 @@ class ICA:
                 kind="convergence",
                 what=f"{left} of {rotations.converged.numel()} solutions still moved by "
                 f"{float(rotations.change.max()):.1g} after {self.max_iter} iterations",
-                answer="write a larger max_iter, solver=picard, or fewer components; look at the "
+                answer=f"write a larger max_iter{other_solver} or fewer components; look at the "
                 "stability of each",
             ),
         )
 
     def _finish(
-        self, reduced: "_Reduced", white: Tensor, rotations: Tensor, findings: tuple[Finding, ...]
+        self,
+        reduced: "_Reduced",
+        white: Tensor,
+        rotations: Tensor,
+        solved: tuple[Finding, ...],
+        *,
+        first: int,
     ) -> Components:
         wide = rotations.double()
         best = best_of(wide, white)
@@ -167,7 +194,10 @@ class ICA:
         stability = torch.ones(self.components, dtype=torch.float64, device=wide.device)
         if len(others):
             stability = agreement(wide[best], others)
-        loadings, unmixing, scores, stability = canonical(reduced.white, wide[best], stability)
+        loadings, unmixing, scores, stability, loud = canonical(
+            reduced.white, wide[best], stability
+        )
+        rows = reduced.statistics.rows
         return Components(
             loadings=loadings.float().cpu(),
             unmixing=unmixing.float().cpu(),
@@ -175,9 +205,15 @@ class ICA:
             explained=(loadings.square().sum(0) / reduced.total).cpu(),
             negentropy=scores.cpu(),
             stability=stability.clamp(max=1.0).cpu(),
-            rows=reduced.statistics.rows,
+            loud_row_share=loud.cpu(),
+            rows=rows,
             dtype=reduced.dtype,
-            findings=(*findings, *_unstable(stability)),
+            findings=(
+                *reduced.findings,
+                *solved,
+                *_unstable(stability, first),
+                *_loud(loud, rows, first),
+            ),
         )
 
 
@@ -214,8 +250,8 @@ def _seen_in(statistics: ChannelStatistics, subspace: Subspace) -> list[Finding]
     return findings
 
 
-def _unstable(stability: Tensor) -> list[Finding]:
-    low = [i for i, score in enumerate(stability.tolist()) if score < STABLE]
+def _unstable(stability: Tensor, first: int) -> list[Finding]:
+    low = [first + i for i, score in enumerate(stability.tolist()) if score < STABLE]
     if not low:
         return []
     return [
@@ -225,6 +261,25 @@ def _unstable(stability: Tensor) -> list[Finding]:
             answer="give more rows, or ask for fewer components; their numbers are no names",
         )
     ]
+
+
+def _loud(share: Tensor, rows: int, first: int) -> list[Finding]:
+    count = loud_rows(rows)
+    return [
+        Finding(
+            kind="loud rows",
+            what=f"{each:.0%} of component {number} comes from {100 * count / rows:.2g} % of rows, "
+            f"{count:,} of {rows:,}",
+            answer="leave them out by skip_first where they are the first tokens of sequences, or "
+            "limit them by clip_activations=99",
+        )
+        for number, each in enumerate(share.tolist(), start=first)
+        if each > LOUD
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(name: str, value: object, allowed: Sequence[object]) -> None:

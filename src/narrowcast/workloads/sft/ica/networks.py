@@ -50,6 +50,8 @@ class Provenance:
     dtype: str = ""
     """What signals were stored in."""
     selector: str = ""
+    signals: str = ""
+    """Which rows were left out, and how channels were clipped."""
     findings: tuple[str, ...] = ()
 
 

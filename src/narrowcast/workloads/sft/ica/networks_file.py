@@ -100,6 +100,7 @@ def _provenance(value: Any) -> Provenance:
         seed=None if got["seed"] is None else _number(got["seed"], "provenance.seed"),
         dtype=_text(got["dtype"], "provenance.dtype"),
         selector=_text(got["selector"], "provenance.selector"),
+        signals=_text(got["signals"], "provenance.signals"),
         findings=tuple(_text(each, "provenance.findings") for each in findings),
     )
 

@@ -7,8 +7,13 @@ import torch
 from torch import Tensor
 
 from narrowcast.errors import RecipeError
-from narrowcast.workloads.sft.ica.dtypes import working_dtype
+from narrowcast.workloads.sft.ica.dtypes import name_of, working_dtype
 from narrowcast.workloads.sft.ica.signals import Signals
+
+TOO_LARGE = (
+    "The squares of the signals overflow {work}. Divide the signals by their largest value; the "
+    "components stay the same."
+)
 
 
 @final
@@ -66,7 +71,8 @@ class RunningStatistics:
         centred = self._scratch[: len(chunk)]
         total = centred.sum(0)
         if not bool(total.isfinite().all()):
-            _refuse_nonfinite(chunk, first_row=self._rows)
+            check_finite(chunk, first_row=self._rows)
+            raise RecipeError(TOO_LARGE.format(work=name_of(work)))
         self._rows += len(chunk)
         self._sum += total
         self._squares += centred.square_().sum(0)
@@ -78,6 +84,9 @@ class RunningStatistics:
                 f"{self._rows} rows of signals; give at least a few for each component"
             )
         offset = self._sum / self._rows
+        # Half is left to products of channels about their mean: these squares are about a shift.
+        if float(self._squares.max()) > torch.finfo(self._shift.dtype).max / 2:
+            raise RecipeError(TOO_LARGE.format(work=name_of(self._shift.dtype)))
         mean = self._shift.double() + offset
         variance = (self._squares / self._rows - offset.square()).clamp_(min=0)
         spread = variance.sqrt()
@@ -107,7 +116,8 @@ def centred_in(scratch: Tensor | None, chunk: Tensor, mean: Tensor) -> Tensor:
     return scratch
 
 
-def _refuse_nonfinite(chunk: Tensor, *, first_row: int) -> None:
+def check_finite(chunk: Tensor, *, first_row: int) -> None:
+    """Raise where a chunk has a number that is not finite."""
     bad = (~chunk.isfinite()).nonzero()
     if len(bad):
         row, channel = bad[0].tolist()
@@ -116,7 +126,3 @@ def _refuse_nonfinite(chunk: Tensor, *, first_row: int) -> None:
             f"{first_row + row}, channel {channel}: the model computes them itself, and no "
             "ica_dtype helps; look at its weights, or load it in a wider dtype"
         )
-    raise RecipeError(
-        "the signals are too large for sums in float32; divide them by a thousand, the components "
-        "stay the same"
-    )

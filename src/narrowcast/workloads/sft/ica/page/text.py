@@ -53,7 +53,11 @@ def about(networks: FunctionalNetworks) -> list[str]:
         f"{layout.width:,} {layout.site} channels each"
     ]
     parts = {"model": known.model, "data": known.data, "selector": known.selector}
-    parts |= {"stored in": known.dtype, "seed": "" if known.seed is None else str(known.seed)}
+    parts |= {
+        "signals": known.signals,
+        "stored in": known.dtype,
+        "seed": "" if known.seed is None else str(known.seed),
+    }
     if listed := [f"{name} {value}" for name, value in parts.items() if value]:
         told.append(", ".join(listed))
     return [*told, *(f"note: {finding}" for finding in known.findings)]
