@@ -11,6 +11,10 @@ import narrowcast as nc
 from narrowcast.errors import RecipeError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
+from narrowcast.workloads.decompose.components.sites import Site
+from narrowcast.workloads.decompose.evaluation.sparsity import FiringCounts
+from narrowcast.workloads.decompose.evaluation.toy_table import SiteTable
+from narrowcast.workloads.decompose.judging import Found, SiteFound
 from narrowcast.workloads.decompose.kept import COMPONENTS, read_components
 from narrowcast.workloads.decompose.model import clip_each_seed
 from narrowcast.workloads.decompose.report import schema
@@ -220,3 +224,50 @@ def test_decompositions_of_different_targets_are_not_compared(tmp_path):
     for other in others:
         with pytest.raises(RecipeError, match="linear1 has different weights in the two targets"):
             likeness(first, other)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.pretrain_steps=3"], r"pretrain_steps=3 and model\.pretrain_batch_size=256"),
+        (
+            ["model.toy=induction", "model.pretrain_steps=1", "model.pretrain_batch_size=2"],
+            r"pretrain_steps=1 and model\.pretrain_batch_size=2",
+        ),
+    ],
+)
+def test_refusal_of_an_untrained_toy_names_its_steps_and_batch_size(words, message, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        trained(tmp_path / "run", *words)
+
+
+def test_verdict_says_why_a_toy_is_not_as_the_ground_truth(tmp_path):
+    trained(tmp_path / "run", "steps=1")
+    (verdict,) = schema.read(tmp_path / "run").verdicts
+    assert not verdict.right
+    assert "wrong by more than 0.2" in verdict.said
+    assert "a component of linear1 has cosine" in verdict.said
+
+
+def test_right_components_have_no_faults_and_wrong_ones_are_named():
+    table = SiteTable(
+        errors={0.2: torch.tensor([0, 0, 2, 0])},
+        alive=torch.tensor([5] * 4),
+        least_cosine=torch.tensor([1.0, 0.9, 1.0, 1.0]),
+        norm_ratio=torch.tensor([1.0, 1.0, 1.0, 1.2]),
+    )
+    site = Site("linear1", "linear", 5, 2, 20, bias=False)
+    counts = FiringCounts(4, 20, threshold=0.1, device="cpu")
+    found = Found(
+        sites=(SiteFound(site=site, counts=counts, table=table),),
+        apart={},
+        faithfulness=torch.zeros(4),
+        tolerance=0.2,
+        language={},
+    )
+    assert found.right.tolist() == [True, False, False, False]
+    assert found.faults(0) == []
+    said = [found.faults(seed) for seed in (1, 2, 3)]
+    assert [len(each) for each in said] == [1, 1, 1]
+    for (fault,), part in zip(said, ("cosine 0.900", "2 importances", "1.200 times"), strict=True):
+        assert part in fault

@@ -1,5 +1,7 @@
 """Every term that a recipe can weigh is one that can be built."""
 
+from dataclasses import fields
+
 import pytest
 
 from narrowcast.workloads.decompose.build import losses_of
@@ -17,3 +19,12 @@ def test_a_probability_reaches_the_term_that_routes_by_it():
     asked = {"coefficient": 1.0, "routing": "static_probability", "probability": 0.25}
     (built,) = losses_of(LossesSection.model_validate({"stochastic_subset": asked}))
     assert (built.routing, built.probability) == ("static_probability", 0.25)
+
+
+@pytest.mark.parametrize("name", LossesSection.model_fields)
+def test_recipe_offers_every_setting_of_a_term(name):
+    section = LossesSection.model_validate({name: {"coefficient": 0.5}})
+    (built,) = losses_of(section)
+    offered = set(type(getattr(section, name)).model_fields)
+    # The name of the term decides its routing.
+    assert {each.name for each in fields(built)} - offered <= {"routing", "probability", "batched"}

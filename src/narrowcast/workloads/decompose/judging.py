@@ -76,13 +76,34 @@ class Found:
         """Whether the components of each seed are those of the truth (seeds,)."""
         if (errors := self.errors) is None:
             return None
-        right = errors == 0
-        for table in (each.table for each in self.sites if each.table is not None):
-            if table.least_cosine is not None and table.norm_ratio is not None:
-                low, high = RIGHT_NORMS
-                right &= table.least_cosine >= RIGHT_COSINE
-                right &= (table.norm_ratio >= low) & (table.norm_ratio <= high)
-        return right
+        return torch.tensor([not self.faults(seed) for seed in range(len(errors))])
+
+    def faults(self, seed: int) -> list[str]:
+        """Return in what the components of a seed are not those of the truth, site by site."""
+        low, high = RIGHT_NORMS
+        faults = []
+        for each in self.sites:
+            if (table := each.table) is None:
+                continue
+            if wrong := int(table.errors[self.tolerance][seed]):
+                faults.append(
+                    f"{each.site.name} has {wrong} importance{'s' * (wrong != 1)} wrong by more "
+                    f"than {self.tolerance:g}"
+                )
+            if table.least_cosine is None or table.norm_ratio is None:
+                continue
+            cosine, ratio = float(table.least_cosine[seed]), float(table.norm_ratio[seed])
+            if not cosine >= RIGHT_COSINE:
+                faults.append(
+                    f"a component of {each.site.name} has cosine {cosine:.3f} with its feature, "
+                    f"below {RIGHT_COSINE:g}"
+                )
+            if not low <= ratio <= high:
+                faults.append(
+                    f"the components of {each.site.name} have {ratio:.3f} times the norm of their "
+                    f"features on average, outside {low:g} to {high:g}"
+                )
+        return faults
 
 
 @torch.no_grad()

@@ -153,20 +153,17 @@ def _errors(table: SiteTable) -> tuple[int, ...]:
 
 
 def _verdicts(found: Found) -> Iterable[Verdict]:
-    right, errors = found.right, found.errors
+    right = found.right
     for seed in range(len(found.faithfulness)):
         counts = ", ".join(f"{each.site.name} {int(each.alive[seed])}" for each in found.sites[:8])
         said = f"components alive: {counts}"
-        if right is None or errors is None:
+        if right is None:
             yield Verdict(seed=seed, said=said)
             continue
-        wrong = int(errors[seed])
-        judged = "as the ground truth has it" if right[seed] else "not as the ground truth has it"
-        yield Verdict(
-            seed=seed,
-            right=bool(right[seed]),
-            said=f"{judged}: {wrong} importance{'s' * (wrong != 1)} wrong; {said}",
-        )
+        judged = "as the ground truth has it"
+        if faults := found.faults(seed):
+            judged = f"not as the ground truth has it: {'; '.join(faults)}"
+        yield Verdict(seed=seed, right=bool(right[seed]), said=f"{judged}; {said}")
 
 
 def _numbers(each: Tensor) -> tuple[float | None, ...]:

@@ -181,9 +181,11 @@ class LossesSection(Section):
     importance_masked_subset: SubsetTerm = Field(
         default_factory=SubsetTerm, description="the same, random sites at each position"
     )
-    unmasked: Term = Field(default_factory=Term, description="outputs of the sums of components")
-    hidden_activations: Term = Field(
-        default_factory=Term, description="inputs of sites under masks drawn at random"
+    unmasked: MaskedTerm = Field(
+        default_factory=MaskedTerm, description="outputs of the sums of components"
+    )
+    hidden_activations: MaskedTerm = Field(
+        default_factory=MaskedTerm, description="inputs of sites under masks drawn at random"
     )
     pgd: PGDTerm = Field(default_factory=PGDTerm, description="outputs under the worst masks found")
     pgd_layerwise: PGDLayerwiseTerm = Field(

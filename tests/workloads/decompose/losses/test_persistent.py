@@ -133,7 +133,7 @@ def test_sources_are_part_of_a_checkpoint(numbers):
 
 def test_a_batch_that_texts_with_sources_do_not_divide_is_refused(network):
     loss = PersistentPGD(coefficient=1.0, scope="repeat_across_batch", repeat=4)
-    with pytest.raises(RecipeError, match="a batch of 6 is not a multiple of repeat: 4"):
+    with pytest.raises(RecipeError, match="repeat must divide batch_size=6, got 4"):
         kept(network(), loss)
 
 

@@ -92,7 +92,9 @@ def test_an_identity_layer_changes_nothing():
 
 
 def test_a_network_that_was_not_trained_is_refused():
-    with pytest.raises(RecipeError, match=r"tms_5-2 has not learnt.*larger model.pretrain_steps"):
+    with pytest.raises(
+        RecipeError, match=r"tms_5-2 has not learnt.*model.pretrain_steps=0.*a larger one"
+    ):
         toy_target("tms_5-2", seeds=3, seed=0, device="cpu", steps=0)
 
 

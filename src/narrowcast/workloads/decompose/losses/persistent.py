@@ -69,8 +69,8 @@ class PersistentPGD(Adversarial):
         }[self.scope]
         if rows % own:
             raise RecipeError(
-                f"{self.name}: a batch of {rows // length} is not a multiple of repeat: "
-                f"{self.repeat}; write a repeat that divides it"
+                f"losses.{self.name}.repeat must divide batch_size={rows // length}, got "
+                f"{self.repeat}. Write a repeat that does, or another batch_size"
             )
         shapes: list[tuple[int, ...]] = [(seeds, own, site.components) for site in sites]
         return PersistentSources(self, [*shapes, *[(seeds, own)] * (len(sites) if delta else 0)])

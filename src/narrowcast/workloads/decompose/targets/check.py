@@ -40,10 +40,7 @@ def check_features(
             f"{_seeds(wrong > 0)}: up to {int(wrong.max())} of {features} features come out wrong "
             f"by more than {tolerance:g}, or bring out others"
         )
-    raise RecipeError(
-        f"model.toy={name} has not learnt what would be decomposed. {fact}. Write a larger "
-        "model.pretrain_steps or model.pretrain_batch_size, or another seed"
-    )
+    raise RecipeError(f"model.toy={name} has not learnt what would be decomposed. {fact}")
 
 
 def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
@@ -52,8 +49,7 @@ def check_accuracy(name: str, *, accuracy: Tensor, least: float) -> None:
     if wrong.any():
         raise RecipeError(
             f"model.toy={name} has not learnt what would be decomposed. {_seeds(wrong)}: right in "
-            f"{float(accuracy.min()):.0%} of cases at worst, and should be in {least:.0%}. Write a "
-            "larger model.pretrain_steps, or another seed"
+            f"{float(accuracy.min()):.0%} of cases at worst, and should be in {least:.0%}"
         )
 
 

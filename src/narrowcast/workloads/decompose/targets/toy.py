@@ -8,7 +8,7 @@ from typing import Literal, Protocol, final
 import torch
 from torch import Generator, Tensor, nn
 
-from narrowcast.errors import CheckpointError
+from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.workloads.decompose.targets.pretrain import Pretraining, Trainable, pretrain
 
 
@@ -118,7 +118,15 @@ def make_toy(
     network.requires_grad_(False)
     if device.type != "meta":
         with torch.no_grad():
-            plan.check(network, own)
+            try:
+                plan.check(network, own)
+            except RecipeError as error:
+                how = plan.pretraining
+                raise RecipeError(
+                    f"{error}. It was trained with model.pretrain_steps={how.steps} and "
+                    f"model.pretrain_batch_size={how.batch_size}; write a larger one, or another "
+                    "seed"
+                ) from error
     probe = None if plan.probe is None else plan.probe.to(device).expand(seeds, -1, -1)
     return Toy(
         name=plan.name,
