@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
@@ -35,3 +37,8 @@ class Section(BaseModel):
     def depends_on_steps(self) -> bool:
         """Whether a step does something else when the run has another number of steps."""
         return False
+
+    @property
+    def required_files(self) -> Mapping[str, tuple[str, ...]]:
+        """Paths and globs of local files a run reads, by setting; checked before it builds."""
+        return {}

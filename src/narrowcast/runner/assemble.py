@@ -7,15 +7,20 @@ from typing import Any
 import torch
 
 from narrowcast.config import Recipe
-from narrowcast.errors import UnsupportedError
+from narrowcast.config.files import check_files
+from narrowcast.config.phases import PhaseSection
+from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.hardware import Hardware, probe
 from narrowcast.precision.plan.plan import Plan, with_losses
+from narrowcast.precision.plan.policy import Policy
+from narrowcast.precision.plan.presets import policy_from
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record
 from narrowcast.strategies.build import strategy_of
+from narrowcast.strategies.hybrid.phase_formats import policies_of
 from narrowcast.training.data import Order
-from narrowcast.training.phase_plans import plan_phases
+from narrowcast.training.phase_plans import each_phase, phases_of, plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.signals import Home
 from narrowcast.training.strategy import Strategy
@@ -59,7 +64,7 @@ class Assembled:
 
 def assemble(recipe: Recipe) -> Assembled:
     """Build what `recipe` asks for on the device it asks for, or say why that cannot be."""
-    hardware = probe(recipe.device)
+    hardware = check_settings(recipe)
     phases = planned(recipe, hardware)
     _require_memory(max(phases, key=lambda plan: sum(plan.bytes.values())))
     task = build_task(recipe, device=torch.device(hardware.device))
@@ -72,8 +77,40 @@ def assemble(recipe: Recipe) -> Assembled:
     return Assembled(recipe=recipe, task=task, prepared=prepared, plans=phases, strategy=strategy)
 
 
+def check_settings(recipe: Recipe) -> Hardware:
+    """Raise for a device, policy or file that is not there, before a model is built or downloaded.
+
+    Returns:
+        The hardware of the recipe's device.
+    """
+    hardware = probe(recipe.device)
+    check_policies(recipe, hardware)
+    check_files(recipe)
+    return hardware
+
+
+def check_policies(recipe: Recipe, hardware: Hardware) -> None:
+    """Raise for a policy that cannot be parsed, in any phase of the run."""
+
+    def parsed(phase: PhaseSection) -> Policy:
+        return policy_from(phase.policy or "default", hardware).with_exceptions(phase.overrides)
+
+    phases = phases_of(recipe.precision)
+    if len(phases) == 1:
+        parsed(phases[0])
+    else:
+        each_phase(phases, parsed)
+    if recipe.strategy.has_phase_policies:
+        for phase, text in policies_of(recipe.strategy, recipe.precision.policy).items():
+            try:
+                policy_from(text, hardware)
+            except RecipeError as error:
+                raise RecipeError(f"phase {phase} of the strategy: {error}") from error
+
+
 def planned(recipe: Recipe, hardware: Hardware) -> tuple[Plan, ...]:
     """Plan each phase of `recipe` from its model's shapes alone: no weight is allocated."""
+    check_policies(recipe, hardware)
     task = build_task(recipe, device=torch.device("meta"))
     return plan_phases(recipe, task.model, hardware=hardware, gemm_rows=task.gemm_rows)
 

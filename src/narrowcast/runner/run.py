@@ -21,7 +21,7 @@ from narrowcast.hardware.randomness import OwnRandomness
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
-from narrowcast.runner.assemble import Assembled, assemble, planned
+from narrowcast.runner.assemble import Assembled, assemble, check_settings, planned
 from narrowcast.runner.baseline import with_baseline
 from narrowcast.runner.by_task import decided
 from narrowcast.runner.changes import (
@@ -206,7 +206,7 @@ def train(
     require_trackers(loaded.recipe.trackers)
     if out is None and loaded.recipe.trackers:
         raise RecipeError("trackers keep their files in the run's folder; give out=, or no tracker")
-    by_task = decided(loaded, probe(loaded.recipe.device))
+    by_task = decided(loaded, check_settings(loaded.recipe))
     assembled = assemble(by_task.loaded.recipe)
     loaded = by_task.loaded.for_samples(len(assembled.task.train_data))
     path = None if out is None else Path(out)

@@ -138,6 +138,7 @@ def test_help_says_what_it_does_without_torch():
     ("words", "said"),
     [
         (["build", "tiny", "missing.txt"], "missing.txt cannot be read"),
+        (["build", "./nowhere", "missing.jsonl"], "missing.jsonl cannot be read"),
         (["build", "tiny", "{empty}"], "has 0 tokens; give a text of two or more"),
         (["build", "tiny", "{text}", "{rows}"], "not both"),
         (["build", "tiny", "{text}", "--layers", "0:9"], "name layer 8 of a model with 4"),

@@ -1,5 +1,6 @@
 """The sections of a recipe that takes a trained network apart; names are the field's."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -34,6 +35,11 @@ class DecomposeData(DataSection):
     length: int = Field(
         default=128, ge=2, le=MOST_TOKENS, description="tokens of a sample (model.path)"
     )
+
+    @property
+    def required_files(self) -> Mapping[str, tuple[str, ...]]:
+        """The text files."""
+        return {"text": self.text}
 
 
 class TargetSection(Section):

@@ -1,6 +1,7 @@
 """The sections of a language-model recipe."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -62,6 +63,12 @@ class LmData(DataSection):
     def sources(self) -> tuple[str, ...]:
         """The texts to join, in order."""
         return (self.text,) if isinstance(self.text, str) else self.text
+
+    @property
+    def required_files(self) -> Mapping[str, tuple[str, ...]]:
+        """The text files."""
+        made = (TOPICS, SYNTHETIC)
+        return {"text": tuple(each for each in self.sources if each not in made)}
 
     @property
     def synthetic(self) -> bool:

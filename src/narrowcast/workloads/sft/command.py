@@ -287,12 +287,14 @@ def _loaded(
 
     from narrowcast.workloads.sft.ica.blocks import find_blocks
     from narrowcast.workloads.sft.ica.study.documents import (
+        check_documents,
         context_of,
         documents_of,
         refuse_strangers,
     )
     from narrowcast.workloads.sft.models.loading import load_model, load_tokenizer
 
+    check_documents(data)
     tokenizer = load_tokenizer(model)
     shape = load_model(model, device="meta")
     check(find_blocks(shape).depth)

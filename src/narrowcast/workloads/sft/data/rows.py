@@ -15,8 +15,8 @@ from narrowcast.config.workload import require_modules
 from narrowcast.errors import RecipeError
 from narrowcast.plain_files import open_plain
 from narrowcast.runs.environment import host_memory_bytes
+from narrowcast.workloads.sft.data.settings import SUFFIXES, suffix_of
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 INSTALL = "narrowcast[sft]"
 LONGEST_ROW = 2**28
 """Bytes of a line or a field: a row that is longer is no conversation."""
@@ -31,12 +31,6 @@ class Row(NamedTuple):
 
     values: Mapping[str, Any]
     place: str
-
-
-def suffix_of(path: Path) -> str:
-    """Return the ending that says what is in a file, without .gz; empty where it is not known."""
-    name = path.name.lower().removesuffix(".gz")
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
 
 def rows_of(path: Path) -> Iterator[Row]:

@@ -1,6 +1,8 @@
 """The `data` section of a recipe that fine-tunes a language model."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -30,6 +32,20 @@ FormatChoice = Literal[
     "conversations", "text",
 ]  # fmt: skip
 TemplateChoice = Literal["auto", "chat", "alpaca", "chatml", "basic"]
+
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
+_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def suffix_of(path: Path) -> str:
+    """Return the ending that says what is in a file, without .gz; empty where it is not known."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
+def may_be_on_the_hub(name: str) -> bool:
+    """Return whether a name that is no file here can be that of a data set on the Hub."""
+    return bool(_HUB_NAME.fullmatch(name)) and not suffix_of(Path(name))
 
 
 class Columns(Section):
@@ -152,6 +168,15 @@ class SftData(DataSection):
     def sources(self) -> tuple[str, ...]:
         """What to train on, in order."""
         return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def required_files(self) -> Mapping[str, tuple[str, ...]]:
+        """What must be a file: neither made on the spot nor perhaps a data set on the Hub."""
+        named = {"path": self.sources, "validation_path": self.validation_sources}
+        return {
+            key: tuple(each for each in names if each != SUMS and not may_be_on_the_hub(each))
+            for key, names in named.items()
+        }
 
     @property
     def validation_sources(self) -> tuple[str, ...]:

@@ -12,11 +12,9 @@ from narrowcast.config.problems import Problems, shown_path
 from narrowcast.errors import RecipeError
 from narrowcast.plain_files import open_plain, path_of, status_of
 from narrowcast.workloads.sft.data.hub import VALIDATION, hub_splits
-from narrowcast.workloads.sft.data.rows import Row, rows_of, suffix_of
-from narrowcast.workloads.sft.data.settings import SUMS, SftData
+from narrowcast.workloads.sft.data.rows import Row, rows_of
+from narrowcast.workloads.sft.data.settings import SUMS, SftData, may_be_on_the_hub
 from narrowcast.workloads.sft.data.sums import sums
-
-_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 class Source(NamedTuple):
@@ -121,7 +119,7 @@ def _matches(name: str, problems: Problems) -> list[Path] | None:
         return []
     if found:
         return found
-    if _HUB_NAME.fullmatch(name) and not suffix_of(path):
+    if may_be_on_the_hub(name):
         return None
     problems.add(f"{shown}: no such file")
     return []

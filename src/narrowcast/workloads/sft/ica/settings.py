@@ -1,5 +1,6 @@
 """The `ica` section of a recipe: which functional networks, and what is done with them."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
@@ -103,6 +104,11 @@ class IcaSection(Section):
         default="mlp_output",
         description="channels: what MLPs put out, or the neurons inside them, layer by layer",
     )
+
+    @property
+    def required_files(self) -> Mapping[str, tuple[str, ...]]:
+        """The file of networks."""
+        return {"ica_template_path": tuple(filter(None, [self.ica_template_path]))}
 
     @property
     def mode(self) -> MaskMode | None:

@@ -1,5 +1,6 @@
 """The `judge` section of a recipe that fine-tunes a language model."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -75,6 +76,11 @@ class JudgeSection(Section):
         le=MOST_STEPS,
         description="steps between two measurements, a multiple of eval.every; 0: at the end only",
     )
+
+    @property
+    def required_files(self) -> Mapping[str, tuple[str, ...]]:
+        """Texts and questions."""
+        return {"perplexity": self.texts, "exact_match": tuple(filter(None, [self.exact_match]))}
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -8,11 +8,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from narrowcast.config.files import missing_files
 from narrowcast.errors import RecipeError
 from narrowcast.plain_files import path_of, read_plain
 from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.prepare import prepare_data
-from narrowcast.workloads.sft.data.settings import SftData
+from narrowcast.workloads.sft.data.settings import SftData, may_be_on_the_hub
 from narrowcast.workloads.sft.ica.study.scores import Document
 
 TEXT = (".txt", ".md")
@@ -60,6 +61,13 @@ def documents_of(
     drawn = sorted(torch.randperm(len(rows), generator=generator)[:samples].tolist())
     chosen = _within([rows[number] for number in drawn], tokens)
     return Documents(documents=tuple(chosen), found=len(rows), notes=notes)
+
+
+def check_documents(paths: Sequence[str]) -> None:
+    """Raise if a local file is missing, before a model is loaded or downloaded."""
+    local = [p for p in paths if path_of(p).suffix.lower() in TEXT or not may_be_on_the_hub(p)]
+    if missing := missing_files(local):
+        raise RecipeError(f"{missing[0]} cannot be read: no such file; write an existing path")
 
 
 def document(ids: Sequence[int], learnt: Sequence[bool] | None = None) -> Document:

@@ -1,0 +1,36 @@
+"""Local files that a recipe names, looked for before anything is built or downloaded."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from narrowcast.config.globs import matching
+from narrowcast.config.problems import Problems, shown_path
+from narrowcast.config.sections import Recipe
+from narrowcast.errors import RecipeError
+from narrowcast.plain_files import path_of, status_of
+
+
+def check_files(recipe: Recipe) -> None:
+    """Raise if a file that the recipe names does not exist."""
+    problems = Problems()
+    for name, section in {"data": recipe.data, "model": recipe.model, **recipe.further}.items():
+        for setting, paths in section.required_files.items():
+            for path in missing_files(paths):
+                problems.add(f"{name}.{setting}: {shown_path(path)}: no such file")
+    if problems:
+        where = shown_path(Path.cwd())
+        advice = f"Relative paths are read from {where}; write the path of an existing file."
+        raise RecipeError("\n".join([*problems.lines(), advice]))
+
+
+def missing_files(paths: Iterable[str]) -> list[str]:
+    """Return the paths and globs that lead to no file."""
+    return [path for path in paths if not _exists(path_of(path))]
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a path or glob leads to something; reading it says what else is wrong."""
+    try:
+        return status_of(path) is not None or bool(matching(path))
+    except (OSError, ValueError):
+        return True
