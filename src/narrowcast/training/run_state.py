@@ -9,6 +9,7 @@ from narrowcast.config.sections import Recipe
 from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.hardware.randomness import capture_randomness, restore_randomness
 from narrowcast.precision.step.prepared import Prepared
+from narrowcast.precision.step.saved_state import state_of
 from narrowcast.runs import FindingRecord
 from narrowcast.training.checkpoints.data_identity import DataIdentity, identity_of
 from narrowcast.training.checkpoints.frozen import FrozenWeights
@@ -74,8 +75,11 @@ class RunState:
 
     def captured(self, progress: Progress) -> dict[str, Any]:
         """Return the state of the whole run. Waits for the device."""
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
-        parts["prepared"], frozen = self._frozen.left_out_of(parts["prepared"])
+        others = [name for name in self._parts if name != "prepared"]
+        parts = {name: self._parts[name].state_dict() for name in others}
+        # Not copied here: it is written, or copied to the host, before the next step.
+        now = state_of(self._prepared.engine)
+        parts["prepared"], frozen = self._frozen.left_out_of(now)
         return {
             **asdict(progress),
             "data": self._identify_data().to_json(),

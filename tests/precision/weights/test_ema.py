@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowcast as nc
 from narrowcast.errors import RecipeError
 from narrowcast.kernels.launch import interpreted
+from narrowcast.precision.step.saved_state import state_of
 from narrowcast.precision.weights.ema import WeightAverage
 from narrowcast.precision.weights.fused_adamw import FusedAdamW
 
@@ -262,7 +263,7 @@ def test_the_average_of_a_weight_without_a_gradient_comes_nearer_to_it(path):
 def test_the_averages_stay_where_they_are_in_memory(path):
     """A captured step knows their addresses."""
     run = on_path(path, "fp32, params=bf16, master=split")
-    places = [average.data_ptr() for average in run.state_dict()["average"]]
+    places = [average.data_ptr() for average in state_of(run.engine)["average"]]
     step_of(run)
     saved = copy.deepcopy(run.state_dict())
     for policy in ("fp32", "fp32, params=bf16, master=kahan", "fp32, params=bf16, master=split"):
@@ -274,7 +275,7 @@ def test_the_averages_stay_where_they_are_in_memory(path):
     assert all(map(torch.equal, averages(run), saved["average"]))
     step_of(run)
     assert_moved(run, saved["average"])
-    assert [average.data_ptr() for average in run.state_dict()["average"]] == places
+    assert [average.data_ptr() for average in state_of(run.engine)["average"]] == places
 
 
 def test_an_average_lies_in_memory_as_its_weight_whatever_the_policy_becomes():
@@ -282,7 +283,7 @@ def test_an_average_lies_in_memory_as_its_weight_whatever_the_policy_becomes():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 5))
     model.to(memory_format=torch.channels_last)
     run = on_path("kernel", "fp32, params=bf16, master=split", model=model)
-    weight, average = model[0].weight, run.state_dict()["average"][0]
+    weight, average = model[0].weight, state_of(run.engine)["average"][0]
     assert weight.stride() == average.stride()
     step_of(run, shape=(6, 4, 3, 3))
     run.change(nc.plan(run.model, "fp32", hardware=run.plan.hardware))

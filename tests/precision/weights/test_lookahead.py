@@ -13,6 +13,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.errors import CheckpointError, RecipeError, UnsupportedError
 from narrowcast.precision.plan.memory import MemoryPlan
+from narrowcast.precision.step.saved_state import state_of
 from narrowcast.precision.weights import master
 from narrowcast.precision.weights.lookahead import LookaheadPoint
 
@@ -285,12 +286,12 @@ def test_a_run_goes_on_bit_for_bit_from_its_state(policy, fused, storage, same_s
     saved = copy.deepcopy(straight.state_dict())
     trained(straight, range(5, 10))
     resumed = begun()
-    places = [lead.data_ptr() for lead in resumed.state_dict()["lookahead"]["leads"]]
+    places = [lead.data_ptr() for lead in state_of(resumed.engine)["lookahead"]["leads"]]
     resumed.load_state_dict(saved)
     trained(resumed, range(5, 10))
     assert same_state(straight.state_dict(), resumed.state_dict())
     # A captured step knows where they are.
-    assert places == [lead.data_ptr() for lead in resumed.state_dict()["lookahead"]["leads"]]
+    assert places == [lead.data_ptr() for lead in state_of(resumed.engine)["lookahead"]["leads"]]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +319,7 @@ def test_a_state_of_other_settings_is_refused_and_changes_nothing(other, differe
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_run_whose_policy_changes_keeps_its_three_points_to_the_bit(fused):
     run = trained(prepared(fused_optimizer=fused), range(5))
-    places = [lead.data_ptr() for lead in run.state_dict()["lookahead"]["leads"]]
+    places = [lead.data_ptr() for lead in state_of(run.engine)["lookahead"]["leads"]]
     for policy in (SPLIT, FP32, "fp32"):
         before, answer = bits_of(run), run.answer_weights()
         run.change(policy)
@@ -326,7 +327,7 @@ def test_a_run_whose_policy_changes_keeps_its_three_points_to_the_bit(fused):
             assert all(map(torch.equal, then, now))
         assert all(torch.equal(answer[name], w) for name, w in run.answer_weights().items())
         trained(run, range(5, 8))
-    assert places == [lead.data_ptr() for lead in run.state_dict()["lookahead"]["leads"]]
+    assert places == [lead.data_ptr() for lead in state_of(run.engine)["lookahead"]["leads"]]
     with pytest.raises(UnsupportedError, match="master=split"):
         run.change("fp32, params=bf16, master=kahan")
 

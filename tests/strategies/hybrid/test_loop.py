@@ -236,3 +236,16 @@ def test_a_state_of_other_averages_is_refused():
     saved = begin(half_lives=(0.02, 0.1)).state_dict()
     with pytest.raises(CheckpointError, match=r"average 0.02, average 0.1, and this one has"):
         begin().load_state_dict(saved)
+
+
+@pytest.mark.parametrize("preset", ["balanced", "aggressive"])
+def test_a_state_in_memory_goes_back_to_where_it_was_taken(preset):
+    run = begin(preset=preset, policy="bf16, params=bf16, master=split")
+    train(run, 0, 30)
+    state, answer = run.state_dict(), run.answer_weights()
+    train(run, 30, 60)
+    straight = run.answer_weights()
+    run.load_state_dict(state)
+    assert all(torch.equal(run.answer_weights()[name], answer[name]) for name in answer)
+    train(run, 30, 60)
+    assert all(torch.equal(run.answer_weights()[name], straight[name]) for name in straight)

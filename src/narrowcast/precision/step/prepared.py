@@ -8,6 +8,7 @@ on a skipped step. How that is done, and the parts of a step for those who take 
 """
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -192,9 +193,9 @@ class Prepared:
         self.engine.log.sync()
 
     def stats(self) -> Stats:
-        """Return the counts of the run so far. Waits for the device."""
+        """Return a copy of the counts of the run so far. Waits for the device."""
         self.sync()
-        stats = self.engine.log.stats
+        stats = copy.deepcopy(self.engine.log.stats)
         stats.bytes = bytes_of(self.engine.weights) | self.engine.fp8.bytes()
         return stats
 
@@ -262,12 +263,13 @@ class Prepared:
         return self.engine.weights.copied_by_name(self.engine.weights.answer)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return the model's state with every digit that is kept: master values, by name.
+        """Return a copy of the model's state with every digit that is kept: master values, by name.
 
-        Refused inside `averaged()` and `answering()`, where the model holds other weights.
+        Further steps do not change it. Refused inside `averaged()` and `answering()`, where the
+        model holds other weights.
         """
         self.engine.weights.ownership.refuse_swapped_in(doing="full_weights()")
-        return self.engine.weights.full_by_name()
+        return self.engine.weights.copied_by_name(self.engine.weights.full)
 
     def release(self) -> nn.Module:
         """Undo `prepare`: plain modules, fp32 weights with all digits, the optimizer on them.
@@ -285,9 +287,13 @@ class Prepared:
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides the steps to come, but data order and random state."""
+        """Return a copy of all that decides the steps to come, but data order and random state.
+
+        Further steps do not change it, so it can be kept to go back to. It takes as much memory
+        on the device as weights and optimizer state do. Waits for the device.
+        """
         self.engine.weights.ownership.refuse_swapped_in(doing="state_dict()")
-        return state_of(self.engine)
+        return copy.deepcopy(state_of(self.engine))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up where a saved run stood; that of another run is refused and changes nothing."""

@@ -21,7 +21,7 @@ from narrowcast.precision.weights.side_by_side import parts_of
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
-    """Return the state of a run. Waits for the device."""
+    """Return the state of a run, in tensors of the run itself. Waits for the device."""
     engine.log.sync()
     # Or a run that goes on would, and one that resumes not.
     engine.take_back_first_scales()

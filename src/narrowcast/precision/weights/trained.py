@@ -211,8 +211,16 @@ class TrainedWeights:
         return full if self.lookahead is None else self.lookahead.answer(weight, full)
 
     def full_by_name(self) -> dict[str, Tensor]:
-        """Return the model's state, its weights with every digit that is kept of them."""
-        return self._by_name(self.full)
+        """Return the model's state, its weights with every digit that is kept of them.
+
+        Tensors of the run itself, where they have all digits; `copied_by_name` has copies.
+        """
+        # Found by themselves: a wrapper may save weights under other names than it has for them.
+        kept = self._model.state_dict(keep_vars=True)
+        return {
+            name: self.full(value) if isinstance(value, nn.Parameter) else _detached(value)
+            for name, value in kept.items()
+        }
 
     def averaged_by_name(self) -> dict[str, Tensor]:
         """Return a copy of the model's state, in fp32 and with averages for the weights trained."""
@@ -221,16 +229,20 @@ class TrainedWeights:
         return self.copied_by_name(self.averaged)
 
     def copied_by_name(self, value_of: ValueOf) -> dict[str, Tensor]:
-        """Return a copy of the model's state, with these values for its weights."""
-        return copy.deepcopy(self._by_name(value_of))
+        """Return a copy of the model's state, with these values for its weights.
 
-    def _by_name(self, value_of: ValueOf) -> dict[str, Tensor]:
-        # Found by themselves: a wrapper may save weights under other names than it has for them.
-        kept = self._model.state_dict(keep_vars=True)
-        return {
-            name: value_of(value) if isinstance(value, nn.Parameter) else _detached(value)
-            for name, value in kept.items()
-        }
+        Tied weights are one tensor. One value at a time is there twice.
+        """
+        copies: dict[nn.Parameter, Tensor] = {}
+        state = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            if not isinstance(value, nn.Parameter):
+                state[name] = copy.deepcopy(_detached(value))
+                continue
+            if value not in copies:
+                copies[value] = value_of(value).detach().clone()
+            state[name] = copies[value]
+        return state
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the fp32 norm of each gradient."""

@@ -10,6 +10,7 @@ model.load_state_dict(run.answer_weights())
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypeVar, cast, final, get_args, overload
 
@@ -218,12 +219,10 @@ class HybridRun:
         return self._jumper.attempt(losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides the steps to come, averages and choice included."""
-        return {
-            "prepared": self.prepared.state_dict(),
-            "readouts": self.readouts.state_dict(),
-            "jumper": None if self._jumper is None else self._jumper.state_dict(),
-        }
+        """Return a copy of all that decides the steps to come, averages and choice included."""
+        jumper = None if self._jumper is None else self._jumper.state_dict()
+        others = {"readouts": self.readouts.state_dict(), "jumper": jumper}
+        return {"prepared": self.prepared.state_dict(), **copy.deepcopy(others)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a saved run stood that was prepared alike."""

@@ -143,7 +143,7 @@ def export_weights(
     The names are those of the model's own `state_dict`. Of tied weights the file has the first, as
     `safetensors.torch.load_model` expects it. Equal weights give equal bytes.
     """
-    tied, weights = tied_names(prepared.model), {**prepared.full_weights(), **best}
+    tied, weights = tied_names(prepared.model), {**prepared.engine.weights.full_by_name(), **best}
     _, tensors = flatten({name: weights[name] for name in weights if name not in tied})
     with written_beside(path, hint="the last checkpoint holds the same weights") as beside:
         write_tensors(beside, tensors, metadata={"format": "pt"})

@@ -191,4 +191,4 @@ class Decompose:
         with randomness_kept(device), in_eval_mode(prepared.model), prepared.compute():
             found, worst = self.judged(prepared.model), self.worst(prepared.model)
         write_found(folder, found, self.parts, self.recipe, worst=worst)
-        save_components(folder, prepared.full_weights(), found, self.parts)
+        save_components(folder, prepared.engine.weights.full_by_name(), found, self.parts)

@@ -49,7 +49,7 @@ def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer:
         )
         return
     adapter = folder / ADAPTER
-    save_adapter(model, prepared.full_weights(), adapter, tokenizer=tokenizer)
+    save_adapter(model, prepared.engine.weights.full_by_name(), adapter, tokenizer=tokenizer)
     if recipe.section(LoraSection).merge_adapter_with_base:
         base = base_to_merge(recipe)
         base.generation_config = model.generation_config
@@ -60,4 +60,6 @@ def write_models(folder: Path, prepared: Prepared, recipe: Recipe, *, tokenizer:
 def _untied(prepared: Prepared) -> dict[str, Tensor]:
     """Return all weights, of those that are tied the first: rounded apart they would be two."""
     tied = tied_names(prepared.model)
-    return {name: w for name, w in prepared.full_weights().items() if name not in tied}
+    return {
+        name: w for name, w in prepared.engine.weights.full_by_name().items() if name not in tied
+    }
