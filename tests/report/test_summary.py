@@ -147,7 +147,7 @@ BEGAN = "the training loss was 5.500 at the first step"
     [
         ([3.0, 2.0], f"evaluated loss fell from 3.000 at step 1 to 2.000; {BEGAN}"),
         ([2.0, 3.0], f"evaluated loss rose from 2.000 at step 1 to 3.000; {BEGAN}"),
-        ([2.0, 2.0], "evaluated loss stayed at 2.000"),
+        ([2.0, 2.0], f"evaluated loss 2.000 at step 1 and at the end; {BEGAN}"),
         ([2.5], "evaluated loss 2.500 at step 1"),
     ],
 )

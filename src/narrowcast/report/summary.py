@@ -188,9 +188,10 @@ def _quality(data: RunData) -> str:
     if not (math.isfinite(first) and math.isfinite(last)):
         return f"evaluated {name} {began} at step {count(first_step)}, {ended} at the end"
     if first == last:
-        return f"evaluated {name} stayed at {ended}"
-    verb = "fell" if last < first else "rose"
-    course = f"evaluated {name} {verb} from {began} at step {count(first_step)} to {ended}"
+        course = f"evaluated {name} {ended} at step {count(first_step)} and at the end"
+    else:
+        verb = "fell" if last < first else "rose"
+        course = f"evaluated {name} {verb} from {began} at step {count(first_step)} to {ended}"
     start = data.steps[0]
     if start.step != 1 or not math.isfinite(start.loss):
         return course

@@ -174,3 +174,8 @@ def test_the_table_stops_at_a_dozen(growing):
 def test_records_in_any_order_give_the_same_map(target, sample, tensor):
     records = [sample(n, {("a", "input"): (target, tensor(n + 1.0))}) for n in range(5)]
     assert heat_map(records[::-1]) == heat_map(records)
+
+
+def test_no_tensor_is_called_worst_where_no_cast_lost_anything():
+    heat = heat_map([a_record(1, None, 0.0), a_record(2, None, 0.0)])
+    assert heat.alt.endswith("sampled at 2 steps; no cast lost anything.")

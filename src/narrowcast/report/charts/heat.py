@@ -217,10 +217,12 @@ def _alt(found: Sequence[Tensor], first: Tensor, *, steps: Sequence[int]) -> str
     parts += [f"{proportion(x)} {TITLES[m]}" for m, x in worst_of.items() if x > 0]
     told = f", at its worst {', '.join(parts)}" if parts else ""
     broke = first.broke()
+    sampled = f"{modules}, {count(len(found), 'tensor')}, sampled at {count(len(steps), 'step')}"
+    if broke is None and not parts and not first.worst("snr_db"):
+        return f"{sampled}; no cast lost anything."
     which = "worst" if broke is None else f"first to break, at step {count(steps[broke])},"
     return (
-        f"{modules}, {count(len(found), 'tensor')}, sampled at {count(len(steps), 'step')}; the "
-        f"{which} is {first.role} of {first.module or 'the model itself'} in "
+        f"{sampled}; the {which} is {first.role} of {first.module or 'the model itself'} in "
         f"{_formats(first)}{told}."
     )
 
