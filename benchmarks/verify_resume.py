@@ -51,7 +51,13 @@ SIZES = {
     "hybrid/*": [*SMALL_LM, "data.eval_windows=8", "strategy.baseline=false"],
     "health/*": [*SMALL_LM, "model.layers=3", "data.eval_windows=8"],
     "lm/*": [*SMALL_LM, "model.vocab=256", "compile=false"],
-    "decompose/lm": [*BY_MODEL, "sites.components=8", "data.length=16", "importance.hidden=[8]"],
+    "decompose/lm": [
+        *BY_MODEL,
+        "data.length=16",
+        "importance.hidden=[8]",
+        'sites.names=["blocks.*.mlp.up"]',
+        "sites.components=8",
+    ],
     "decompose/*": ["batch_size=32", "judge.pgd_steps=2"],
     "genomics/*": ["epochs=null", "batch_size=2", "accumulate=1", "eval.every=24"],
     "sft/tiny": BY_MODEL,
@@ -126,19 +132,23 @@ def _overrides(recipe: str) -> list[str]:
 
 def _needed_files(scratch: Path, recipes: list[str]) -> dict[str, list[str]]:
     """Return the settings by which recipes that need files of their owner find them, by recipe."""
-    needing = {"sft/full", "sft/smollm2", "decompose/lm"} & set(recipes)
-    if not needing:
-        return {}
-    (scratch / "base").mkdir()
-    _run(["train", "sft/tiny", "steps=1", "--out", "tiny", "--quiet"], scratch / "base")
-    model = f"model.path={scratch / 'base/tiny/final_model'}"
-    rows = [{"instruction": f"{n} + 1", "response": str(n + 1)} for n in range(200)]
-    data = scratch / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = scratch / "text.txt"
-    text.write_text(" ".join(f"{n} + 1 = {n + 1}." for n in range(2000)))
-    words = {"decompose/lm": [model, f"data.text=[{text}]"]}
-    return {name: words.get(name, [model, f"data.path={data}"]) for name in needing}
+    found = dict[str, list[str]]()
+    base, text, rows = scratch / "base", scratch / "text.txt", scratch / "rows.jsonl"
+    base.mkdir()
+    sums = [(f"{n} + 1", str(n + 1)) for n in range(2000)]
+    text.write_text(" ".join(f"{a} = {b}." for a, b in sums))
+    rows.write_text(
+        "".join(json.dumps({"instruction": a, "response": b}) + "\n" for a, b in sums[:200])
+    )
+    if "decompose/lm" in recipes:
+        words = ["steps=100", *SMALL_LM, f"data.text=[{text}]"]
+        _run(["train", "quickstart", *words, "--out", "lm", "--quiet"], base)
+        found["decompose/lm"] = [f"model.path={base / 'lm'}", f"data.text=[{text}]"]
+    if {"sft/full", "sft/smollm2"} & set(recipes):
+        _run(["train", "sft/tiny", "steps=1", "--out", "tiny", "--quiet"], base)
+        words = [f"model.path={base / 'tiny/final_model'}", f"data.path={rows}"]
+        found |= {"sft/full": words, "sft/smollm2": words}
+    return found
 
 
 def _checked(recipe: str, way: str, words: list[str], folder: Path, *, seed: int) -> Case:

@@ -36,6 +36,8 @@ TOGETHER = {
     "eval.patience", "eval.min_delta", "model.base", "epochs", "lr_schedule.warmup_ratio",
     "ica.scale", "ica.ica_two_sided", "memory.blocks", "strategy.name",
     "strategy.phases.warmup_steps", "strategy.preset", "strategy.policies",
+    "strategy.readout.every", "strategy.stretch", "precision.adapt.most", "precision.adapt.calm",
+    "precision.adapt.cooldown", "profile.first", "profile.steps",
 }  # fmt: skip
 """Settings that may be fine alone and not with the others, or must be powers of two."""
 

@@ -219,6 +219,20 @@ class AdaptSection(Section):
         description="overflows in a row that widen the whole policy, until it is calm; 0: never",
     )
 
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse limits on changes that are never made; `enabled: false` switches all of it off."""
+        if self.enabled or self.overflows or "enabled" in self.model_fields_set:
+            return self
+        refuse_conflicts(
+            [
+                ((key,), f"no module is widened; write adapt.enabled=true too, or leave {key} out")
+                for key in ("most", "cooldown", "calm")
+                if getattr(self, key) != type(self).model_fields[key].default
+            ]
+        )
+        return self
+
 
 class PrecisionSection(Section):
     """Which formats the run computes and keeps its numbers in."""

@@ -94,6 +94,14 @@ class ProfileSection(Section):
         default=10, ge=1, le=MOST_STEPS, description="the first of them, when all is warm"
     )
 
+    @model_validator(mode="after")
+    def _is_obeyed(self) -> Self:
+        """Refuse a first step of no steps."""
+        if not self.steps and self.first != type(self).model_fields["first"].default:
+            text = "no step is profiled; write profile.steps=5 too, or leave first out"
+            refuse_conflicts([(("first", "steps"), text)])
+        return self
+
 
 def _short_enough(name: str) -> str:
     """Refuse a name that no folder can have; letters beyond ASCII take two bytes or more."""
@@ -217,6 +225,15 @@ class CommonSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _profile_fits(self) -> Self:
+        """Refuse to profile steps that the run does not have."""
+        first = self.profile.first
+        if self.profile.steps and self.is_settled and first > self.steps:
+            text = f"step {first} is after the last; write profile.first={self.steps} or less"
+            refuse_conflicts([(("profile.first", "steps"), text)])
+        return self
+
+    @model_validator(mode="after")
     def _strategy_fits(self) -> Self:
         """Refuse what a strategy and the rest of the recipe cannot both have."""
         refuse_conflicts(list(_against_strategy(self)))
@@ -262,6 +279,20 @@ def _against_strategy(settings: CommonSettings) -> Iterator[tuple[tuple[str, ...
     if settings.is_settled and warmup is not None and warmup >= settings.steps:
         text = f"the warm-up would never end in {settings.steps} steps; write fewer than that"
         yield ("strategy.phases.warmup_steps", "steps"), text
+    every = strategy.readout.every
+    if settings.is_settled and every is not None and every > settings.steps:
+        text = (
+            f"averages would never be updated in {settings.steps} steps; write at most "
+            f"{settings.steps}"
+        )
+        yield ("strategy.readout.every", "steps"), text
+    default = type(strategy).model_fields["stretch"].default
+    if settings.lr_schedule.name == "constant" and strategy.stretch not in (default, 1):
+        text = (
+            "a constant learning rate has nothing to stretch; leave stretch out, or choose "
+            "lr_schedule.name=cosine or linear"
+        )
+        yield ("strategy.stretch", "lr_schedule.name"), text
 
 
 class Recipe(CommonSettings):

@@ -1,5 +1,7 @@
 """Hybrid training through the trainer: phases, read-outs, jumps, and that it is resumed."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,7 +28,9 @@ WAYS = {
     "balanced": ["strategy=hybrid", "strategy.phases.warmup_steps=6"],
     "bf16 leads": ["strategy=hybrid", "strategy.lookahead.storage=bf16"],
     "jumps": ["strategy=hybrid", *JUMPS],
-    "jumps by whoever was right": ["strategy=hybrid", *JUMPS, "strategy.jumps.predictor=bandit"],
+    "jumps by whoever was right": [
+        "strategy=hybrid", *JUMPS, "strategy.jumps.predictor=bandit", "accumulate=2"
+    ],
     "a loss that diverges": [
         "strategy=hybrid", *JUMPS, "strategy.phases.divergence_sigma=0.5", "optimizer.lr=0.3"
     ],
@@ -187,6 +191,20 @@ def test_the_report_tells_of_phases_read_outs_and_the_plain_run(tmp_path):
           "precision.schedule=[{policy: fp32, until: 50%}, {policy: bf16}]"],
          "policies of their own here already"),
         (["strategy=hybird"], "did you mean hybrid"),
+        *((["strategy=hybrid", f"strategy.{key}"], "strategy.preset=aggressive too")
+          for key in ("phases.full_steps=9", "phases.max_predict_steps=9",
+                      "phases.confidence_threshold=0.5", "phases.divergence_sigma=2",
+                      "policies.predict=bf16", "policies.correct=bf16")),
+        (["strategy=hybrid", "strategy.preset=conservative", "strategy.phases.warmup_steps=9"],
+         "nothing begins after the warm-up"),
+        (["strategy=hybrid", "strategy.readout.half_lives=[]", "strategy.readout.every=9"],
+         "there are no averages"),
+        (["strategy=hybrid", "strategy.readout.every=201"], "never be updated in 200 steps"),
+        (["strategy=hybrid", "lr_schedule.name=constant", "strategy.stretch=2"],
+         "nothing to stretch"),
+        (["precision.adapt.cooldown=9"], "adapt.enabled=true too"),
+        (["profile.first=9"], "profile.steps=5 too"),
+        (["profile.first=201", "profile.steps=2"], "step 201 is after the last"),
     ],
 )  # fmt: skip
 def test_settings_that_nothing_would_heed_are_refused(words, answer):
@@ -205,3 +223,24 @@ def test_a_history_too_small_for_its_predictors_is_refused():
     words = [*SHORT, "strategy=hybrid", *JUMPS, "strategy.jumps.history_bytes=100"]
     with pytest.raises(RecipeError, match="bytes"):
         nc.train("tutorial", words)
+
+
+AGGRESSIVE = ["strategy=hybrid", "strategy.preset=aggressive", "precision.policy=fp32"]
+
+
+@pytest.mark.parametrize(
+    ("predictor", "accumulate"), [("bandit", 1), ("line", 1), ("network", 2), ("ensemble", 2)]
+)
+def test_an_aggressive_run_whose_budget_allows_no_jump_names_one_that_does(predictor, accumulate):
+    words = [*AGGRESSIVE, "steps=120", "batch_size=8", f"strategy.jumps.predictor={predictor}",
+             f"accumulate={accumulate}"]  # fmt: skip
+    with pytest.raises(RecipeError, match="cannot try a jump") as raised:
+        nc.train("tutorial", words)
+    (enough,) = re.findall(r"strategy\.jumps\.budget=[\d.]+ or more", str(raised.value))
+    records = list(nc.train("tutorial", [*words, enough.removesuffix(" or more")]))
+    assert any(record.values["horizon"] for record in events(records, "jump"))
+
+
+def test_an_aggressive_run_that_ends_before_the_first_jump_raises():
+    with pytest.raises(RecipeError, match="cannot try a jump before step 21, got steps=20"):
+        nc.train("tutorial", [*AGGRESSIVE, "steps=20", "strategy.jumps.budget=1"])

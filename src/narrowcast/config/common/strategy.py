@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -207,19 +208,46 @@ class StrategySection(Section):
                 ]
             )
             return self
-        jumps = JumpsSection()
-        if self.jumps != jumps and self.preset != "aggressive":
-            text = "only the preset aggressive jumps; write strategy.preset=aggressive too"
-            refuse_conflicts([(("preset", "jumps"), text)])
-        if not self.has_lookahead and self.enabled and self.lookahead.enabled is None:
-            given = self.lookahead != LookaheadSection()
-            if given:
-                text = (
-                    "conservative takes gradients at the weights themselves; write "
-                    "strategy.lookahead.enabled=true too, or leave lookahead out"
-                )
-                refuse_conflicts([(("preset", "lookahead"), text)])
+        if self.enabled:
+            refuse_conflicts([*self._unused_by_jumps(), *self._unused_by_others()])
         return self
+
+    def _unused_by_jumps(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the settings of jumps in a preset that has none."""
+        if self.has_jumps:
+            return
+        fix = "write strategy.preset=aggressive too, or leave"
+        if self.jumps != JumpsSection():
+            yield ("jumps", "preset"), f"only the preset aggressive jumps; {fix} jumps out"
+        for key in ("full_steps", "max_predict_steps", "confidence_threshold", "divergence_sigma"):
+            if getattr(self.phases, key) is not None:
+                text = f"only the preset aggressive has phases that use {key}; {fix} {key} out"
+                yield (f"phases.{key}", "preset"), text
+        for phase in sorted({"predict", "correct"} & set(self.policies)):
+            text = f"only the preset aggressive has a phase {phase}; {fix} policies.{phase} out"
+            yield (f"policies.{phase}", "preset"), text
+
+    def _unused_by_others(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the settings of what this strategy does not have, jumps left aside."""
+        switched_off = self.lookahead.enabled is False
+        if not (self.has_lookahead or switched_off or self.lookahead == LookaheadSection()):
+            text = (
+                "conservative takes gradients at the weights themselves; write "
+                "strategy.lookahead.enabled=true too, or leave lookahead out"
+            )
+            yield ("lookahead", "preset"), text
+        starts_something = self.has_lookahead or self.has_jumps or self.has_phase_policies
+        if self.phases.warmup_steps is not None and not starts_something:
+            text = (
+                "nothing begins after the warm-up of a conservative run; leave warmup_steps out, "
+                "or write strategy.lookahead.enabled=true too"
+            )
+            yield ("phases.warmup_steps", "preset"), text
+        for key in ("every", "budget"):
+            default = ReadoutSection.model_fields[key].default
+            if not self.readout.half_lives and getattr(self.readout, key) != default:
+                text = f"there are no averages; leave {key} out, or write half_lives"
+                yield (f"readout.{key}", "readout.half_lives"), text
 
     def _other_than_default(self) -> list[str]:
         plain = {"name", "enabled"}

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from narrowcast.config.common_sections import OBEYED_BY
 from narrowcast.config.sections import Recipe
 from narrowcast.precision.plan.phases import PHASES
+from narrowcast.strategies.hybrid.phase_course import phase_settings_of
 from narrowcast.strategies.hybrid.phase_formats import policies_of
+from narrowcast.strategies.hybrid.predictors import check_first_jump
 
 STRATEGY = "strategy"
 """What plan.json calls it."""
@@ -18,6 +21,8 @@ def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
     strategy = recipe.strategy
     if not strategy.is_hybrid:
         return None
+    if strategy.has_jumps and recipe.is_settled:
+        check_first_jump(recipe, phase_settings_of(recipe))
     lead = {"fp32": 4, "bf16": 2}[strategy.lookahead.storage] if strategy.has_lookahead else 0
     averages = len(set(strategy.readout.half_lives))
     policies = policies_of(strategy, recipe.precision.policy)
@@ -31,6 +36,13 @@ def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
         },
         "policies": {phase: policies[phase] for phase in PHASES},
     }
+
+
+def _momentum(recipe: Recipe) -> str:
+    """Say that Adam's momentum is switched off, where it has one."""
+    beta1 = recipe.optimizer.betas[0]
+    has_one = "betas" in OBEYED_BY[recipe.optimizer.name] and beta1
+    return f", in place of the optimizer's momentum (beta1 0, not {beta1:g})" if has_one else ""
 
 
 def _told(recipe: Recipe, *, averages: int) -> list[str]:
@@ -52,7 +64,7 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
         begins = f"after {after} steps " if after else ""
         told.append(
             f"{begins}each gradient is taken {settings.pull:g} of the way from the newest weights "
-            f"to their average, which follows at {settings.share:g} a step"
+            f"to their average, which follows at {settings.share:g} a step{_momentum(recipe)}"
         )
     if strategy.has_jumps:
         jumps = strategy.jumps

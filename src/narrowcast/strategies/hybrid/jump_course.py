@@ -50,7 +50,12 @@ from narrowcast.strategies.hybrid.jumps.jumper import Jumper
 from narrowcast.strategies.hybrid.jumps.offload import offloaded
 from narrowcast.strategies.hybrid.jumps.prepared_weights import PreparedWeights
 from narrowcast.strategies.hybrid.jumps.verify import Verdict
-from narrowcast.strategies.hybrid.predictors import horizons_of, jump_settings_of, predictors_of
+from narrowcast.strategies.hybrid.predictors import (
+    check_first_jump,
+    horizons_of,
+    jump_settings_of,
+    predictors_of,
+)
 from narrowcast.training.data import BatchStream
 from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.training.step.losses import Losses
@@ -82,6 +87,7 @@ class JumpCourse:
     def __init__(
         self, prepared: Prepared, task: Task, recipe: Recipe, *, settings: PhaseSettings
     ) -> None:
+        check_first_jump(recipe, settings)
         self._prepared, self._task, self._recipe = prepared, task, recipe
         self._settings, self._losses = settings, Losses(prepared, task)
         self._device = prepared.engine.weights.device
