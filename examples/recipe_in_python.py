@@ -13,7 +13,9 @@ recipe = nc.load_recipe("quickstart", ["precision.policy=fp16", "steps=200", *wo
 plan = nc.plan_recipe(recipe)  # from shapes alone: print it, compare it, nothing is allocated
 print(plan)
 
-run = nc.train(recipe, out=out)  # what cannot be is refused here; training begins in the loop
+run = nc.train(
+    recipe, out=out
+)  # what cannot be is refused here; the loop trains, as run.finish() would
 for record in run:
     match record:
         case StepRecord(step=step, loss=loss, applied=applied) if step % 20 == 0 or not applied:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the same names, for those who read types rather than run
     from narrowcast.precision.weights.lookahead import Lookahead as Lookahead
     from narrowcast.runner.report_sections import write_run_report as write_report  # noqa: F401
     from narrowcast.runner.run import Run as Run
+    from narrowcast.runner.run import RunResult as RunResult
     from narrowcast.runner.run import plan_recipe as plan_recipe
     from narrowcast.runner.run import resume as resume
     from narrowcast.runner.run import train as train
@@ -71,6 +72,7 @@ _HOMES = {
     "Prepared": "precision.step.prepared",
     "ReportSection": "runs",
     "Run": "runner.run",
+    "RunResult": "runner.run",
     "TASKS": "precision.plan.tasks",
     "Task": "training.task",
     "TaskInfo": "runs",

@@ -127,4 +127,4 @@ def test_a_run_inside_a_process_group_of_several_raises():
 
 def test_a_world_of_one_process_trains(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert nc.train("quickstart", ["steps=1"]).recipe.steps == 1
+    assert nc.train("tutorial", ["steps=1"]).finish().step == 1

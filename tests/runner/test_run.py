@@ -1,5 +1,9 @@
+import gc
 import logging
 import signal
+import sys
+import types
+import warnings
 
 import pytest
 import torch
@@ -75,7 +79,7 @@ def test_what_is_drawn_in_the_loop_changes_nothing_in_the_run_and_the_run_nothin
     mine = losses(drawing=True)
     assert torch.equal(torch.stack(alone), torch.stack(seen))
     torch.manual_seed(7)
-    nc.train("tutorial", words)  # to build a run draws what it draws
+    nc.train("tutorial", words).close()  # to build a run draws what it draws
     assert torch.equal(mine, torch.rand(len(mine)))
 
 
@@ -181,3 +185,95 @@ def test_a_report_that_cannot_be_written_does_not_hide_that_a_run_diverged(tiny,
     assert "the run has diverged" in str(raised.value)
     assert "report.html: it is a folder" in str(raised.value)
     assert "what led to it" not in str(raised.value)
+
+
+def test_finish_trains_as_the_loop_does_and_says_what_came_of_it(tiny, tmp_path, capsys):
+    words = ["steps=4", "checkpoint.every=2", "precision.policy=fp16"]
+    with nc.train(tiny, words, out=tmp_path / "looped") as run:
+        records = list(run)
+    result = nc.train(tiny, words, out=tmp_path / "finished").finish()
+    with RunFolder.open(tmp_path / "finished") as folder:
+        assert all(map(same_trajectory, folder.records(), records))
+    (evaluated,) = [r for r in records if isinstance(r, EvalRecord)]
+    assert result.metrics == evaluated.metrics
+    assert (result.step, result.folder) == (4, tmp_path / "finished")
+    assert result.skipped == sum(not record.applied for record in steps_of(records))
+    assert min(r.loss for r in steps_of(records)) <= result.loss
+    assert (result.folder / "report.html").exists()
+    assert capsys.readouterr() == ("", "")  # neither a terminal nor a notebook
+
+
+def test_finish_continues_the_counts_of_a_resumed_run(tiny, tmp_path):
+    for record in nc.train(tiny, SIX, out=tmp_path / "run"):
+        if record.step == 5:
+            break
+    run = nc.resume(tmp_path / "run")
+    assert "step 4 of 6" in repr(run)
+    assert run.finish(progress=False).step == 6
+    result = nc.resume(tmp_path / "run").finish()
+    assert (result.step, result.metrics) == (6, {})
+    assert result.seconds > 0
+
+
+def test_a_run_shows_in_its_repr_what_it_is_and_whether_it_was_trained(tiny, tmp_path):
+    run = nc.train(tiny, ["steps=2"], out=tmp_path / "run")
+    assert f"folder {tmp_path / 'run'}; not started; call finish() to train" in repr(run)
+    for _ in run:
+        assert "training" in repr(run)
+    assert "step 2 of 2" in repr(run)
+    assert "finished" in repr(run)
+    with pytest.raises(RecipeError, match=r"finished\. Call nc\.resume\(\)"):
+        run.finish()
+
+
+def test_a_run_that_nobody_started_warns_by_default(tiny):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        nc.train(tiny, SIX)
+        gc.collect()
+    (warning,) = [w for w in caught if "never started" in str(w.message)]
+    assert "run.finish()" in str(warning.message)
+    assert not issubclass(warning.category, ResourceWarning | DeprecationWarning)  # not shown
+
+
+def test_a_run_that_was_closed_or_has_no_step_left_does_not_warn(tiny, tmp_path):
+    with nc.train(tiny, ["steps=1"], out=tmp_path / "run") as run:
+        pass
+    nc.resume(tmp_path / "run").finish()
+    assert "step 1 of 1" in repr(nc.resume(tmp_path / "run"))
+    assert "closed" in repr(run)
+    gc.collect()
+
+
+def test_finish_draws_one_bar_in_a_notebook(tiny, monkeypatch):
+    pages = []
+
+    class Handle:
+        def update(self, data, *, raw):
+            pages.append(data["text/html"])
+
+    def display(data, *, raw, display_id):
+        assert (raw, display_id, pages) == (True, True, [])
+        pages.append(data["text/html"])
+        return Handle()
+
+    ipython, ours = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    ours.display = display
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", ours)
+    nc.train(tiny, ["steps=3"]).finish()
+    assert pages[0].startswith('<progress max="3" value="1">')
+    assert pages[-1].startswith('<progress max="3" value="3">')
+    assert "loss" in pages[-1]
+
+
+@pytest.mark.parametrize(("tty", "begins"), [(True, "\r\x1b[K━"), (False, "step 1/3  loss")])
+def test_finish_shows_progress_on_stderr(tty, begins, tiny, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: tty)
+    nc.train(tiny, ["steps=3"]).finish(progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(begins)
+    assert "3/3  loss" in err
+    assert err.endswith("\n")

@@ -1,6 +1,8 @@
-"""A run as a value to iterate over: from a recipe to records, a folder and a report.
+"""A run from a recipe to records, a folder and a report.
 
-    for record in nc.train("quickstart", ["steps=200"], out="runs/mine"):
+    result = nc.train("quickstart", ["steps=200"], out="runs/mine").finish()
+
+    for record in nc.train("quickstart", ["steps=200"]):
         ...
 
 The command line does the same and shows it.
@@ -8,7 +10,10 @@ The command line does the same and shows it.
 
 import contextlib
 import logging
+import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -35,9 +40,11 @@ from narrowcast.runner.finished import report_is_due, require_places, write_due_
 from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import check_one_process, require_no_run
 from narrowcast.runner.plan_json import plan_json
-from narrowcast.runs import Record, RunFolder, describe_environment
+from narrowcast.runner.progress import RunProgress, find_display
+from narrowcast.runs import FindingRecord, Record, RunFolder, StepRecord, describe_environment
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS, RESOLVED
+from narrowcast.runs.tally import Tally
 from narrowcast.training.checkpoints.records_identity import require_records
 from narrowcast.training.checkpoints.resume import latest_state, rewind_to
 from narrowcast.training.task import Task
@@ -49,9 +56,29 @@ Tell = Callable[[str], None]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What came of a run that was trained to its end."""
+
+    step: int
+    """The last step; before `recipe.steps` where training stopped early."""
+    skipped: int
+    """Steps that were not applied, of the whole run."""
+    seconds: float
+    """Of all steps, without evaluations and checkpoints."""
+    loss: float
+    """Mean of the last training losses, in which older ones count less."""
+    metrics: dict[str, float]
+    """Of the last evaluation; empty where there was none."""
+    findings: list[FindingRecord] = field(repr=False)
+    """Trouble that was found while training."""
+    folder: Path | None
+    """The folder with records, weights and report.html; None if nothing was written."""
+
+
 @final
 class Run:
-    """A run that is ready to go: iterate over it once, and it trains.
+    """A run that is ready to train: call `finish()`, or iterate over it once.
 
     Each record is in the folder before it is handed on. The report is written when the run ends,
     is interrupted or diverges. Who leaves the loop early leaves a run that `resume` continues from
@@ -81,6 +108,24 @@ class Run:
         self._assembled, self._records, self._home = assembled, records, home
         self.earlier = list(earlier)
         """The records it goes on from."""
+        self._state, self._step = "not started", resumed_from or 0
+        self._forgotten = weakref.finalize(
+            self,
+            warnings.warn,
+            f"The run of {self.recipe.name!r} was never started, so it trained nothing. Call "
+            "run.finish(), or iterate over the run.",
+        )
+        if self._step >= self.recipe.steps:  # there is nothing to train, but a model to use
+            self._forgotten.detach()
+
+    def __repr__(self) -> str:
+        name, plan = self.recipe.name or self.recipe.workload, self.plan
+        where = f", folder {self.folder.path}" if self.folder is not None else ""
+        todo = "; call finish() to train" if self._state == "not started" else ""
+        return (
+            f"<Run {name}: step {self._step} of {self.recipe.steps}, {plan.policy} on "
+            f"{plan.hardware.device}{where}; {self._state}{todo}>"
+        )
 
     @property
     def recipe(self) -> Recipe:
@@ -107,6 +152,44 @@ class Run:
         """The plan in force."""
         return self.prepared.plan
 
+    def finish(self, *, progress: bool | None = None) -> RunResult:
+        """Train to the end.
+
+        Args:
+            progress: Whether to show progress on stderr. By default a terminal shows one line and
+                a notebook a bar, and nothing is shown anywhere else.
+
+        Returns:
+            Last step, loss, metrics and findings, and where the run's files are.
+
+        Example:
+            >>> result = nc.train("quickstart", ["steps=50"], out="runs/mine").finish()
+            >>> result.metrics["loss"]
+        """
+        tally = Tally(steps=self.recipe.steps)
+        for record in self.earlier:
+            tally = tally.after(record) if isinstance(record, StepRecord) else tally
+        shown = RunProgress(
+            tally.resumed(),
+            task=self.task.info,
+            scaled=self.prepared.loss_scale is not None,
+            display=find_display(progress),
+        )
+        try:
+            for record in self:
+                shown.take(record)
+        finally:
+            shown.close()
+        return RunResult(
+            step=shown.tally.step,
+            skipped=shown.tally.skipped,
+            seconds=shown.tally.seconds,
+            loss=shown.tally.loss,
+            metrics=shown.metrics,
+            findings=shown.findings,
+            folder=None if self.folder is None else self.folder.path,
+        )
+
     def __iter__(self) -> Iterator[Record]:
         """Train, and yield what happens as it happens.
 
@@ -129,6 +212,22 @@ class Run:
 
         As `narrowcast train` does it: with torch's own generators, which nobody else draws from.
         """
+        if self._state != "not started":
+            again = "nc.train() again" if self.folder is None else "nc.resume() with its folder"
+            raise RecipeError(f"A run trains once, got one that is {self._state}. Call {again}.")
+        self._forgotten.detach()
+        self._state = "training"
+        try:
+            with contextlib.closing(self._in_folder(tell)) as records:
+                for record in records:
+                    self._step = record.step
+                    yield record
+            self._state = "finished"
+        finally:
+            if self._state == "training":
+                self._state = "ended early"
+
+    def _in_folder(self, tell: Tell) -> Generator[Record]:
         if self.folder is None or self._home is None:
             with contextlib.closing(self._records) as records:
                 yield from records
@@ -163,6 +262,9 @@ class Run:
 
     def close(self) -> None:
         """End what is going on, and let go of the folder: another process may continue the run."""
+        self._forgotten.detach()
+        if self._state == "not started":
+            self._state = "closed"
         self._records.close()
         if self.folder is not None:
             self.folder.close()
@@ -193,7 +295,7 @@ def train(
     *,
     out: str | Path | None = None,
 ) -> Run:
-    """Make a run of a recipe ready; iterate over what is returned to train it.
+    """Make a run of a recipe ready; `finish()` of what is returned trains it, or iterating over it.
 
     `recipe` is a shipped name, a YAML file, or what `load_recipe` returned; `overrides` are
     KEY=VALUE words as on the command line. `out` is the run's folder, new or empty; without one

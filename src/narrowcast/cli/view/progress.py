@@ -1,6 +1,5 @@
 """What a run shows while it goes on: a bar on a terminal, a line now and then anywhere else."""
 
-import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from narrowcast.cli.view.screen import is_live
 from narrowcast.cli.view.strategy import told
-from narrowcast.report.phrases import count, duration, large, measured, said, scale, value
+from narrowcast.runner.progress import measures, numbers
 from narrowcast.runs import (
     EvalRecord,
     FindingRecord,
@@ -102,29 +101,6 @@ class RunDisplay:
         trace: TracebackType | None,
     ) -> None:
         self._meter.close()
-
-
-def numbers(tally: Tally, *, task: TaskInfo, scaled: bool, parts: bool) -> str:
-    """Write the numbers of a run in one line; `parts`: with those of its loss, if it has any."""
-    told = [f"loss {value(tally.loss)}"]
-    if parts and tally.smooth_parts:
-        each = [f"{said(name)} {value(x.value)}" for name, x in tally.smooth_parts.items()]
-        told[0] += f" ({', '.join(each)})"
-    if scaled:
-        told.append(f"scale {scale(tally.scale)}")
-    if tally.skipped:
-        told.append(f"{count(tally.skipped)} skipped")
-    told.append(f"{large(tally.items_per_second)} {task.units}/s")
-    if tally.step < tally.steps and math.isfinite(tally.seconds_left):
-        told.append(f"{duration(tally.seconds_left)} left")
-    return "  ".join(told)
-
-
-def measures(task: TaskInfo, metrics: dict[str, float]) -> str:
-    """Write what an evaluation found, the headline first."""
-    order = [metric.name for metric in task.metrics]
-    names = sorted(metrics, key=lambda name: order.index(name) if name in order else len(order))
-    return ", ".join(f"{said(n)} {measured(task.metric(n), metrics[n])}" for n in names)
 
 
 class _Meter(Protocol):

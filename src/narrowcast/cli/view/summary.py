@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from narrowcast.cli.view.phases import course_text
-from narrowcast.cli.view.progress import measures
 from narrowcast.cli.view.screen import say, say_command
 from narrowcast.config import Recipe
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.report.layers import bare_reason
 from narrowcast.report.phrases import capital, count, duration, large
+from narrowcast.runner.progress import measures
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import TaskInfo
