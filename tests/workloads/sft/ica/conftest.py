@@ -2,7 +2,16 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +95,18 @@ def llama_lora():
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["down_proj", "q_proj"]))
 
 
+def bloom():
+    return BloomForCausalLM(BloomConfig(n_layer=3, hidden_size=16, n_head=2, vocab_size=64))
+
+
+def mpt():
+    return MptForCausalLM(MptConfig(n_layers=3, d_model=16, n_heads=2, vocab_size=64))
+
+
 MODELS = {"gpt2": gpt2, "llama": llama, "gpt2-lora": gpt2_lora, "llama-lora": llama_lora}
+
+ADDING = {"bloom": bloom, "mpt": mpt}
+"""Models whose MLPs add the residual stream themselves."""
 
 
 @pytest.fixture(params=list(MODELS))
@@ -100,7 +120,7 @@ def model(request):
 def make_model():
     def make(name):
         torch.manual_seed(0)
-        return MODELS[name]()
+        return {**MODELS, **ADDING}[name]()
 
     return make
 

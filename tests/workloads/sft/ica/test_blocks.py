@@ -2,6 +2,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoXConfig,
@@ -29,6 +31,7 @@ SHAPE = {
     "pad_token_id": 0,
 }
 GPTJ = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_inner": 40, "rotary_dim": 4, "vocab_size": 64}
+ADDING = ("bloom", "mpt")
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -74,3 +77,21 @@ def test_two_stacks_are_refused_by_name(make_model):
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UnsupportedError, match="Linear has no list of blocks"):
         find_blocks(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "gpt2", "llama-lora"])
+def test_finding_blocks_leaves_the_model_and_the_generator_alone(make_model, name):
+    model = make_model(name).train()
+    state, before = torch.get_rng_state(), [dict(m.__dict__) for m in model.modules()]
+    assert {block.adds_residual for block in find_blocks(model).blocks} == {name in ADDING}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [dict(m.__dict__) for m in model.modules()] == before
+
+
+def test_an_mlp_that_does_not_call_its_down_projection_is_refused():
+    """Masks and signals of it would be of nothing."""
+    config = BloomConfig(
+        n_layer=2, hidden_size=16, n_head=2, vocab_size=64, pretraining_tp=2, slow_but_exact=True
+    )
+    with pytest.raises(UnsupportedError, match="BloomMLP does not return one tensor"):
+        find_blocks(BloomForCausalLM(config))

@@ -13,6 +13,7 @@ from narrowcast.workloads.sft.ica import (
     random_like,
     scaled,
 )
+from narrowcast.workloads.sft.ica.blocks import find_blocks
 
 CHOSEN = {0: (1, 5), 2: (0, 15)}
 
@@ -192,3 +193,36 @@ def test_random_masks_have_the_same_size_in_every_layer():
     one, other = (random_like(CHOSEN, 16, generator=chance) for _ in range(2))
     assert {layer: len(set(c)) for layer, c in one.items()} == {0: 2, 2: 2}
     assert one != other
+
+
+def without_rows(model, channels):
+    """The same model with zeros in these rows of its down projections, as GPT-2 columns."""
+    for layer, chosen in channels.items():
+        down = find_blocks(model).blocks[layer].down
+        rows = down.plain.weight.data.T if down.turned else down.plain.weight.data
+        rows[list(chosen)] = 0
+        if down.plain.bias is not None:
+            down.plain.bias.data[list(chosen)] = 0
+    return model
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "gpt2", "llama"])
+def test_a_lesion_is_a_down_projection_without_these_rows(make_model, batches, name):
+    """Also where MLPs add the residual stream themselves: that is left as it is."""
+    model = make_model(name).eval()
+    for block in find_blocks(model).blocks:  # GPT-2 and Bloom begin without a bias
+        if block.down.plain.bias is not None:
+            torch.nn.init.normal_(block.down.plain.bias)
+    whole = {layer: tuple(range(16)) for layer in range(3)}
+    for channels in ({0: (1, 5), 2: (0,)}, whole):
+        expected = logits(without_rows(copy.deepcopy(model), channels), batches[0])
+        with lesioned(model, channels):
+            found = logits(model, batches[0])
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "gpt2", "llama"])
+def test_signals_do_not_contain_the_residual_stream(make_model, batches, name):
+    whole = {layer: tuple(range(16)) for layer in range(3)}
+    model = without_rows(make_model(name), whole)
+    assert not any(chunk.any() for chunk in ModelSignals(model, batches))

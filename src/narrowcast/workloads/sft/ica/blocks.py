@@ -5,15 +5,21 @@ a projection from the width of the model and ends with one back to it: the MLP. 
 (`transformer.h`, `model.layers`, `gpt_neox.layers`), nor what is wrapped around (peft, compile).
 """
 
+import contextlib
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.kept import KeptLayer
+from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.ica.networks import Site
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @final
@@ -40,6 +46,14 @@ class Block:
     ups: tuple[Projection, ...]
     """Up, and a gate, if there is one; both in one where its outputs are twice as many."""
     down: Projection
+    adds_residual: bool = False
+    """Whether the MLP returns more than what its down projection does, as in Bloom and MPT, which
+    add the residual stream inside."""
+
+    @property
+    def output(self) -> nn.Module:
+        """The module whose output is that of the MLP, before anything is added to it."""
+        return self.down.module if self.adds_residual else self.mlp
 
 
 @final
@@ -73,7 +87,7 @@ def find_blocks(model: nn.Module) -> Blocks:
             if len(whole) == len(blocks) and len(shapes) == 1:
                 found.append(Blocks(name=name, blocks=tuple(whole)))
     if len(found) == 1:
-        return found[0]
+        return _tried(found[0])
     # Of a model with adapters around it, the model's.
     kind = type(cast(Any, model).get_base_model() if _is_adapted(model) else model).__name__
     if found:
@@ -88,6 +102,77 @@ def find_blocks(model: nn.Module) -> Blocks:
         "experts have several); give a GPT-2, Llama, Mistral, Qwen, NeoX or SmolLM model, or one "
         "built like them"
     )
+
+
+def _tried(blocks: Blocks) -> Blocks:
+    """Find out whether the MLPs add a residual: with a down projection of zeros, is it zero?"""
+    adding: dict[type, bool] = {}
+    for block in blocks.blocks:
+        kind = type(block.mlp)
+        if kind not in adding:
+            adding[kind] = _adds_residual(block)
+    tried = [replace(each, adds_residual=adding[type(each.mlp)]) for each in blocks.blocks]
+    return replace(blocks, blocks=tuple(tried))
+
+
+@torch.no_grad()
+def _adds_residual(block: Block) -> bool:
+    """Call an MLP whose projections are replaced by constants; no product is computed."""
+    parameters = inspect.signature(block.mlp.forward).parameters.values()
+    required = [p for p in parameters if p.kind in _POSITIONAL and p.default is p.empty]
+    token = _like_parameters_between(block).new_full((1, 1, block.down.outputs), 0.5)
+    called: list[Projection] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(in_eval_mode(block.mlp))  # dropout would draw random numbers
+        for each in (*block.ups, block.down):
+            constant = token.new_full((1, 1, each.outputs), 0.0 if each is block.down else 0.5)
+            stack.enter_context(_replaced(each, constant, called))
+        try:
+            output = block.mlp(*[token for _ in required])
+        except Exception as error:  # code of the model
+            raise UnsupportedError(
+                f"{type(block.mlp).__name__} cannot be called with hidden states alone: {error}. "
+                "Give a model whose MLPs take hidden states, or these and the residual."
+            ) from error
+    if not isinstance(output, Tensor) or output.shape != token.shape or block.down not in called:
+        raise UnsupportedError(
+            f"{type(block.mlp).__name__} does not return one tensor that its down projection "
+            "computes. Give a model whose MLPs call their down projection and return hidden states."
+        )
+    return not output.is_meta and bool(output.any())
+
+
+def _like_parameters_between(block: Block) -> Tensor:
+    """Return a parameter of the MLP that is in no projection; a tensor on the CPU if it has none.
+
+    Nothing else has a say in where the trial runs: a model on the meta device can be tried, too.
+    """
+    projections = {p for each in (*block.ups, block.down) for p in each.module.parameters()}
+    between = (p for p in block.mlp.parameters() if p not in projections and p.is_floating_point())
+    return next(between, torch.empty(0, device="cpu"))
+
+
+@contextlib.contextmanager
+def _replaced(projection: Projection, constant: Tensor, called: list[Projection]) -> Iterator[None]:
+    """Let a projection return a constant inside the block."""
+    module = projection.module
+
+    def forward(*_args: Any, **_more: Any) -> Tensor:
+        called.append(projection)
+        return constant
+
+    own = module.__dict__.get("forward")  # accelerate puts one on the instance
+    # Fused MLPs call their layers only if these have hooks.
+    handle = module.register_forward_hook(lambda _module, _args, _output: None)
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        handle.remove()
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
 
 
 def _is_adapted(model: nn.Module) -> bool:

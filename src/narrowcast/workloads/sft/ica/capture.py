@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.ica.blocks import find_blocks
 from narrowcast.workloads.sft.ica.networks import Layout, Site
 
@@ -77,7 +78,7 @@ class ModelSignals:
         heard: dict[int, Tensor] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(evaluating(self._model))
+            stack.enter_context(in_eval_mode(self._model))
             # A compiled model would not notice that somebody listens.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for place, block in enumerate(self._blocks):
@@ -94,24 +95,12 @@ class ModelSignals:
 
     def _listen(self, block: Any, place: int, heard: dict[int, Tensor]) -> Any:
         if self.layout.site == "mlp_output":
-            return block.mlp.register_forward_hook(
+            return block.output.register_forward_hook(
                 lambda _module, _args, output: _keep(heard, place, output)
             )
         return block.down.module.register_forward_pre_hook(
             lambda _module, args: _keep(heard, place, args[0])
         )
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and the like off inside the block, and back to what each module had."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _keep(heard: dict[int, Tensor], place: int, value: Tensor) -> None:

@@ -136,7 +136,7 @@ class _Gate:
         self.factor = torch.ones(width, device=weight.device)
         self.handle: RemovableHandle
         if site == "mlp_output":
-            self.handle = block.mlp.register_forward_hook(self._after)
+            self.handle = block.output.register_forward_hook(self._after)
         else:
             self.handle = block.down.module.register_forward_pre_hook(self._before)
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from narrowcast.training.evaluation import in_eval_mode
 from narrowcast.workloads.sft.data.packing import IGNORED
-from narrowcast.workloads.sft.ica.capture import evaluating
 from narrowcast.workloads.sft.ica.study.ablation import Level
 from narrowcast.workloads.sft.ica.study.bootstrap import Sums
 
@@ -39,7 +39,7 @@ class Scores:
 def score(model: nn.Module, documents: Sequence[Document]) -> Scores:
     """Return how well a model predicts documents, each by itself. Waits for the device."""
     device = next(model.parameters()).device
-    with evaluating(model):
+    with in_eval_mode(model):
         found = [_scored(model, batch, device) for batch in _batches(documents)]
     losses, hits, tokens = torch.cat(found, 1).cpu().numpy()
     return Scores(losses=np.array(losses), hits=np.array(hits), tokens=np.array(tokens))
