@@ -2,7 +2,9 @@
 
 import copy
 import io
+import multiprocessing
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -116,3 +118,48 @@ def test_a_released_model_goes_on_as_the_plain_loop_that_has_its_state(policy):
         F.cross_entropy(each(X), Y).backward()
         its.step()
     check_equal(state_of(model), state_of(plain))
+
+
+NARROW = [f"bf16, params=bf16, master={kind}" for kind in ("fp32", "split", "kahan", "none")]
+
+
+class TwoNames(nn.Module):
+    """A weight that two layers use."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.other.weight = self.one.weight
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+
+@pytest.mark.parametrize("policy", NARROW)
+def test_what_another_process_is_sent_has_every_digit(policy):
+    torch.manual_seed(0)
+    model = TwoNames()
+    run = nc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy=policy)
+    step(run)
+    sent = pickle.loads(ForkingPickler.dumps(model))
+    full = run.full_weights()
+    assert type(sent) is TwoNames
+    assert all(torch.equal(value, full[name]) for name, value in sent.state_dict().items())
+    assert sent.one.weight is sent.other.weight
+    assert sent(X).dtype == torch.float32
+
+
+def test_a_prepared_model_is_handed_to_a_spawned_process(tmp_path):
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = nc.prepare(model, optimizer, policy="bf16, params=bf16, master=split")
+    step(run)
+    process = multiprocessing.get_context("spawn").Process(
+        target=torch.save, args=(model, tmp_path / "model.pt")
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    there, full = torch.load(tmp_path / "model.pt", weights_only=False), run.full_weights()
+    assert all(torch.equal(value, full[name]) for name, value in there.state_dict().items())
+    assert there(X).dtype == torch.float32

@@ -5,11 +5,16 @@ itself: a target network, an average kept by hand, the best model so far. And a 
 into the model has digits for the master weights, too.
 """
 
+import copy
+import io
 import weakref
 from collections.abc import Callable, Set
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from narrowcast.precision.swap import Transparent, swap
 from narrowcast.precision.weights.ema import Full
@@ -34,6 +39,9 @@ class LoadsInFull(Transparent):
 
 def show_in_full(model: nn.Module, weights: Set[nn.Parameter], shown: Full, take: Take) -> None:
     """Let weights be copied as `shown`, a method, says of them, and loaded by `take`, another."""
+    if weights:
+        # What is sent to another process goes by the type, past the weight's own `__reduce_ex__`.
+        ForkingPickler.register(nn.Parameter, _sent)
     for weight in weights:
         _show_one(weight, shown, take)
     for module in model.modules():
@@ -71,3 +79,17 @@ def _show_one(weight: nn.Parameter, shown: Full, take: Take) -> None:
         return made().__reduce_ex__(protocol)
 
     vars(weight).update(dict(zip(_OURS, (deepcopy, reduce_ex, load), strict=True)))
+
+
+def _sent(weight: nn.Parameter) -> Any:
+    """Reduce a weight for another process: in full and by value, or as torch does where it is."""
+    if "nc_take" not in vars(weight):
+        return reduce_tensor(weight)
+    # By value: memory that is shared must outlive the copy, which nobody here holds.
+    content = io.BytesIO()
+    torch.save(copy.deepcopy(weight), content)
+    return _received, (content.getvalue(),)
+
+
+def _received(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
