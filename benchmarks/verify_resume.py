@@ -23,7 +23,7 @@ from pathlib import Path
 from attacks.forks import preload, start
 
 STEPS, EVERY = 48, 9
-TIME_LIMIT = 120.0
+TIME_LIMIT = 600.0
 """Seconds for one run."""
 JUMPS = [
     "strategy=hybrid",
@@ -207,8 +207,11 @@ def _last_step(records: Path) -> int:
 
 
 def _jumps(run: Path) -> int:
-    tried = [r for r in _read(run / "records.jsonl") if r.get("event") == "jump"]
-    return sum(not r["what"].startswith("held") for r in tried)
+    from narrowcast.runs import RunFolder, StrategyRecord
+
+    with RunFolder.open(run) as opened:
+        records = opened.records()
+    return sum(isinstance(r, StrategyRecord) and bool(r.values.get("horizon")) for r in records)
 
 
 def _read(records: Path) -> list[dict[str, object]]:

@@ -207,3 +207,12 @@ def test_a_run_that_came_to_nothing_ends_with_4_and_says_so_first(narrowcast, ti
     again = narrowcast("resume", out)
     assert (again.code, again.err) == (4, ended.err)
     assert not (out / "model.safetensors").exists()
+
+
+def test_the_formats_line_names_the_policy_of_the_first_phase(narrowcast, tmp_path):
+    words = ["strategy=hybrid", "strategy.policies.warmup=fp32", "strategy.policies.full=fp16"]
+    ended = narrowcast("train", "tutorial", "steps=4", *words, "--out", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("formats")]
+    assert line.split()[1:3] == ["fp32", "(compute=fp32);"]
+    assert "formats by phase: fp32 in warmup, fp16 in full" in ended.out

@@ -20,3 +20,16 @@ def test_a_read_out_says_on_how_many_batches_it_was_chosen():
 
 def test_where_there_was_nothing_to_choose_nothing_is_told():
     assert told(readout(trained=1.5), TaskInfo()) == ""
+
+
+def jump(what, **values):
+    return StrategyRecord(
+        step=62, phase="predict", event="jump", what=what, why="the loss rose by 0.1",
+        values=values, seconds=0.1,
+    )  # fmt: skip
+
+
+def test_a_jump_that_was_not_tried_is_no_jump():
+    line = told(jump("line, 1 step: rejected", horizon=1.0), TaskInfo())
+    assert line == "step 62: jump by line, 1 step: rejected: the loss rose by 0.1"
+    assert told(jump("no jump", horizon=0.0), TaskInfo()).startswith("step 62: no jump: ")

@@ -1,5 +1,6 @@
 """The whole table of tasks, hardware and sizes, written out beside the code and not by it."""
 
+import math
 from typing import get_args
 
 import pytest
@@ -175,6 +176,12 @@ def test_a_machine_has_the_class_of_its_compute_capability(on, expected):
 def test_the_size_of_a_model_is_by_its_parameters(parameters, expected):
     assert size_of(parameters) == expected
     assert optimal_precision("sft", parameters, MACHINES["9.0"]).size == expected
+
+
+@pytest.mark.parametrize("size", [None, -1, True, math.nan, math.inf, [1], "7B"])
+def test_a_size_that_is_none_raises(size):
+    with pytest.raises(RecipeError, match="model_size"):
+        optimal_precision("sft", size, MACHINES["9.0"])
 
 
 @pytest.mark.parametrize("on", MACHINES)

@@ -249,3 +249,17 @@ def test_a_state_in_memory_goes_back_to_where_it_was_taken(preset):
     assert all(torch.equal(run.answer_weights()[name], answer[name]) for name in answer)
     train(run, 30, 60)
     assert all(torch.equal(run.answer_weights()[name], straight[name]) for name in straight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [
+        ({"clip_nrom": 1.0}, "'clip_nrom'; did you mean clip_norm"),
+        ({"half_life": [0.1]}, "did you mean half_lives"),
+        ({"stretch": 2.0}, "stretch needs a scheduler"),
+        ({"predictor": "dmd"}, "only preset='aggressive' uses a predictor"),
+    ],
+)
+def test_arguments_that_nothing_would_use_are_named(settings, answer):
+    with pytest.raises(RecipeError, match=answer):
+        begin(**settings)

@@ -129,6 +129,17 @@ def test_phases_have_the_formats_that_they_are_given():
     assert {change.after for change in changes} == {"compute=bf16", "compute=fp32"}
 
 
+def test_records_around_jumps_are_in_the_order_of_their_steps():
+    words = [*SHORT, "strategy=hybrid", *JUMPS, "strategy.precision=aggressive"]
+    records = list(nc.train("tutorial", words))
+    steps = [r.step for r in records]
+    assert events(records, "jump")
+    assert steps == sorted(steps)
+    begins = [r.step for r in events(records, "phase") if r.step]
+    formats = [r.step for r in records if isinstance(r, PrecisionRecord) and "full" in r.reason]
+    assert formats == [step + 1 for step in begins]
+
+
 def test_jumps_stay_within_their_share_of_the_work():
     words = ["steps=60", "precision.policy=fp32", "strategy=hybrid",
              "strategy.preset=aggressive", "strategy.jumps.budget=0.4",

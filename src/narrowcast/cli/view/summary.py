@@ -17,6 +17,7 @@ from narrowcast.runner.progress import measures
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.tally import Tally
 from narrowcast.runs.task_info import TaskInfo
+from narrowcast.strategies.hybrid.phase_formats import policies_of
 from narrowcast.training.checkpoints.export import RunEnd
 from narrowcast.training.phase_plans import phases_of
 
@@ -42,6 +43,8 @@ def introduce(
 def formats(recipe: Recipe, plan: Plan) -> str:
     """Say which policy a run has, and how much of it is native or emulated, and why."""
     name, text = phases_of(recipe.precision)[0].policy, str(plan.policy)
+    if recipe.strategy.has_phase_policies:
+        name = policies_of(recipe.strategy, recipe.precision.policy)["warmup"]
     written = text if name == text else f"{name} ({text})"
     ways = Counter(module.how for module in plan.modules)
     parts = [f"{n} {'module' if n == 1 else 'modules'} {how}" for how, n in ways.items()]

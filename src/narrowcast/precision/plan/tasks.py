@@ -8,9 +8,11 @@ the command line says wins over it.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from narrowcast.errors import RecipeError
@@ -213,6 +215,13 @@ def size_of(model_size: Size | int) -> Size:
                 "or the number of its parameters"
             )
         return model_size
+    given: object = model_size
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    if not (is_number and 0 <= model_size < math.inf):
+        raise RecipeError(
+            f"model_size must be {', '.join(SIZES)} or a number of parameters, got "
+            f"{model_size!r:.60}. Write e.g. model_size=125_000_000."
+        )
     return "small" if model_size < MEDIUM_FROM else "medium" if model_size < LARGE_FROM else "large"
 
 

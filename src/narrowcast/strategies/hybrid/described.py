@@ -66,6 +66,10 @@ def _told(recipe: Recipe, *, averages: int) -> list[str]:
             f"{begins}each gradient is taken {settings.pull:g} of the way from the newest weights "
             f"to their average, which follows at {settings.share:g} a step{_momentum(recipe)}"
         )
+    if strategy.has_phase_policies:
+        policies = policies_of(strategy, recipe.precision.policy)
+        there = PHASES if strategy.has_jumps else PHASES[:2]
+        told.append("formats by phase: " + ", ".join(f"{policies[p]} in {p}" for p in there))
     if strategy.has_jumps:
         jumps = strategy.jumps
         told.append(

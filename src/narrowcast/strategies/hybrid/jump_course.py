@@ -175,12 +175,13 @@ class JumpCourse:
         after = after_outcome(
             state, self._settings, succeeded=verdict.accepted, steps=state.remaining
         )
-        told = "accepted" if verdict.accepted else ("rejected" if arm != HOLD else "held")
+        steps = "1 step" if arm.horizon == 1 else f"{arm.horizon} steps"
+        ending = "accepted" if verdict.accepted else "rejected"
         record = StrategyRecord(
             step=step,
             phase="predict",
             event="jump",
-            what=f"{arm.predictor}, {arm.horizon} steps: {told}" if arm != HOLD else told,
+            what=f"{arm.predictor}, {steps}: {ending}" if arm != HOLD else "no jump",
             why=verdict.why,
             values={
                 "accepted": float(verdict.accepted),

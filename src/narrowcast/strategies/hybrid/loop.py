@@ -11,6 +11,7 @@ model.load_state_dict(run.answer_weights())
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypeVar, cast, final, get_args, overload
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from narrowcast.config.common.strategy import ReadoutSection, StrategySection
 from narrowcast.errors import RecipeError
+from narrowcast.precision.plan.policy import suggestion
 from narrowcast.precision.step.captured_step import SIGNATURES, CapturedStep
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepare import prepare
@@ -71,11 +73,22 @@ def hybrid(
         raise RecipeError(
             f"steps={steps!r}: write how many steps you mean to train, a whole number, 1 or more"
         )
+    _check_known(settings)
     if settings.get("ema_decay") is not None:
         raise RecipeError(
             "hybrid() keeps averages by itself; leave ema_decay out, and write half_lives=[0.03]"
         )
     asked = _asked(preset, stretch=stretch, half_lives=half_lives)
+    if scheduler is None and stretch not in (DEFAULTS.stretch, 1):
+        raise RecipeError(
+            f"stretch needs a scheduler to stretch, got stretch={stretch:g} without one. Write "
+            "scheduler=CosineAnnealingLR, or leave stretch out."
+        )
+    if predictor != "line" and not asked.has_jumps:
+        raise RecipeError(
+            f"only preset='aggressive' uses a predictor, got predictor={predictor!r} with "
+            f"preset={preset!r}. Write preset='aggressive', or leave predictor out."
+        )
     if scheduler is not None and not callable(scheduler):
         raise RecipeError(
             f"scheduler is a {type(scheduler).__name__} that is made already, and it has to be "
@@ -92,6 +105,18 @@ def hybrid(
     if asked.has_jumps:
         run.allow_jumps(steps, predictor=predictor)
     return run
+
+
+def _check_known(settings: Mapping[str, Any]) -> None:
+    """Raise for arguments that neither `hybrid` nor `prepare` has."""
+    known = inspect.signature(prepare).parameters
+    for name in settings:
+        if name not in known:
+            similar = suggestion(name, {**known, **inspect.signature(hybrid).parameters})
+            raise RecipeError(
+                f"hybrid() takes its own arguments and those of prepare(), got {name!r}{similar}. "
+                "Correct its name, or leave it out."
+            )
 
 
 def _asked(preset: str, *, stretch: float, half_lives: Any) -> StrategySection:

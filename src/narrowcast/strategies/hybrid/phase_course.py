@@ -86,10 +86,10 @@ class PhaseCourse:
                 state, why = self._jumps.decide(state)
             self._state = state
         self._since = step
-        records += self._formats.apply(self.phase, step=step)
-        if records or self.phase != before:  # the same phase once more is no news
+        changed = self._formats.apply(self.phase, step=step)
+        if records or changed or self.phase != before:  # the same phase once more is no news
             records.append(self._told(step, why))
-        return records
+        return [*records, *changed]
 
     def after_step(self, outcome: Outcome) -> None:
         """Let those who predict see the weights; waits for nothing."""
