@@ -50,6 +50,7 @@ from narrowcast.workloads.sft.ica.study.scores import Document, score
 DATA = Path(__file__).parents[1] / "../shared/data"
 LARGEST_SHARE = 0.02
 SEEDS = 5
+RANDOM_MASKS = 20
 STORIES_KNOWN, SMOLLM2_KNOWN = 1.335, 2.751
 """Nats a token that others have measured with these weights."""
 RANK_CORRELATION = -0.8
@@ -194,7 +195,7 @@ def told(way: str, networks: FunctionalNetworks, found: Ablation, seconds: float
         "random_max": max(losses),
         "above_random": [getattr(lesion.equal.difference, key) for key in ("value", "low", "high")],
         "above_all_random": lesion.equal.at_least == 0,
-        "p": lesion.equal.p,
+        "p": (1 + lesion.equal.at_least) / (1 + len(losses)),  # one-sided, upwards
         "larger_mean": found.larger.mean_loss,
         "larger_max": max(larger),
         "above_larger": [getattr(found.larger.difference, k) for k in ("value", "low", "high")],
@@ -257,7 +258,15 @@ def study_stories(options: argparse.Namespace) -> dict[str, Any]:
             began = time.perf_counter()
             ica = ICA(components=components, seed=seed)
             networks = heard.networks(ica, TopK(most // components))
-            found = ablate(model, judged, networks, one_by_one=False, keep=(), seed=seed)
+            found = ablate(
+                model,
+                judged,
+                networks,
+                random_masks=RANDOM_MASKS,
+                one_by_one=False,
+                keep=(),
+                seed=seed,
+            )
             row = told(f"{components}, seed {seed}", networks, found, time.perf_counter() - began)
             rows.append({**row, "seed": seed})
     table(rows)
@@ -310,6 +319,7 @@ def study_smollm2(options: argparse.Namespace) -> dict[str, Any]:
             model,
             judged,
             networks,
+            random_masks=RANDOM_MASKS,
             one_by_one=options.each,
             share_masks=options.larger,
             keep=(),
@@ -350,7 +360,15 @@ def around_the_loudest(
     found = []
     for way, chosen in ways.items():
         began, few = time.perf_counter(), replace(networks, networks=chosen, scores={})
-        ablation = ablate(model, judged, few, one_by_one=False, share_masks=1, keep=())
+        ablation = ablate(
+            model,
+            judged,
+            few,
+            random_masks=RANDOM_MASKS,
+            one_by_one=False,
+            share_masks=1,
+            keep=(),
+        )
         found.append(told(way, few, ablation, time.perf_counter() - began))
         table(found[-1:])
     return found

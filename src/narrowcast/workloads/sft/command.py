@@ -184,7 +184,14 @@ def show(file: str, html: str | None) -> None:
 @click.option("--networks", "file", required=True, help="File of `narrowcast ica build`.")
 @click.option("-o", "--output", help="File to write what was measured to, as JSON.")
 @click.option("--components", help="Such as 0,2.  [default: all]")
-@click.option("--random", "masks", type=click.IntRange(1), default=20, show_default=True)
+@click.option(
+    "--random",
+    "masks",
+    type=click.IntRange(1),
+    default=39,
+    show_default=True,
+    help="Random masks: 39 for all networks together, times the networks tested one by one.",
+)
 @click.option("--share", type=float, default=0.15, show_default=True, help="Of larger random ones.")
 @click.option("--each/--no-each", default=True, show_default=True, help="Also one by one.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")

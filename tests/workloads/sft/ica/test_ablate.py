@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from scipy import stats
 
 from narrowcast.errors import RecipeError
-from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, ablate, lesioned
-from narrowcast.workloads.sft.ica.study.ablation import Interval, load_ablation, save_ablation
+from narrowcast.workloads.sft.ica import FunctionalNetworks, Layout, ablate, lesioned, random_like
+from narrowcast.workloads.sft.ica.study.ablation import (
+    SIGNIFICANT,
+    Interval,
+    Level,
+    Versus,
+    load_ablation,
+    save_ablation,
+)
 from narrowcast.workloads.sft.ica.study.bootstrap import difference
 from narrowcast.workloads.sft.ica.study.documents import document
 from narrowcast.workloads.sft.ica.study.scores import score
@@ -102,11 +109,58 @@ def test_keeping_all_channels_costs_nothing(make_model, documents):
 
 
 def test_a_rank_becomes_the_p_value_of_a_permutation_test(make_model, documents):
-    found = ablate(make_model("llama"), documents, NETWORKS, random_masks=19).lesion
-    losses = [mask.loss for mask in found.equal.masks]
-    above = sum(loss >= found.level.loss for loss in losses)
-    assert found.equal.at_least == above
-    assert found.equal.p == pytest.approx((above + 1) / 20)
+    """Two-sided, times the number of components that are tested one by one."""
+    ablation = ablate(make_model("llama"), documents, NETWORKS, random_masks=19)
+    for found, tests in ((ablation.lesion, 1), (ablation.each[0], 2), (ablation.each[1], 2)):
+        losses = [mask.loss for mask in found.equal.masks]
+        above = sum(loss >= found.level.loss for loss in losses)
+        below = sum(loss <= found.level.loss for loss in losses)
+        expected = min(1.0, tests * 2 * (1 + min(above, below)) / 20)
+        assert found.equal.p == pytest.approx(expected)
+
+
+def versus(lesion, masks, *, tests=1):
+    """A comparison whose interval leaves the decision to the rank."""
+    value = float(lesion - masks.mean())
+    return Versus(
+        channels=1,
+        masks=tuple(Level(loss=float(loss), accuracy=0.0) for loss in masks),
+        difference=Interval(value=value, low=value, high=value),
+        at_least=int((masks >= lesion).sum()),
+        at_most=int((masks <= lesion).sum()),
+        tests=tests,
+    )
+
+
+@pytest.mark.parametrize("masks", [1, 20, 39, 100])
+@pytest.mark.parametrize("tests", [1, 5])
+def test_random_networks_are_called_significant_at_most_at_the_stated_rate(masks, tests):
+    """Of 1,000 studies of random networks, those with any call, more or less, in any test."""
+    chance, calls, studies = np.random.default_rng(masks), 0, 1000
+    for _ in range(studies):
+        losses = chance.standard_cauchy((tests, masks + 1))
+        answers = {versus(row[0], row[1:], tests=tests).answer for row in losses}
+        calls += answers != {"not shown"}
+    assert calls <= stats.binom.ppf(0.999, studies, SIGNIFICANT)
+
+
+@pytest.mark.parametrize("tests", [1, 2, 3, 5, 20])
+def test_the_fewest_masks_are_enough_and_one_less_is_not(tests):
+    fewest = versus(1.0, np.zeros(1), tests=tests).fewest_masks
+    for sign, answer in ((1.0, "more"), (-1.0, "less")):
+        assert versus(sign, np.zeros(fewest), tests=tests).answer == answer
+        assert versus(sign, np.zeros(fewest - 1), tests=tests).answer == "not shown"
+
+
+def test_one_random_mask_shows_nothing(make_model, documents):
+    chance = torch.Generator().manual_seed(0)
+    model, found = make_model("llama"), []
+    for _ in range(20):
+        drawn = random_like(dict.fromkeys(range(3), (0, 1)), 16, generator=chance)
+        networks = FunctionalNetworks(networks={0: drawn}, layout=NETWORKS.layout)
+        found.append(ablate(model, documents, networks, random_masks=1, keep=()))
+    assert {each.lesion.equal.answer for each in found} == {"not shown"}
+    assert "write --random 39" in found[0].verdict()
 
 
 def test_an_interval_covers_the_truth_as_often_as_it_says():

@@ -37,9 +37,10 @@ def an_ablation(*, lesion=3.0, difference=(0.9, 0.8, 1.0), at_least=0):
     value, low, high = difference
     equal = Versus(
         channels=4,
-        masks=tuple(level(2.0 + n / 100) for n in range(20)),
+        masks=tuple(level(2.0 + n / 100) for n in range(39)),
         difference=Interval(value=value, low=low, high=high),
         at_least=at_least,
+        at_most=39 - at_least,
     )
     cost = Interval(value=lesion - 2, low=lesion - 2.1, high=lesion - 1.9)
     one = {"channels": 3, "level": level(lesion), "cost": cost, "equal": equal}
@@ -103,9 +104,13 @@ def test_a_bar_reaches_as_far_as_its_number():
     ("changes", "said"),
     [
         ({}, "These networks matter more than random ones of the same size: "),
-        ({"difference": (0.1, -0.1, 0.3)}, "That these networks matter more than random ones is n"),
-        ({"at_least": 1}, "That these networks matter more than random ones is not shown: "),
-        ({"difference": (-0.5, -0.6, -0.4), "at_least": 20}, "These networks matter less than "),
+        ({"difference": (0.1, -0.1, 0.3)}, "That these networks matter more or less than random"),
+        ({"at_least": 1}, "That these networks matter more or less than random ones is not shown"),
+        ({"difference": (-0.5, -0.6, -0.4), "at_least": 39}, "These networks matter less than "),
+        (
+            {"difference": (-0.5, -0.6, -0.4), "at_least": 38},
+            "That these networks matter more or less than random ones is not shown",
+        ),
     ],
 )
 def test_the_verdict_is_what_the_interval_and_the_rank_say(changes, said):

@@ -118,12 +118,34 @@ def ablation_lines(ablation: Ablation) -> list[str]:
         head,
         "",
         *table(*ablation_rows(ablation)),
+        *_one_by_one(ablation),
         "",
         *table(*kept_rows(ablation)),
         "",
         larger,
         ablation.verdict(),
     ]
+
+
+def _one_by_one(ablation: Ablation) -> list[str]:
+    """Say which single networks differ from chance, all of them tested together."""
+    if not ablation.each:
+        return []
+    first = ablation.each[0].equal
+    found = {
+        answer: [str(each.components[0]) for each in ablation.each if each.equal.answer == answer]
+        for answer in ("more", "less")
+    }
+    told = [
+        f"component{'s' * (len(numbers) > 1)} {', '.join(numbers)} {answer}"
+        for answer, numbers in found.items()
+        if numbers
+    ]
+    needed = ""
+    if len(first.masks) < first.fewest_masks:
+        needed = f"; {first.tests} tests take {first.fewest_masks} random masks (--random)"
+    said = ", ".join(told) or f"none is shown to matter more or less than chance{needed}"
+    return ["", f"One by one, p is corrected for {first.tests} tests: {said}."]
 
 
 def named(lesion: Lesion) -> str:

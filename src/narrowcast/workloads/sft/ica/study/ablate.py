@@ -15,8 +15,9 @@ from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval, Kept
 from narrowcast.workloads.sft.ica.study.bootstrap import difference
 from narrowcast.workloads.sft.ica.study.scores import Document, Scores, learnt, score
 
-RANDOM_MASKS = 20
-"""With 20, a lesion above all of them has p = 1/21: the fewest that can say anything at 5 %."""
+RANDOM_MASKS = 39
+"""With 39, a lesion beyond all of them has a two-sided p of 2/40: the fewest that can say anything
+at 5 %."""
 SHARE = 0.15
 """What the first such study compared with: 15 % of the channels at random."""
 MOST_POINTS = 12
@@ -61,7 +62,7 @@ def ablate(
         )
         lesion, scores = bench.lesion(chosen, random_masks)
         larger = bench.versus(scores, bench.share_of_each(share), larger_ones)
-        each = [bench.lesion(single, random_masks)[0] for single in singles]
+        each = [bench.lesion(one, random_masks, tests=len(singles))[0] for one in singles]
         kept = [bench.kept(chosen[:count]) for count in points]
     return Ablation(
         model=name,
@@ -105,7 +106,9 @@ class _Bench:
         self._done, self._passes, self._progress = 0, passes, progress
         self.whole = self._score()
 
-    def lesion(self, components: Sequence[int], random_masks: int) -> tuple[Lesion, Scores]:
+    def lesion(
+        self, components: Sequence[int], random_masks: int, *, tests: int = 1
+    ) -> tuple[Lesion, Scores]:
         """Silence networks, and then random channels in their place."""
         channels = self._networks.channels(components)
         scores = self._silenced(channels)
@@ -114,11 +117,13 @@ class _Bench:
             channels=_count(channels),
             level=scores.level,
             cost=self._above_whole(scores),
-            equal=self.versus(scores, channels, random_masks),
+            equal=self.versus(scores, channels, random_masks, tests=tests),
         )
         return found, scores
 
-    def versus(self, scores: Scores, like: Channels, random_masks: int) -> Versus:
+    def versus(
+        self, scores: Scores, like: Channels, random_masks: int, *, tests: int = 1
+    ) -> Versus:
         """Set a lesion beside random masks of as many channels in each layer."""
         width = self._networks.layout.width
         drawn = [random_like(like, width, generator=self._chance) for _ in range(random_masks)]
@@ -129,6 +134,8 @@ class _Bench:
             masks=tuple(each.level for each in others),
             difference=difference(scores.losses, sums, scores.tokens, seed=self._seed),
             at_least=sum(each.level.loss >= scores.level.loss for each in others),
+            at_most=sum(each.level.loss <= scores.level.loss for each in others),
+            tests=tests,
         )
 
     def kept(self, components: Sequence[int]) -> Kept:
@@ -170,7 +177,9 @@ def _refuse_little(documents: Sequence[Document], random_masks: int, share: floa
     if empty := [i for i, each in enumerate(documents) if not learnt(each)]:
         raise RecipeError(f"document {empty[0]} has no token to predict; leave it out")
     if random_masks < 1:
-        raise RecipeError(f"{random_masks} random masks; write 1 or more, and 20 for an answer")
+        raise RecipeError(
+            f"{random_masks} random masks; write 1 or more, and {RANDOM_MASKS} for an answer"
+        )
     if not 0 < share <= 1:
         raise RecipeError(f"a random share of {share}; write one above 0 and up to 1")
 

@@ -5,6 +5,7 @@ The standard library only: a report draws it where torch is not.
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, final, get_args, get_origin, get_type_hints
@@ -56,11 +57,25 @@ class Versus:
     """Of losses: the lesion's less the mean of the random ones, over the same documents."""
     at_least: int
     """Random masks with a loss as high or higher."""
+    at_most: int
+    """Random masks with a loss as low or lower."""
+    tests: int = 1
+    """Lesions that are tested together, each as one of so many."""
 
     @property
     def p(self) -> float:
-        """The chance of a rank this high if the lesion were one more random mask; one-sided."""
-        return (1 + self.at_least) / (1 + len(self.masks))
+        """The chance of a rank this extreme, at either end, if the lesion were a random mask.
+
+        Two-sided, and multiplied by the number of tests (Bonferroni): calls of random networks in
+        any of the tests are no more frequent than this.
+        """
+        rank = 1 + min(self.at_least, self.at_most)
+        return min(1.0, 2 * self.tests * rank / (1 + len(self.masks)))
+
+    @property
+    def fewest_masks(self) -> int:
+        """Random masks that it takes for a lesion beyond all of them to be significant."""
+        return math.ceil(2 * self.tests / SIGNIFICANT) - 1
 
     @property
     def mean_loss(self) -> float:
@@ -70,9 +85,12 @@ class Versus:
     @property
     def answer(self) -> Answer:
         """Whether the lesion costs more than chance would; less; or neither could be shown."""
-        if self.difference.low > 0 and self.p <= SIGNIFICANT:
+        if self.p > SIGNIFICANT:
+            return "not shown"
+        if self.difference.low > 0 and self.at_least < self.at_most:
             return "more"
-        return "less" if self.difference.high < 0 else "not shown"
+        below = self.difference.high < 0 and self.at_most < self.at_least
+        return "less" if below else "not shown"
 
 
 @final
@@ -136,14 +154,19 @@ class Ablation:
         )
         count = len(versus.masks)
         rank = "all" if versus.at_least == 0 else f"{count - versus.at_least} of"
-        known = f"it costs more than {rank} {count} random masks (p = {versus.p:.3f})"
+        known = f"it costs more than {rank} {count} random masks (two-sided p = {versus.p:.3f})"
+        if count < versus.fewest_masks:
+            known += (
+                f", and fewer than {versus.fewest_masks} cannot show anything at "
+                f"{SIGNIFICANT:.0%}; write --random {versus.fewest_masks}"
+            )
         match versus.answer:
             case "more":
                 meaning = "these networks matter more than random ones of the same size"
             case "less":
                 meaning = "these networks matter less than random ones of the same size"
             case _:
-                meaning = "that these networks matter more than random ones is not shown"
+                meaning = "that these networks matter more or less than random ones is not shown"
         return f"{meaning[0].upper()}{meaning[1:]}: {what}; {known}."
 
     def to_json(self) -> dict[str, Any]:
