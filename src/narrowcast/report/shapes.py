@@ -29,6 +29,7 @@ PLAN: Shape = {
     "modules": [_MODULE],
     "functional": {ANY: _TEXT},
     "bytes": {ANY: int},
+    "strategy": {"bytes": {ANY: int}},
     "phases": [{"policy": str, "formats": {ANY: str}}],
 }
 """Of plan.json."""

@@ -25,6 +25,8 @@ ROLES = {
     "moments": "Optimizer moments",
     "fp8": "Weights in fp8",
     "ema": "Averaged weights",
+    "lookahead": "Lookahead point",
+    "averages": "Averages to choose from",
 }
 
 
@@ -186,12 +188,13 @@ def surroundings(data: RunData) -> list[Surrounding]:
 
 
 def _bytes(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Take the totals of the plan, or add its modules up where it has none."""
+    """Take the totals of the plan and its strategy; add modules up where the plan has none."""
     totals = plan.get("bytes") or Counter[str]()
     if not totals:
         for module in plan.get("modules", []):
             totals.update(module.get("bytes", {}))
-    return {role: int(n) for role, n in totals.items()}
+    kept_beside = plan.get("strategy", {}).get("bytes", {})
+    return {role: int(n) for role, n in {**totals, **kept_beside}.items()}
 
 
 def _span(steps: list[int]) -> str:

@@ -183,6 +183,8 @@ def test_the_report_tells_of_phases_read_outs_and_the_plain_run(tmp_path):
     page = (tmp_path / "run/report.html").read_text()
     for words in ("Hybrid training", "Read-outs", "Against plain training", "In numbers"):
         assert words in page
+    assert "Lookahead point" in page  # in the table of memory
+    assert {r.why for r in events(records, "phase")} == {"this preset makes no jumps"}
     plain = nc.train("tutorial", SHORT)
     metrics = [r.metrics for r in plain if isinstance(r, EvalRecord)]
     assert [r.values["accuracy"] for r in told] == [m["accuracy"] for m in metrics]

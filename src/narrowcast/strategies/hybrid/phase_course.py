@@ -26,6 +26,8 @@ from narrowcast.strategies.hybrid.jump_course import JumpCourse
 from narrowcast.strategies.hybrid.phase_formats import PhaseFormats
 from narrowcast.training.task import Task
 
+NO_JUMPS = "this preset makes no jumps"
+
 
 def phase_settings_of(recipe: Recipe) -> PhaseSettings:
     """Return the lengths and thresholds of phases: the preset's, where the recipe says nothing."""
@@ -61,7 +63,8 @@ class PhaseCourse:
 
     def begin(self) -> list[Record]:
         """Tell of the first phase."""
-        return [self._told(0, f"no jump is tried in the first {self._state.decision.steps} steps")]
+        first = f"no jump is tried in the first {self._state.decision.steps} steps"
+        return [self._told(0, NO_JUMPS if self._jumps is None else first)]
 
     def is_due(self, step: int) -> bool:
         """Say whether the phase ends with this step."""
@@ -73,7 +76,7 @@ class PhaseCourse:
         state = after_outcome(self._state, self._settings, succeeded=True, steps=steps)
         records = list[Record]()
         if self._jumps is None:
-            why = "nothing is jumped to in this preset"
+            why = NO_JUMPS
             self._state = replace(
                 state, decision=Full(self._steps), remaining=self._steps, full_done=True
             )

@@ -109,14 +109,14 @@ def _sentence(found: Reached | None, metric: Metric) -> str:
         return f"The plain run has no {metric.name} to compare with."
     begin = (
         f"The plain run ends with {metric.name} {found.plain:.5g} after {found.plain_steps} steps "
-        f"and {found.plain_seconds:.1f} s"
+        f"and {found.plain_seconds:.1f} s in them"
     )
     if found.steps is None:
         return f"{begin}; this one ends with {found.ended:.5g} and has not reached it."
     return (
-        f"{begin}; this one was as good at step {found.steps:.0f} after {found.seconds:.1f} s, "
-        f"{found.plain_steps / found.steps:.2f} times fewer steps (between two evaluations on a "
-        f"straight line), and ends with {found.ended:.5g}."
+        f"{begin}. This one was as good at step {found.steps:.0f} after {found.seconds:.1f} s, "
+        f"with {found.steps / found.plain_steps:.0%} of the steps (on a straight line between two "
+        f"evaluations), and ends with {found.ended:.5g}. Evaluations are not counted."
     )
 
 
