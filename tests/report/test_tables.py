@@ -1,7 +1,7 @@
 import pytest
 
 from narrowcast.report import tables
-from narrowcast.runs import EvalRecord, FindingRecord
+from narrowcast.runs import EvalRecord, FindingRecord, Metric, TaskInfo
 
 
 def finding(step, **changes):
@@ -85,3 +85,10 @@ def test_a_table_of_metrics_begins_with_the_headline_and_says_which_way_is_bette
 def test_where_lower_is_better_for_all_the_table_need_not_say_so(run_data_of):
     data = run_data_of([EvalRecord(step=1, metrics={"loss": 2.0})], steps=1)
     assert tables.directions(data) == ""
+
+
+def test_no_direction_is_claimed_for_a_metric_that_is_not_ranked(run_data_of):
+    metrics = (Metric(name="right", better="higher"), Metric(name="alive", ranked=False))
+    evals = [EvalRecord(step=1, metrics={"right": 1.0, "alive": 5.0})]
+    data = run_data_of(evals, steps=1, task=TaskInfo(metrics=metrics))
+    assert tables.directions(data) == "Higher is better for right."

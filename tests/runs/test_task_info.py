@@ -57,6 +57,11 @@ def test_a_direction_is_one_of_two():
         Metric(name="x", better="up")
 
 
+def test_the_first_metric_must_be_ranked():
+    with pytest.raises(RecipeError, match="'alive' with ranked=False"):
+        TaskInfo(metrics=(Metric(name="alive", ranked=False), Metric(name="loss")))
+
+
 def test_how_a_metric_is_printed_is_no_part_of_what_a_run_is_judged_by():
     other = TaskInfo(
         unit="series",

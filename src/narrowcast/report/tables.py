@@ -99,8 +99,9 @@ def eval_table(data: RunData) -> tuple[list[str], list[list[str]]]:
 
 
 def directions(data: RunData) -> str:
-    """Say of each metric which way is better; nothing where lower is for all."""
-    ways = {name: data.task.metric(name).better for name in data.metrics}
+    """Say of each ranked metric which way is better; nothing where lower is for all."""
+    metrics = {name: data.task.metric(name) for name in data.metrics}
+    ways = {name: metric.better for name, metric in metrics.items() if metric.ranked}
     if "higher" not in ways.values():
         return ""
     told = [

@@ -26,6 +26,8 @@ class Metric:
     better: Literal["lower", "higher"] = "lower"
     text: str = ".4g"
     """Format specification, e.g. `.4f` or `.1%`."""
+    ranked: bool = True
+    """False for a number that is neither better when lower nor when higher, such as a count."""
 
     def __post_init__(self) -> None:
         words = (self.name, self.better, self.text)
@@ -79,6 +81,11 @@ class TaskInfo:
             )
         if not names or len(set(names)) != len(names):
             raise RecipeError(f"a task has metrics of different names, the headline first: {names}")
+        if not self.metrics[0].ranked:
+            raise RecipeError(
+                f"The first metric ranks runs, got {names[0]!r} with ranked=False. Put another "
+                "metric first."
+            )
 
     @property
     def units(self) -> str:

@@ -93,6 +93,7 @@ def read_runs(folders: Sequence[str]) -> dict[str, RunData]:
 def metrics_of(data: RunData) -> dict[str, Metric]:
     """Return what a run can be compared by, the headline first: metrics, losses, parts of them."""
     evaluated = {name: replace(data.task.metric(name), name=name) for name in data.metrics}
+    evaluated = {name: metric for name, metric in evaluated.items() if metric.ranked}
     parts = {name: Metric(name=name) for name in (f"{PART}{part}" for part in data.parts)}
     return {**evaluated, TRAINING.name: TRAINING, **parts}
 

@@ -32,7 +32,8 @@ def metrics_of(
         told.append(Metric(name="faithfulness"))
     else:
         told += [Metric(name="stochastic"), Metric(name="unmasked"), Metric(name="faithfulness")]
-    told += [Metric(name=name) for name in _counted(sites, groups)]
+    # With too few components in use a decomposition is wrong, with too many it is not minimal.
+    told += [Metric(name=name, ranked=False) for name in _counted(sites, groups)]
     return tuple(told)
 
 
