@@ -65,6 +65,16 @@ SIZES = {
 }
 """What makes the recipes of a name tiny; the first pattern that matches counts."""
 
+GPU_TOYS = (
+    "decompose/induction",
+    "decompose/resid_mlp1",
+    "decompose/resid_mlp2",
+    "decompose/resid_mlp3",
+    "decompose/tms_40-10",
+    "decompose/tms_40-10-id",
+)
+"""Recipes whose toy trains for minutes on a CPU before the first step; name them to check them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -95,7 +105,11 @@ def main() -> int:
     from narrowcast.runs import describe_machine
     from narrowcast.workloads import recipe_files
 
-    names = [n for n in recipe_files() if any(fnmatch(n, glob) for glob in options.recipes)]
+    requested = options.recipes or ["*"]
+    names = [name for name in recipe_files() if any(fnmatch(name, glob) for glob in requested)]
+    if not options.recipes:
+        names = [name for name in names if name not in GPU_TOYS]
+        print(f"Left out: {', '.join(GPU_TOYS)}.\n")
     if any(name.startswith("sft/") for name in names):
         import transformers  # noqa: F401  here once, and not in every fork
     environment, cases = describe_machine(), list[Case]()
@@ -224,7 +238,7 @@ def _read(records: Path) -> list[dict[str, object]]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipes", nargs="+", default=["*"], help="names or globs of recipes")
+    parser.add_argument("--recipes", nargs="+", help="names or globs; none: all but GPU_TOYS")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the figures")
