@@ -25,7 +25,9 @@ def run_loop(run: Run, *, console: Console) -> None:
     display = RunDisplay(console, tally, task=task, scaled=is_scaled(run.recipe, run.plan))
     try:
         with display:
-            for record in run.records(tell=display.warn):
+            for number, record in enumerate(run.records(tell=display.warn)):
+                for line in () if number else run.task.notices():
+                    display.note(line)
                 stopping.note(record)
                 display.show(record)
     except DivergedError:

@@ -127,6 +127,9 @@ class Hook:
     state_dict: Callable[[], dict[str, Any]] | None = None
     """Returns what a checkpoint keeps: tensors, numbers, text, nested."""
     load_state_dict: Callable[[dict[str, Any]], None] | None = None
+    notices: Callable[[], Sequence[str]] | None = None
+    """Returns lines that the terminal shows once, before the first record of a run that begins or
+    is resumed."""
 
     def __post_init__(self) -> None:
         if (self.state_dict is None) is not (self.load_state_dict is None):
@@ -251,6 +254,15 @@ class Task:
             if hook.before_first_step is not None:
                 with blamed_on(f"before_first_step of the task's hook {hook.name!r}"):
                     hook.before_first_step(prepared)
+
+    def notices(self) -> list[str]:
+        """Return what the hooks report once a run has begun or been resumed."""
+        lines: list[str] = []
+        for hook in self.hooks:
+            if hook.notices is not None:
+                with blamed_on(f"notices of the task's hook {hook.name!r}"):
+                    lines += hook.notices()
+        return lines
 
     @property
     def edits_gradients(self) -> bool:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import narrowcast as nc
+from narrowcast.cli.entry import exit_code_of
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.runs import EvalRecord, StepRecord
 from narrowcast.workloads import build_task, load_recipe
@@ -303,6 +304,19 @@ def test_networks_of_a_base_in_e4m3_are_found(mode, family, rows, tmp_path, requ
     asked = ("model.base=e4m3", *LORA, f"ica.mask_mode={mode}", "ica.samples=20")
     trained(request.getfixturevalue(family), rows, tmp_path / "r", *asked)
     assert load_networks(tmp_path / "r" / "networks.json").size(0) > 0
+
+
+def test_the_terminal_shows_what_the_search_for_networks_found(llama, rows, tmp_path, capsys):
+    asked = words(llama, rows, "judge.samples=0", "ica.freeze=true", "ica.samples=20", "steps=1")
+    command = ["train", "sft/tiny", *asked, "ica.max_iter=1", "--out", str(tmp_path / "run")]
+    assert exit_code_of(command) == 0
+    shown = " ".join(" ".join(capsys.readouterr()).split())
+    networks = load_networks(tmp_path / "run" / "networks.json")
+    layout = networks.layout
+    total = len(layout.layers) * layout.width
+    assert f"networks of component 0: {networks.size(0):,} of {total:,} channels" in shown
+    assert "solutions still moved by" in shown
+    assert all(finding in shown for finding in networks.provenance.findings)
 
 
 @pytest.mark.parametrize("word", ["ica.mask_mode=lesion", "ica.freeze=true", "model.base=e4m3"])

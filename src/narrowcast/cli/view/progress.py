@@ -76,6 +76,10 @@ class RunDisplay:
             case _:
                 pass  # a checkpoint or a sample of statistics is no news
 
+    def note(self, text: str) -> None:
+        """Show something that happened before the first record."""
+        self._print(Text(text))
+
     def warn(self, text: str) -> None:
         """Show something that its owner should know of and that does not stop the run."""
         self._print(Text(text, style="yellow"))

@@ -111,7 +111,21 @@ def test_the_search_is_part_of_a_run_and_not_of_a_plan(make_model):
     assert course.listened.times > 0
     assert course.applied.networks.size(0) > 0
     count = sum(map(len, course.applied.networks.channels().values()))
-    assert course.applied.lines()[0] == f"networks of components 0, 1: {count} of 48 channels"
+    assert course.task.notices()[0] == f"networks of components 0, 1: {count} of 48 channels"
+
+
+def test_what_the_search_noticed_is_reported_when_the_run_begins_and_when_it_goes_on(
+    make_model, tmp_path
+):
+    settings = section(freeze=True, max_iter=1)
+    course = Course(make_model("llama"), settings)
+    assert course.task.notices() == []
+    began = course.run(tmp_path, steps=3).task.notices()
+    assert any("solutions still moved by" in line for line in began)
+    assert all("of 48 channels" in line or line.startswith("functional net") for line in began)
+    state = load_checkpoint(latest(tmp_path / "checkpoints"))
+    resumed = Course(make_model("llama"), settings).run(tmp_path, resume=state)
+    assert resumed.task.notices() == began
 
 
 def test_a_recipe_sets_which_tokens_are_skipped_and_how_channels_are_clipped(make_model):

@@ -8,7 +8,6 @@ nothing. What can be refused is refused when the task is built.
 
 import contextlib
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -36,8 +35,6 @@ from narrowcast.workloads.sft.ica.networks_file import (
 from narrowcast.workloads.sft.ica.report_section import MASKED, NETWORKS
 from narrowcast.workloads.sft.ica.selection import Percentile, Selector, TopK, ZScore
 from narrowcast.workloads.sft.ica.settings import IcaSection
-
-_log = logging.getLogger(__name__)
 
 
 def apply_networks(
@@ -95,6 +92,7 @@ class Applied:
             after_step=self._after_step,
             state_dict=self._state,
             load_state_dict=self._resume,
+            notices=self.notices,
         )
 
     @property
@@ -102,18 +100,27 @@ class Applied:
         """What the search noticed; nothing before the run begins."""
         return () if self.networks is None else self.networks.provenance.findings
 
+    def notices(self) -> list[str]:
+        """Return how many channels the networks have, and what the search noticed."""
+        if self.networks is None:
+            return []
+        count = sum(map(len, self._channels().values()))
+        total = len(self._layers) * self.networks.layout.width
+        taken = f"{self._named}: {count:,} of {total:,} channels"
+        return [taken, *(f"functional networks: {finding}" for finding in self.findings)]
+
+    @property
+    def _named(self) -> str:
+        ids = self._section.component_ids
+        return f"networks of component{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+
     def lines(self) -> list[str]:
-        """Say what is in force, or will be once the run has begun."""
+        """Say what will be in force once the run has begun."""
         section = self._section
-        named = ", ".join(map(str, section.component_ids))
         where = "looked for when the run begins"
         if self._template is not None:
             where = f"of {section.ica_template_path}"
-        if self.networks is not None:
-            count = sum(map(len, self._channels().values()))
-            total = len(self._layers) * self.networks.layout.width
-            where = f"{count:,} of {total:,} channels"
-        told = [f"networks of components {named}: {where}"]
+        told = [f"{self._named}: {where}"]
         words = {"lesion": "silenced", "preserve": "kept alone", "scale": "multiplied"}
         if section.mode is not None:
             note = f" (mask_mode={section.mask_mode} is an old name of {section.mode})"
@@ -123,7 +130,7 @@ class Applied:
             )
         if section.freezes:
             told.append("their rows do not move")
-        return [*told, *self.findings]
+        return told
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -156,8 +163,6 @@ class Applied:
         if self._section.freezes:
             self._freeze = Freeze(self._model, self._channels(), site=self.site)
             self._freeze.take(prepared)
-        for line in self.lines():
-            _log.info("%s", line)
 
     def _found(self, prepared: Prepared) -> FunctionalNetworks:
         section = self._section
