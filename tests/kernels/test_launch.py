@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from narrowcast.kernels.launch import interpreted, specialised, unsupported_reas
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DEVICE = CPU if interpreted() else CUDA
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # as if it were not installed
@@ -433,3 +435,20 @@ def test_an_empty_tensor_needs_no_memory(on_a_gpu):
     for _ in range(2):
         launched(launcher, tensors=(Place(), Place(address=0, count=0)))
     assert len(compiler.launched) == 2
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_kernels_that_two_threads_launch_compute_what_they_do_alone():
+    from narrowcast.kernels.norms import layer_norm
+
+    inputs = [torch.randn(64, 48, device=DEVICE).bfloat16() for _ in range(2)]
+    weight, bias = torch.randn(2, 48, device=DEVICE)
+
+    def normed(x):
+        run = functools.partial(layer_norm, eps=1e-5, dtype=torch.bfloat16)
+        return [run(x, weight, bias) for _ in range(8)]
+
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(normed, inputs))
+    for x, several in zip(inputs, together, strict=True):
+        assert all(torch.equal(each, normed(x)[0]) for each in several)

@@ -7,6 +7,7 @@ before Triton is imported), and how the kernels are tested on machines without a
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -21,6 +22,9 @@ _ALIGNED = 16
 _INT32 = 2**31
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Types of tensors that are one piece of memory; any other may be several, or stand for one."""
+_INTERPRETING = threading.Lock()
+"""Held while Triton interprets a kernel: it replaces its own functions meanwhile, and notes which
+program it is at, for the whole process."""
 _KEPT = 1024
 """Launches of one kernel that are known by their very sizes; more are found by what they share."""
 
@@ -68,7 +72,11 @@ def is_traced(*tensors: Tensor) -> bool:
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch a kernel of Triton's where its first argument is; Triton itself asks no tensor."""
     device = args[0].get_device()
-    if device < 0 or device == torch._C._cuda_getDevice():
+    if device < 0:
+        with _INTERPRETING:
+            kernel[grid](*args, **options)
+        return
+    if device == torch._C._cuda_getDevice():
         kernel[grid](*args, **options)
         return
     with torch.cuda.device(device):
@@ -104,7 +112,8 @@ class Launcher:
     ) -> None:
         """Launch it where its tensors are; `options` are Triton's, such as the number of warps."""
         if self._interpreted:
-            self._kernel[grid](*self._viewed(tensors), *sizes, *constants, **options)
+            with _INTERPRETING:
+                self._kernel[grid](*self._viewed(tensors), *sizes, *constants, **options)
             return
         device = tensors[0].get_device()
         if device != torch._C._cuda_getDevice():
