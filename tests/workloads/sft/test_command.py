@@ -195,3 +195,14 @@ def test_a_model_without_blocks_that_are_recognised_is_refused(shelf, ica, tmp_p
     code, _, err = ica("build", tmp_path / "moe", shelf / "text.txt", *FEW)
     assert code == 3
     assert "has no list of blocks with one MLP each" in err
+
+
+@pytest.mark.parametrize("command", [["build"], ["ablate", "--networks", "{n}"]])
+def test_a_folder_of_llama2c_is_named_as_such(shelf, ica, tmp_path, command):
+    for name in ("stories260K.bin", "tok512.bin"):
+        (tmp_path / name).write_bytes(bytes(64))
+    verb, *options = (word.format(n=shelf / "n.json") for word in command)
+    code, _, err = ica(verb, tmp_path, shelf / "text.txt", *options, *FEW)
+    assert code == 3
+    assert "holds a model of llama2.c" in err
+    assert "save_pretrained" in err

@@ -226,7 +226,7 @@ def test_a_damaged_number_is_refused(make_model, documents, tmp_path):
     ("change", "said"),
     [
         ({"components": [2]}, "no component 2; there are 0, 1"),
-        ({"random_masks": 0}, "write 1 or more"),
+        ({"random_masks": 0}, "random_masks must be a whole number of 1 or more"),
         ({"share": 0.0}, "write one above 0"),
     ],
 )

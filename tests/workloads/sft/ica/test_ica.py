@@ -176,7 +176,7 @@ def test_more_components_than_rows_are_refused(signals):
     [
         ({"solver": "sobi"}, "write one of parallel, deflation, picard"),
         ({"contrast": "tanh"}, "write one of logcosh, cube, exp"),
-        ({"components": 0}, "write 1 or more"),
+        ({"components": 0}, "components must be a whole number of 1 or more"),
         ({"tol": 0.0}, "between 0 and 1"),
     ],
 )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from narrowcast.errors import UnsupportedError
 from narrowcast.precision.kept import KeptLayer
 from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.workloads.sft.ica.arguments import check_type
 from narrowcast.workloads.sft.ica.networks import Site
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -78,6 +79,7 @@ class Blocks:
 
 def find_blocks(model: nn.Module) -> Blocks:
     """Return the blocks of a model; a model without a clear answer is refused."""
+    check_type("model", model, nn.Module, "a torch.nn.Module")
     found: list[Blocks] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):

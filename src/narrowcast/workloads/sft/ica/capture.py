@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
 from narrowcast.training.evaluation import in_eval_mode
+from narrowcast.workloads.sft.ica.arguments import check_site, check_type, check_whole
 from narrowcast.workloads.sft.ica.blocks import find_blocks
 from narrowcast.workloads.sft.ica.networks import Layout, Site
 
@@ -36,9 +37,12 @@ class ModelSignals:
         padding. The first `skip_first` tokens of each sequence are left out; sequences packed in
         one row are told apart by `position_ids`.
         """
-        if isinstance(skip_first, bool) or not isinstance(skip_first, int) or skip_first < 0:
+        check_whole("skip_first", skip_first, least=0)
+        check_site(site)
+        if isinstance(batches, Mapping | Tensor) or not isinstance(batches, Iterable):
             raise RecipeError(
-                f"skip_first must be a whole number of tokens from 0, got {skip_first!r}."
+                f"batches must be a list of what the model is called with, got a "
+                f"{type(batches).__name__}. Write [{{'input_ids': ids}}]."
             )
         if iter(batches) is batches:
             raise RecipeError(
@@ -46,6 +50,8 @@ class ModelSignals:
             )
         blocks = find_blocks(model)
         chosen = tuple(range(blocks.depth)) if layers is None else tuple(layers)
+        for layer in chosen:
+            check_whole("a layer", layer, least=0)
         self.layout = Layout(layers=chosen, width=blocks.width(site), depth=blocks.depth, site=site)
         self._model, self._batches, self._skip_first = model, batches, skip_first
         self._blocks = [blocks.blocks[layer] for layer in chosen]
@@ -63,6 +69,7 @@ class ModelSignals:
     def __iter__(self) -> Iterator[Tensor]:
         rows = 0
         for batch in self._batches:
+            check_type("a batch", batch, Mapping, "a mapping such as {'input_ids': ids}")
             chunk = self._rows_of(batch)
             rows += len(chunk)
             yield chunk

@@ -35,7 +35,9 @@ class Storage:
     findings: tuple[Finding, ...] = ()
 
 
-def storage_for(ica_dtype: str | None, model_dtype: torch.dtype | None = None) -> Storage:
+def storage_for(
+    ica_dtype: str | torch.dtype | None, model_dtype: torch.dtype | None = None
+) -> Storage:
     """Return what `ica_dtype` means for a model of this dtype.
 
     None and float32 are float32; auto is float32 for models of 16 bits and their own dtype for
@@ -43,6 +45,8 @@ def storage_for(ica_dtype: str | None, model_dtype: torch.dtype | None = None) -
     """
     if ica_dtype is None:
         return Storage(dtype=torch.float32)
+    if isinstance(ica_dtype, torch.dtype):
+        ica_dtype = name_of(ica_dtype)
     if ica_dtype == "auto":
         wide = model_dtype in (torch.float32, torch.float64)
         return Storage(dtype=model_dtype if wide and model_dtype else torch.float32)

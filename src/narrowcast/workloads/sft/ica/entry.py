@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.arguments import check_type
 from narrowcast.workloads.sft.ica.blocks import find_blocks
 from narrowcast.workloads.sft.ica.capture import ModelSignals
 from narrowcast.workloads.sft.ica.collect import Collected
@@ -43,6 +45,11 @@ def functional_networks(
     taken layer by layer: each network is in one, and components are numbered through. The first
     `skip_first` tokens of each sequence are left out.
     """
+    check_type("ica", ica, ICA, "an ICA, such as ICA(components=5)")
+    if not callable(getattr(selector, "select", None)):
+        raise RecipeError(f"selector must be a selector such as Percentile(98), got {selector!r}.")
+    check_type("layers", layers, (str, Sequence, NoneType), "text such as 0:4 or a list of numbers")
+    check_type("provenance", provenance, Provenance, "a Provenance")
     depth = find_blocks(model).depth
     chosen = layers_of(layers, depth) if isinstance(layers, str | None) else tuple(layers)
     signals = ModelSignals(model, batches, layers=chosen, site=site, skip_first=skip_first)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.numerics.parts import nearest, split
+from narrowcast.workloads.sft.ica.arguments import check_channels, check_site
 from narrowcast.workloads.sft.ica.blocks import Block, Projection, adapters_of, find_blocks
 from narrowcast.workloads.sft.ica.networks import Channels, Site
 
@@ -175,6 +176,8 @@ def _frozen_rows(
     model: nn.Module, channels: Channels, site: Site, *, begun: bool = False
 ) -> Iterator[FrozenRows]:
     """Yield the rows; `begun`: adapters may have learnt, with these rows in place."""
+    check_site(site)
+    check_channels(channels)
     blocks = find_blocks(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     width = blocks.width(site)

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, final, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
 from narrowcast.workloads.sft.ica.clipping import ClippedSignals
 from narrowcast.workloads.sft.ica.collect import Collected, collect
 from narrowcast.workloads.sft.ica.components import (
@@ -40,6 +42,9 @@ LOUD = 0.5
 """A component with more of its variance than this in 1 % of the rows is reported. It is 0.16 for a
 Laplace distribution and 0.04 for a normal one."""
 
+PERCENTILE = "a percentile above 50 and below 100"
+TOLERANCE = "a number between 0 and 1, such as 1e-4"
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ class ICA:
     """Its solutions are those of `parallel`, FastICA, which on activations often jumps to and fro
     between two places."""
     contrast: ContrastName = "logcosh"
-    ica_dtype: str | None = None
+    ica_dtype: str | torch.dtype | None = None
     """What signals are stored in: see `dtypes`."""
     restarts: int = 4
     """Beginnings that are tried; the one with the least normal components is taken."""
@@ -70,17 +75,17 @@ class ICA:
         _require("solver", self.solver, get_args(SolverName))
         _require("contrast", self.contrast, get_args(ContrastName))
         for name in ("components", "restarts", "max_iter"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"{name}={getattr(self, name)}; write 1 or more")
+            check_whole(name, getattr(self, name), least=1)
+        check_whole("seed", self.seed, least=0)
+        check_type("standardise", self.standardise, bool, "True or False")
         clip = self.clip_activations
-        if clip is not None and not (_is_number(clip) and 50 < clip < 100):
+        if clip is not None and not 50 < check_number("clip_activations", clip, PERCENTILE) < 100:
             raise RecipeError(
-                "clip_activations must be a percentile above 50 and below 100, got "
-                f"{clip!r}. Write 99 to clip each channel to its percentiles 1 and "
-                "99, or None for no clipping."
+                f"clip_activations must be {PERCENTILE}, got {clip}. Write 99 to clip each channel "
+                "to its percentiles 1 and 99, or None for no clipping."
             )
-        if not 0 < self.tol < 1:
-            raise RecipeError(f"tol={self.tol}; write a number between 0 and 1, such as 1e-4")
+        if not 0 < check_number("tol", self.tol, TOLERANCE) < 1:
+            raise RecipeError(f"tol must be {TOLERANCE}, got {self.tol}.")
 
     def collect(self, source: Signals, *, model_dtype: torch.dtype | None = None) -> Collected:
         """Store signals of a source that is costly to go through again, such as a model."""
@@ -114,6 +119,11 @@ class ICA:
         if isinstance(given, Collected):
             known = given.findings
             given = given.signals
+        if isinstance(given, Tensor | np.ndarray):
+            raise RecipeError(
+                f"signals must be a source of chunks, got a {type(given).__name__}. Write "
+                "ArraySignals(array)."
+            )
         signals = self._here(given)
         if self.clip_activations is not None:
             signals = ClippedSignals.at_percentile(signals, self.clip_activations)
@@ -276,10 +286,6 @@ def _loud(share: Tensor, rows: int, first: int) -> list[Finding]:
         for number, each in enumerate(share.tolist(), start=first)
         if each > LOUD
     ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.arguments import check_channels, check_number, check_site
 from narrowcast.workloads.sft.ica.blocks import Block, find_blocks
 from narrowcast.workloads.sft.ica.networks import Channels, Site
 
@@ -29,6 +30,7 @@ class Masks:
     """
 
     def __init__(self, model: nn.Module, *, site: Site = "mlp_output") -> None:
+        check_site(site)
         blocks = find_blocks(model)
         self.site = site
         self.width, self.depth = blocks.width(site), blocks.depth
@@ -53,6 +55,7 @@ class Masks:
 
     def scale(self, channels: Channels, factor: float) -> Self:
         """Multiply channels: above 1 they are amplified."""
+        check_number("factor", factor, "a number")
         self._refuse_strangers(channels)
         for layer, chosen in channels.items():
             self._gates[layer].factor[list(chosen)] *= factor
@@ -87,6 +90,7 @@ class Masks:
         self.remove()
 
     def _refuse_strangers(self, channels: Channels) -> None:
+        check_channels(channels)
         for layer, chosen in channels.items():
             outside = [c for c in chosen if not 0 <= c < self.width]
             if not 0 <= layer < self.depth or outside:

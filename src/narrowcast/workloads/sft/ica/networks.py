@@ -118,6 +118,8 @@ class FunctionalNetworks:
         self, components: Iterable[int] | None = None, *, layers: Sequence[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
         """Return the union of networks, of all or some, in all or some layers."""
+        if isinstance(components, int):
+            raise RecipeError(f"components must be a list of numbers, got {components}.")
         chosen = self.components if components is None else tuple(components)
         if not chosen:
             raise RecipeError(f"no components named; there are {_listed(self.components)}")

@@ -20,16 +20,18 @@ FORMAT = "narrowcast.functional_networks.1"
 _Item = TypeVar("_Item")
 
 
-def save_networks(networks: FunctionalNetworks, path: Path) -> None:
+def save_networks(networks: FunctionalNetworks, path: Path | str) -> None:
     """Write networks; a file of that name is replaced only once all is written."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text_of(networks), encoding="utf-8")
     part.replace(path)
 
 
-def load_networks(path: Path) -> FunctionalNetworks:
+def load_networks(path: Path | str) -> FunctionalNetworks:
     """Read what `save_networks` wrote, or a template file with `templates` and no provenance."""
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

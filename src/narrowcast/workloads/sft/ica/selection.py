@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
 
 
 class Selector(Protocol):
@@ -32,7 +33,7 @@ class Percentile:
     percentile: float = 98.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.percentile < 100:
+        if not 0 <= check_number("percentile", self.percentile, "a number from 0 to 100") < 100:
             raise RecipeError(
                 f"percentile {self.percentile}; write 0 or more and less than 100: 98 selects two "
                 "in a hundred channels"
@@ -60,7 +61,8 @@ class ZScore:
     """Also those as far below it."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < np.inf:
+        check_type("two_sided", self.two_sided, bool, "True or False")
+        if not 0 < check_number("z-score", self.threshold, "a number above 0") < np.inf:
             raise RecipeError(f"z-score {self.threshold}; write a number above 0, such as 1.96")
 
     def __str__(self) -> str:
@@ -85,8 +87,7 @@ class TopK:
     count: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise RecipeError(f"top-k of {self.count}; write 1 or more")
+        check_whole("top-k", self.count, least=1)
 
     def __str__(self) -> str:
         return f"top-k={self.count}"

@@ -42,7 +42,10 @@ class ArraySignals:
     """Signals that are an array already."""
 
     def __init__(self, array: Tensor | np.ndarray) -> None:
-        self.array = torch.as_tensor(array)
+        try:
+            self.array = torch.as_tensor(array)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RecipeError(f"signals must be an array, got {type(array)}: {error}.") from None
         if self.array.dim() != 2:
             raise RecipeError(
                 f"signals of shape {tuple(self.array.shape)}; give rows by channels, two dimensions"

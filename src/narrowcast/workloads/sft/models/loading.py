@@ -196,6 +196,12 @@ def _in_folder(name: str, path: Path) -> Place:
     match found:
         case [only]:
             return Place(name=name, folder=str(path), gguf=only)
+        case [] if any(path.glob("tok*.bin")):
+            raise UnsupportedError(
+                f"model.path={name} holds a model of llama2.c, which fine-tuning and ica do not "
+                "read. Give it as a folder of transformers: save_pretrained of the model and of "
+                "its tokenizer."
+            )
         case []:
             raise RecipeError(
                 f"model.path={name} holds no model: it has neither a config.json nor a .gguf "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from narrowcast.errors import RecipeError
+from narrowcast.workloads.sft.ica.arguments import check_number, check_type, check_whole
 from narrowcast.workloads.sft.ica.entry import refuse_misfit
 from narrowcast.workloads.sft.ica.masks import Masks, random_like
 from narrowcast.workloads.sft.ica.networks import Channels, FunctionalNetworks
@@ -49,8 +50,12 @@ def ablate(
     `one_by_one`: each network as well. `keep`: of how many of the first networks it is measured
     what they keep alive; none: of one, two and so on. The model is given back as it was.
     """
+    check_type("networks", networks, FunctionalNetworks, "FunctionalNetworks")
+    check_whole("random_masks", random_masks, least=1)
+    if share_masks is not None:
+        check_whole("share_masks", share_masks, least=1)
     refuse_misfit(networks, model)
-    _refuse_little(documents, min(random_masks, share_masks or random_masks), share)
+    _refuse_little(documents, share)
     chosen = networks.components if components is None else tuple(dict.fromkeys(components))
     singles = [(number,) for number in chosen] if one_by_one and len(chosen) > 1 else []
     points = _points(len(chosen)) if keep is None else [n for n in keep if n <= len(chosen)]
@@ -168,7 +173,13 @@ class _Bench:
         return difference(scores.losses, self.whole.losses[None], scores.tokens, seed=self._seed)
 
 
-def _refuse_little(documents: Sequence[Document], random_masks: int, share: float) -> None:
+def _refuse_little(documents: Sequence[Document], share: float) -> None:
+    for each in documents:
+        if not isinstance(each, Mapping) or "labels" not in each:
+            raise RecipeError(
+                "documents must have input_ids and labels, got one without. Write document(ids) of "
+                "narrowcast.workloads.sft.ica.study.documents."
+            )
     if len(documents) < 2:
         raise RecipeError(
             f"{len(documents)} documents say nothing of how much chance there is in a loss; give "
@@ -176,11 +187,7 @@ def _refuse_little(documents: Sequence[Document], random_masks: int, share: floa
         )
     if empty := [i for i, each in enumerate(documents) if not learnt(each)]:
         raise RecipeError(f"document {empty[0]} has no token to predict; leave it out")
-    if random_masks < 1:
-        raise RecipeError(
-            f"{random_masks} random masks; write 1 or more, and {RANDOM_MASKS} for an answer"
-        )
-    if not 0 < share <= 1:
+    if not 0 < check_number("share", share, "a number above 0 and up to 1") <= 1:
         raise RecipeError(f"a random share of {share}; write one above 0 and up to 1")
 
 
