@@ -198,7 +198,7 @@ def recipe_of(case: Case) -> Recipe:
         model=Section(),
         optimizer={"lr": 1e-3},
         # Low enough for no step to overflow by itself.
-        precision={"policy": case.policy, "loss_scale": {"initial": 1024.0}},
+        precision={"policy": case.policy, "loss_scale": {"init_scale": 1024.0}},
         faults=(FaultSection(**vars(fault)),),
     )
 

@@ -42,8 +42,8 @@ CASES: dict[str, list[str]] = {
     # faults that are looked into, formats that adapt, master weights of the other kinds.
     "fp16, skipping": [
         "precision.policy=fp16",
-        "precision.loss_scale.max=1e30",
-        "precision.loss_scale.initial=1e20",
+        "precision.loss_scale.max_scale=1e30",
+        "precision.loss_scale.init_scale=1e20",
     ],
     "fp8-row, accumulated": ["precision.policy=fp8-row", "accumulate=2", "batch_size=4"],
     "fp8-block, head fp32": ["precision.policy=fp8-block, head=fp32", "batch_size=4"],

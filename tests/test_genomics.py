@@ -86,8 +86,8 @@ def overflown(table):
         **SMALL,
         **{
             "precision.task": None, "precision.policy": "fp16", "health.every": 2,
-            "precision.loss_scale.initial": 2.0**40, "precision.loss_scale.max": 2.0**40,
-            "precision.loss_scale.backoff": 2.0**-8,
+            "precision.loss_scale.init_scale": 2.0**40, "precision.loss_scale.max_scale": 2.0**40,
+            "precision.loss_scale.backoff_factor": 2.0**-8,
         },
     )  # fmt: skip
     records = []

@@ -26,9 +26,9 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "precision.policy=fp16",
         "accumulate=2",
         "ema.decay=0.9",
-        "precision.loss_scale.max=1e30",
-        "precision.loss_scale.initial=1e20",
-        "precision.loss_scale.backoff=0.0009765625",
+        "precision.loss_scale.max_scale=1e30",
+        "precision.loss_scale.init_scale=1e20",
+        "precision.loss_scale.backoff_factor=0.0009765625",
     ),
     "adapting": (
         "quickstart",

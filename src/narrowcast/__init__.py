@@ -100,10 +100,15 @@ _HOMES = {
 }
 """Every public name, the module it lives in, and what it is called there if not the same."""
 
+_MODULES = ("errors", "numerics")
+"""Public modules, imported when first used too."""
+
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"narrowcast.{name}")
     if name not in _HOMES:
         raise AttributeError(f"narrowcast has no {name!r}")
     module, _, attribute = _HOMES[name].partition(":")
@@ -111,4 +116,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_MODULES]

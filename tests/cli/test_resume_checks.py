@@ -23,7 +23,7 @@ DECISIVE = [  # a setting, and what somebody writes into resolved.json instead
     ("optimizer.weight_decay", 0.5),
     ("lr_schedule.warmup", 3),
     ("precision.loss_scale.growth_interval", 1),
-    ("precision.loss_scale.initial", 2.0),
+    ("precision.loss_scale.init_scale", 2.0),
     ("model.rope_base", 77.0),
     ("ema.decay", 0.5),
     ("data.validation_share", 0.3),

@@ -68,7 +68,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(narrowcast, tiny, t
         (["precision.policy=fp8-row", "precision.emulate=false"], 3, "without emulation"),
         (["precision.overrides={nosuch.*: fp32}"], 2, "nosuch.*: fp32 matches no module"),
         (["precision.loss_scale.scale_groups=[nosuch]"], 2, "'nosuch' matches no module"),
-        (["precision.loss_scale.growth=3"], 2, "only powers of two scale exactly"),
+        (["precision.loss_scale.growth_factor=3"], 2, "only powers of two scale exactly"),
         (["batch_size=30000"], 2, "asks for more than the"),
         (["data.text=nowhere.txt"], 2, "nowhere.txt"),
         (["device=cuda:99"], 3, "device=cuda:99"),
@@ -92,7 +92,7 @@ def test_a_recipe_that_is_not_there_is_bad_input(narrowcast):
 
 
 def test_a_run_that_only_overflows_ends_with_4_and_says_where_to_look(narrowcast, tiny, tmp_path):
-    scale = [f"precision.loss_scale.{key}=1e30" for key in ("initial", "min", "max")]
+    scale = [f"precision.loss_scale.{key}=1e30" for key in ("init_scale", "min_scale", "max_scale")]
     words = [*scale, "precision.loss_scale.patience=3", "steps=9", "--out", tmp_path / "run"]
     ended = narrowcast("train", tiny, *words)
     assert ended.code == 4

@@ -16,12 +16,12 @@ import pytest
         ("precison.policy=bf16", "did you mean precision? Write precision.policy=bf16"),
         (
             "precision.loss_scale.inital=4",
-            "did you mean initial? Write precision.loss_scale.initial=4",
+            "did you mean init_scale? Write precision.loss_scale.init_scale=4",
         ),
         ("lr=1e-3", "did you mean optimizer.lr? Write optimizer.lr=1e-3"),
         ("policy=fp16", "did you mean precision.policy? Write precision.policy=fp16"),
         ("warmpu=3", "did you mean lr_schedule.warmup? Write lr_schedule.warmup=3"),
-        ("loss_scale.initial=4", "did you mean precision.loss_scale.initial?"),
+        ("loss_scale.init_scale=4", "did you mean precision.loss_scale.init_scale?"),
         ("model.heda.tied=true", "did you mean head? Write model.head.tied=true"),
         ("data.lenght=3", "did you mean length? Write data.length=3"),
         ("eval.xyzzy=3", "eval.xyzzy=3: no such setting; eval has every"),
@@ -40,7 +40,7 @@ def test_a_misspelt_setting_is_refused_with_the_word_to_write(refusal, word, mes
         ("eval=100", "write eval.every=100"),
         ("ema=0.999", "write ema.decay=0.999"),
         ("model=32", "write model.width=32"),
-        ("precision.loss_scale=1024", "write precision.loss_scale.initial=1024"),
+        ("precision.loss_scale=1024", "write precision.loss_scale.init_scale=1024"),
         ("checkpoint=abc", "checkpoint is a section; it has every, keep"),
         (
             "precision=compute=e4m3; *.norm: fp32",

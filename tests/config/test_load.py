@@ -39,8 +39,8 @@ def test_a_default_of_a_workloads_section_can_be_another(load):
 
 
 def test_defaults_that_cannot_be_are_refused(load):
-    with pytest.raises(RecipeError, match="a preset: initial 65536 is above max 2"):
-        load().with_defaults({"precision.loss_scale.max": 2.0}, origin="a preset")
+    with pytest.raises(RecipeError, match="a preset: init_scale 65536 is above max_scale 2"):
+        load().with_defaults({"precision.loss_scale.max_scale": 2.0}, origin="a preset")
 
 
 def test_the_last_of_two_words_for_one_setting_wins(load):
@@ -79,8 +79,8 @@ def test_none_is_written_in_any_way_people_write_it(load, word):
 
 
 def test_huge_scales_are_accepted_as_asked(load):
-    words = ["precision.loss_scale.initial=1e30", "precision.loss_scale.max=1e30"]
-    assert load(*words).recipe.precision.loss_scale.initial == 1e30
+    words = ["precision.loss_scale.init_scale=1e30", "precision.loss_scale.max_scale=1e30"]
+    assert load(*words).recipe.precision.loss_scale.init_scale == 1e30
 
 
 def test_text_is_taken_as_it_stands(load):
@@ -165,8 +165,8 @@ def test_all_problems_are_said_at_once(refusal):
         "seed=-1",
         "optimizer.lr=abc",
         "optimizer.momentum=.9",
-        "precision.loss_scale.min=9",
-        "precision.loss_scale.max=3",
+        "precision.loss_scale.min_scale=9",
+        "precision.loss_scale.max_scale=3",
         "data.workers=-1",
         "model=big",
         "steps",
@@ -182,7 +182,7 @@ def test_all_problems_are_said_at_once(refusal):
         "seed=-1: needs",
         "optimizer.lr=abc: needs a number",
         "data.workers=-1: needs",
-        "precision.loss_scale.min=9: min 9 is above max 3",
+        "precision.loss_scale.min_scale=9: min_scale 9 is above max_scale 3",
         "optimizer.momentum=.9: adamw has no momentum",
     ]:
         assert sum(start in problem for problem in problems) == 1, (start, message)
@@ -191,9 +191,9 @@ def test_all_problems_are_said_at_once(refusal):
 
 def test_a_setting_found_wrong_is_not_complained_about_twice(refusal):
     # Without its bad ceiling, the scale's default ceiling would lie below the first scale.
-    message = refusal("precision.loss_scale.initial=1e30", "precision.loss_scale.max=-1")
+    message = refusal("precision.loss_scale.init_scale=1e30", "precision.loss_scale.max_scale=-1")
     assert "\n" not in message
-    assert message.startswith("precision.loss_scale.max=-1: needs a number")
+    assert message.startswith("precision.loss_scale.max_scale=-1: needs a number")
 
 
 def test_an_unknown_workload_is_said_together_with_the_other_problems(refusal):

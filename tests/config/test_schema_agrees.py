@@ -28,9 +28,11 @@ VALUES = (
 )  # fmt: skip
 TOGETHER = {
     "faults", "model.heads", "model.kv_heads", "model.width", "lr_schedule.final", "data.text",
-    "optimizer.fused", "optimizer.momentum", "precision.loss_scale.growth", "precision.schedule",
-    "precision.loss_scale.backoff", "precision.loss_scale.initial", "precision.loss_scale.max",
-    "precision.loss_scale.min", "precision.adapt.enabled", "data.tokenizer",
+    "optimizer.fused", "optimizer.momentum", "precision.loss_scale.growth_factor",
+    "precision.schedule",
+    "precision.loss_scale.backoff_factor", "precision.loss_scale.init_scale",
+    "precision.loss_scale.max_scale",
+    "precision.loss_scale.min_scale", "precision.adapt.enabled", "data.tokenizer",
     "data.columns.instruction", "data.columns.response", "data.columns.context",
     "data.columns.system", "data.instruction_template", "data.pretokenize_cache_dir",
     "eval.patience", "eval.min_delta", "model.base", "epochs", "lr_schedule.warmup_ratio",

@@ -33,32 +33,32 @@ def test_every_setting_has_a_description_of_one_line():
 
 
 def test_a_scale_beyond_the_usual_is_accepted_when_its_ceiling_is_raised_too():
-    scale = LossScaleSection(initial=1e30, max=1e30)
-    assert (scale.initial, scale.max) == (1e30, 1e30)
+    scale = LossScaleSection(init_scale=1e30, max_scale=1e30)
+    assert (scale.init_scale, scale.max_scale) == (1e30, 1e30)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"growth": 1.0},
-        {"growth": 1.5},
-        {"backoff": 0.3},
-        {"growth": 0.5},
-        {"backoff": 0.0},
-        {"backoff": 1.0},
-        {"backoff": -0.5},
-        {"min": 0.0},
-        {"min": 2.0**-25},
-        {"max": 2.0**128},
-        {"initial": float("nan")},
-        {"initial": -1.0},
-        {"max": float("inf")},
+        {"growth_factor": 1.0},
+        {"growth_factor": 1.5},
+        {"backoff_factor": 0.3},
+        {"growth_factor": 0.5},
+        {"backoff_factor": 0.0},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": -0.5},
+        {"min_scale": 0.0},
+        {"min_scale": 2.0**-25},
+        {"max_scale": 2.0**128},
+        {"init_scale": float("nan")},
+        {"init_scale": -1.0},
+        {"max_scale": float("inf")},
         {"hysteresis": 0},
         {"patience": 0},
         {"growth_interval": 0},
-        {"min": 8.0, "max": 4.0, "initial": 4.0},
-        {"initial": 262145.0},
-        {"initial": 0.5},
+        {"min_scale": 8.0, "max_scale": 4.0, "init_scale": 4.0},
+        {"init_scale": 262145.0},
+        {"init_scale": 0.5},
     ],
 )
 def test_a_loss_scale_that_could_vanish_or_run_away_is_refused(settings):
@@ -92,7 +92,7 @@ def test_an_end_value_for_a_constant_schedule_is_refused():
 def test_settings_cannot_be_changed_afterwards():
     scale = LossScaleSection()
     with pytest.raises(ValidationError, match="frozen"):
-        scale.initial = 2.0  # type: ignore[misc]
+        scale.init_scale = 2.0  # type: ignore[misc]
 
 
 class Words(DataSection):

@@ -161,7 +161,7 @@ def test_a_loss_scale_on_fp32_changes_no_bit(scale):
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         policy="fp32",
-        loss_scale=nc.LossScale(initial=scale),
+        loss_scale=nc.LossScale(init_scale=scale),
     )
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for _ in range(5):

@@ -17,11 +17,11 @@ POWERS = st.integers(-20, 60)
 def scale_settings(draw):
     low, middle, high = sorted(draw(st.tuples(POWERS, POWERS, POWERS)))
     return LossScale(
-        initial=2.0**middle,
-        min=2.0**low,
-        max=2.0**high,
-        growth=2.0 ** draw(st.integers(1, 3)),
-        backoff=2.0 ** -draw(st.integers(1, 3)),
+        init_scale=2.0**middle,
+        min_scale=2.0**low,
+        max_scale=2.0**high,
+        growth_factor=2.0 ** draw(st.integers(1, 3)),
+        backoff_factor=2.0 ** -draw(st.integers(1, 3)),
         growth_interval=draw(st.integers(1, 5)),
         hysteresis=draw(st.integers(1, 3)),
         dynamic=draw(st.booleans()),
@@ -30,16 +30,16 @@ def scale_settings(draw):
 
 def reference(chosen, history):
     """The same rule in exact arithmetic, written down from its description."""
-    value, calm, strikes, seen = chosen.initial, 0, 0, []
+    value, calm, strikes, seen = chosen.init_scale, 0, 0, []
     for finite in history:
         if chosen.dynamic and finite:
             strikes, calm = 0, calm + 1
             if calm == chosen.growth_interval:
-                value, calm = min(value * chosen.growth, chosen.max), 0
+                value, calm = min(value * chosen.growth_factor, chosen.max_scale), 0
         elif chosen.dynamic:
             calm, strikes = 0, strikes + 1
             if strikes >= chosen.hysteresis:
-                value = max(value * chosen.backoff, chosen.min)
+                value = max(value * chosen.backoff_factor, chosen.min_scale)
         seen.append(value)
     return seen
 
@@ -52,7 +52,7 @@ def test_the_scale_follows_its_rule_and_stays_a_power_of_two_within_its_bounds(c
     for finite in history:
         scale.update(torch.tensor(finite))
         value = float(scale.value)
-        assert 0 < chosen.min <= value <= chosen.max
+        assert 0 < chosen.min_scale <= value <= chosen.max_scale
         assert math.log2(value).is_integer()
         seen.append(value)
     assert seen == reference(chosen, history)
@@ -70,7 +70,7 @@ def test_every_scale_of_a_run_obeys_whatever_happens(history, parts):
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),
         policy="fp32",
-        loss_scale=LossScale(initial=4.0, growth_interval=2),
+        loss_scale=LossScale(init_scale=4.0, growth_interval=2),
         scale_groups=parts,
         patience=1000,
     )

@@ -21,7 +21,7 @@ PARAMS_BF16 = "bf16, params=bf16, master=split"
 # fp16 begins low enough for no step to be skipped: a plain loop skips none.
 NARROW = (
     {"policy": "bf16"},
-    {"policy": "fp16", "loss_scale": nc.LossScale(initial=1024.0)},
+    {"policy": "fp16", "loss_scale": nc.LossScale(init_scale=1024.0)},
     {"policy": "fp8-tensor"},
 )
 # What one product adds to the relative error of what passes through it: two operands are rounded,

@@ -180,7 +180,7 @@ class LoopMachine(RuleBasedStateMachine):
     @initialize(
         data=st.data(),
         optimizer=st.sampled_from(sorted(OPTIMIZERS)),
-        loss_scale=st.sampled_from([None, nc.LossScale(initial=1024.0)]),
+        loss_scale=st.sampled_from([None, nc.LossScale(init_scale=1024.0)]),
         clip_norm=st.sampled_from([None, 0.3]),
         seed=SEEDS,
     )

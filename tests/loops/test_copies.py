@@ -61,7 +61,7 @@ def check_equal(found, wanted):
 @pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
 def test_a_copy_is_the_plain_model_with_all_digits(make, policy):
     model, optimizer = classifier()
-    run = nc.prepare(model, optimizer, policy=policy, loss_scale=nc.LossScale(initial=256.0))
+    run = nc.prepare(model, optimizer, policy=policy, loss_scale=nc.LossScale(init_scale=256.0))
     step(run)
     made = make(model)
     wanted = {name: value.clone() for name, value in run.full_weights().items()}
@@ -76,7 +76,7 @@ def test_a_copy_is_the_plain_model_with_all_digits(make, policy):
 @pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
 def test_a_copy_can_be_prepared_and_neither_touches_the_other(make, policy):
     model, optimizer = classifier()
-    settings = {"policy": policy, "loss_scale": nc.LossScale(initial=256.0)}
+    settings = {"policy": policy, "loss_scale": nc.LossScale(init_scale=256.0)}
     run = nc.prepare(model, optimizer, **settings)
     step(run)
     made = make(model)
@@ -93,7 +93,7 @@ def test_a_copy_can_be_prepared_and_neither_touches_the_other(make, policy):
 def test_a_copy_leaves_the_original_to_train_on_as_if_nothing_had_been(policy):
     def three_steps(*, copied):
         model, optimizer = classifier()
-        run = nc.prepare(model, optimizer, policy=policy, loss_scale=nc.LossScale(initial=256.0))
+        run = nc.prepare(model, optimizer, policy=policy, loss_scale=nc.LossScale(init_scale=256.0))
         for _ in range(3):
             step(run)
             if copied:
@@ -107,7 +107,7 @@ def test_a_copy_leaves_the_original_to_train_on_as_if_nothing_had_been(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_released_model_goes_on_as_the_plain_loop_that_has_its_state(policy):
     model, optimizer = classifier()
-    run = nc.prepare(model, optimizer, policy=policy, loss_scale=nc.LossScale(initial=256.0))
+    run = nc.prepare(model, optimizer, policy=policy, loss_scale=nc.LossScale(init_scale=256.0))
     step(run)
     run.release()
     plain, plain_optimizer = classifier()

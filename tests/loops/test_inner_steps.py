@@ -77,7 +77,7 @@ def test_sam_in_fp32_is_the_plain_one(trained, same):
 
 
 def test_sam_in_fp32_with_a_loss_scale_is_the_plain_one(trained, same):
-    mine = sam(trained, policy="fp32", loss_scale=nc.LossScale(initial=1024.0))
+    mine = sam(trained, policy="fp32", loss_scale=nc.LossScale(init_scale=1024.0))
     same(mine, plain_sam(trained))
 
 

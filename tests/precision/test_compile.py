@@ -41,7 +41,7 @@ def trained(policy, *, backend=None, steps=2, **settings):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     if policy == "fp16":
-        settings = {"loss_scale": nc.LossScale(initial=256.0), **settings}
+        settings = {"loss_scale": nc.LossScale(init_scale=256.0), **settings}
     run = nc.prepare(model, optimizer, policy=policy, clip_norm=1.0, **settings)
     call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     outputs = []

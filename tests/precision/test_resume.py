@@ -46,7 +46,7 @@ def train(run, first, last):
 def scale_for(policy):
     if "fp16" not in policy:
         return {}
-    return {"loss_scale": nc.LossScale(initial=1024.0, growth_interval=2)}
+    return {"loss_scale": nc.LossScale(init_scale=1024.0, growth_interval=2)}
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -133,7 +133,7 @@ def settings(steps: int, **changes: Any) -> dict[str, dict[str, Any]]:
         "lr_schedule.warmup": (100, "quickstart.yaml"),
         "precision.policy": ("fp16", "command line"),
         "precision.overrides": ({"head": "bf16"}, "quickstart.yaml"),
-        "precision.loss_scale.initial": (65536.0, "default"),
+        "precision.loss_scale.init_scale": (65536.0, "default"),
         "precision.loss_scale.patience": (50, "default"),
         "eval.every": (100, "quickstart.yaml"),
     }
@@ -181,7 +181,7 @@ def a_course(steps: int, *, eval_every: int, seed: int = 0) -> list[Record]:
             what="the scale began too high: 2 steps in a row overflowed",
             why="amax 7.1e4 is beyond 65,504, the largest fp16",
             action="scale 131,072 → 32,768",
-            advice="begin lower: precision.loss_scale.initial=32768",
+            advice="begin lower: precision.loss_scale.init_scale=32768",
         )
     )
     return records

@@ -40,7 +40,9 @@ def test_the_plan_that_is_carried_out_is_the_one_that_is_printed(tiny):
 
 
 def test_the_settings_of_the_loss_scale_reach_the_scale(tiny):
-    words = [f"precision.loss_scale.{word}" for word in ("initial=1024", "scale_groups=[blocks.0]")]
+    words = [
+        f"precision.loss_scale.{word}" for word in ("init_scale=1024", "scale_groups=[blocks.0]")
+    ]
     prepared = assemble(load_recipe(tiny, words).recipe).prepared
     assert prepared.state_dict()["scales"]["losses"]["loss"]["value"].item() == 1024
 

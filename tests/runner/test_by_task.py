@@ -44,7 +44,7 @@ def test_a_task_sets_what_nobody_has_set_and_resolved_json_says_so(tmp_path, bar
     growth = resolved["precision.loss_scale.growth_interval"]
     assert growth == {"value": 1000, "origin": "task variant_effect"}
     assert resolved["precision.task"] == {"value": "variant_effect", "origin": "command line"}
-    assert resolved["precision.loss_scale.initial"]["origin"] == "default"
+    assert resolved["precision.loss_scale.init_scale"]["origin"] == "default"
 
 
 def test_the_file_and_the_command_line_win_over_a_task(bare, h200):

@@ -15,7 +15,7 @@ from narrowcast.training.checkpoints.identity import first_difference
 from narrowcast.training.trainer import train
 
 STEPS = 40
-SCALE = {"initial": 1024.0, "patience": 60}
+SCALE = {"init_scale": 1024.0, "patience": 60}
 ADAPT = {"adapt": {"overflows": 5, "calm": 8}, "loss_scale": SCALE}
 
 

@@ -87,7 +87,7 @@ def test_an_overflow_at_the_smallest_scale_is_told_once(ready, verdicts):
         steps=8,
         health={"every": 0, "verdicts": verdicts},
         faults=({"step": 4, **INFINITE},),
-        **scaled(initial=1.0),
+        **scaled(init_scale=1.0),
     )
     announced, told = found
     assert announced.what == "fault injected"
@@ -102,14 +102,14 @@ def test_an_overflow_at_the_smallest_scale_is_told_once(ready, verdicts):
 
 def test_a_nan_at_the_smallest_scale_is_told_once_as_what_it_is(ready):
     faults = ({"step": 4, **INFINITE, "value": "nan"},)
-    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(initial=1.0))
+    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(init_scale=1.0))
     assert [(each.step, each.what) for each in found] == [(4, "fault injected"), (4, "NaN")]
     assert found[1].why.endswith("the scale is 1 and may not go lower")
 
 
 def test_a_scale_that_overflows_down_to_its_floor_is_told_once(ready):
     faults = tuple({"step": step, **INFINITE} for step in (3, 4))
-    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(initial=4.0))
+    found = found_in(ready, steps=8, health={"every": 0}, faults=faults, **scaled(init_scale=4.0))
     (told,) = [each for each in found if each.role == "loss scale"]
     assert (told.step, told.what) == (5, "loss scale at its floor")
     assert not [each for each in found if "smallest loss scale" in each.what]
@@ -117,7 +117,7 @@ def test_a_scale_that_overflows_down_to_its_floor_is_told_once(ready):
 
 def test_an_overflow_at_the_smallest_scale_tells_of_the_floor_as_well(ready):
     faults = tuple({"step": step, **INFINITE} for step in (3, 4, 5))
-    found = found_in(ready, steps=10, health={"every": 0}, faults=faults, **scaled(initial=4.0))
+    found = found_in(ready, steps=10, health={"every": 0}, faults=faults, **scaled(init_scale=4.0))
     told = [each for each in found if "scale" in each.what]
     assert [(each.step, each.what) for each in told] == [(5, "overflow at the smallest loss scale")]
 
@@ -126,6 +126,8 @@ def test_an_overflow_at_the_smallest_scale_tells_of_the_floor_as_well(ready):
     ("initial", "expected"), [(2.0**-8, ["loss scale too low"]), (2.0**12, [])]
 )
 def test_a_scale_too_low_for_the_gradients_of_a_run_is_found(ready, initial, expected):
-    found = found_in(ready, steps=6, health={"every": 2}, **scaled(initial=initial, min=2.0**-10))
+    found = found_in(
+        ready, steps=6, health={"every": 2}, **scaled(init_scale=initial, min_scale=2.0**-10)
+    )
     assert [each.what for each in found] == expected
-    assert all("precision.loss_scale.initial=" in each.advice for each in found)
+    assert all("precision.loss_scale.init_scale=" in each.advice for each in found)

@@ -184,7 +184,7 @@ def test_overrides_of_the_recipe_hold_in_every_phase_and_a_phase_adds_its_own(sc
 
 
 def test_a_loss_scale_that_begins_with_a_phase_is_that_of_the_recipe(run):
-    precision = {"loss_scale": {"initial": 256.0}}
+    precision = {"loss_scale": {"init_scale": 256.0}}
     records, _ = run({"policy": "bf16", "until": 4}, {"policy": "fp16"}, precision=precision)
     scales = [record.loss_scale for record in records if isinstance(record, StepRecord)]
     assert scales == [1.0] * 4 + [256.0] * 8

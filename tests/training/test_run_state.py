@@ -95,7 +95,7 @@ def test_a_run_with_hooks_and_dict_batches_is_resumed_bit_for_bit(run, tmp_path,
 
 
 def test_a_hook_knows_of_the_steps_that_were_applied_and_projects_after_each(run):
-    precision = {"policy": "fp16", "loss_scale": {"initial": 2.0**40, "max": 2.0**40}}
+    precision = {"policy": "fp16", "loss_scale": {"init_scale": 2.0**40, "max_scale": 2.0**40}}
     records, prepared, held = run(precision=precision)
     applied = sum(record.applied for record in records)
     assert 0 <= applied < 10

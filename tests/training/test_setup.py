@@ -14,13 +14,13 @@ def steps_of(made):
 
 
 def test_the_settings_of_the_loss_scale_arrive(ready):
-    scale = {"initial": 16.0, "growth": 4.0, "growth_interval": 2, "max": 1024.0}
+    scale = {"init_scale": 16.0, "growth_factor": 4.0, "growth_interval": 2, "max_scale": 1024.0}
     made = ready("fp16", steps=9, precision={"policy": "fp16", "loss_scale": scale})
     assert [r.loss_scale for r in steps_of(made)] == [16, 16, 64, 64, 256, 256, 1024, 1024, 1024]
 
 
 def test_a_scale_that_is_not_dynamic_stays(ready):
-    scale = {"initial": 16.0, "growth_interval": 1, "dynamic": False}
+    scale = {"init_scale": 16.0, "growth_interval": 1, "dynamic": False}
     made = ready("fp16", steps=5, precision={"policy": "fp16", "loss_scale": scale})
     assert {r.loss_scale for r in steps_of(made)} == {16.0}
 
@@ -32,8 +32,8 @@ def test_a_policy_without_fp16_has_no_scale(ready):
 @pytest.mark.parametrize(
     ("scale", "scales"),
     [
-        ({"backoff": 0.25, "min": 4.0}, [65536.0, 16384.0, 4096.0]),
-        ({"hysteresis": 2, "min": 4.0}, [65536.0, 65536.0, 32768.0]),
+        ({"backoff_factor": 0.25, "min_scale": 4.0}, [65536.0, 16384.0, 4096.0]),
+        ({"hysteresis": 2, "min_scale": 4.0}, [65536.0, 65536.0, 32768.0]),
     ],
 )
 def test_overflows_move_the_scale_as_set(ready, scale, scales):
@@ -46,7 +46,7 @@ def test_overflows_move_the_scale_as_set(ready, scale, scales):
 
 
 def test_patience_is_how_often_the_floor_may_overflow(ready):
-    scale = {"initial": 4.0, "min": 2.0, "patience": 3}
+    scale = {"init_scale": 4.0, "min_scale": 2.0, "patience": 3}
     made = ready("fp16", steps=20, precision={"policy": "fp16", "loss_scale": scale})
     whole = made.task.loss
     made = made.but(loss=lambda model, batch: whole(model, batch) * torch.inf)

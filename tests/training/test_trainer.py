@@ -96,7 +96,7 @@ def test_training_learns(ready, policy):
 
 def test_an_overflow_is_recorded_as_skipped_and_the_schedule_waits(ready):
     """A scale of 2**40 overflows fp16 until it has been halved often enough."""
-    settings = {"loss_scale": {"initial": 2.0**40, "max": 2.0**40}, "policy": "fp16"}
+    settings = {"loss_scale": {"init_scale": 2.0**40, "max_scale": 2.0**40}, "policy": "fp16"}
     made = ready(steps=60, precision=settings)
     records = steps_of(run(made))
     skipped = [r for r in records if not r.applied]
@@ -165,7 +165,7 @@ def test_a_run_with_verdicts_is_the_run_without_bit_for_bit(ready, policy):
     ends, records = [], []
     for verdicts in (False, True):
         # A scale at which no step overflows by itself.
-        precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
+        precision = {"policy": policy, "loss_scale": {"init_scale": 1024.0}}
         health = {"verdicts": verdicts}
         made = ready(steps=12, accumulate=2, health=health, precision=precision)
         made = made.but(**poisoned(made.task, [1, 2, 7]))
@@ -206,7 +206,7 @@ class BadSample:
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8-tensor"])
 def test_a_bad_sample_is_named_in_every_way_to_take_a_step(ready, policy, device):
     """On a GPU the steps are captured by then, and the next is under way when this one is read."""
-    precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
+    precision = {"policy": policy, "loss_scale": {"init_scale": 1024.0}}
     made = ready(steps=20, precision=precision, device=device)
     order = Order(samples=100, batch_size=8, seed=0)
     made = made.but(train_data=BadSample(made.task.train_data, order.indices(14)[5]))
@@ -235,7 +235,7 @@ def test_a_run_with_verdicts_on_the_gpu_is_the_run_without_bit_for_bit(ready, po
     ends = []
     for verdicts in (False, True):
         settings = {
-            "precision": {"policy": policy, "loss_scale": {"initial": 1024.0}},
+            "precision": {"policy": policy, "loss_scale": {"init_scale": 1024.0}},
             "health": {"verdicts": verdicts},
             "faults": tuple(FaultSection(**fault) for fault in FAULTS),
             "deterministic": True,

@@ -143,29 +143,31 @@ class EmaSection(Section):
 class LossScaleSection(Section):
     """The factor on the loss that lifts small gradients into the range of a narrow format."""
 
-    initial: float = Field(
+    init_scale: float = Field(
         default=65536.0,
         ge=SMALLEST_SCALE,
         le=LARGEST_SCALE,
         description="scale of the first step",
     )
-    growth: PowerOfTwo = Field(
+    growth_factor: PowerOfTwo = Field(
         default=2.0, ge=2, le=LARGEST_SCALE, description="factor after growth_interval calm steps"
     )
-    backoff: PowerOfTwo = Field(default=0.5, gt=0, lt=1, description="factor after an overflow")
+    backoff_factor: PowerOfTwo = Field(
+        default=0.5, gt=0, lt=1, description="factor after an overflow"
+    )
     growth_interval: int = Field(
         default=2000, ge=1, le=MOST_STEPS, description="calm steps before it grows"
     )
-    min: float = Field(
+    min_scale: float = Field(
         default=1.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the floor, 2**-24 or more"
     )
-    max: float = Field(
+    max_scale: float = Field(
         default=262144.0, ge=SMALLEST_SCALE, le=LARGEST_SCALE, description="the ceiling"
     )
     hysteresis: int = Field(
         default=1, ge=1, le=MOST_STEPS, description="overflows in a row before it backs off"
     )
-    dynamic: bool = Field(default=True, description="false: the scale stays at initial")
+    dynamic: bool = Field(default=True, description="false: the scale stays at init_scale")
     patience: int = Field(
         default=50,
         ge=1,
@@ -181,21 +183,22 @@ class LossScaleSection(Section):
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:
         """Refuse bounds that exclude each other or the first scale."""
-        if self.min > self.max:
-            text = f"min {self.min:g} is above max {self.max:g}; lower min, or raise max"
-            refuse_conflicts([(("min", "max"), text)])
-        if self.initial > self.max:
+        low, first, high = self.min_scale, self.init_scale, self.max_scale
+        if low > high:
+            text = f"min_scale {low:g} is above max_scale {high:g}; lower one, or raise the other"
+            refuse_conflicts([(("min_scale", "max_scale"), text)])
+        if first > high:
             text = (
-                f"initial {self.initial:g} is above max {self.max:g}; "
-                f"write initial={self.max:g}, or raise max"
+                f"init_scale {first:g} is above max_scale {high:g}; "
+                f"write init_scale={high:g}, or raise max_scale"
             )
-            refuse_conflicts([(("initial", "max"), text)])
-        if self.initial < self.min:
+            refuse_conflicts([(("init_scale", "max_scale"), text)])
+        if first < low:
             text = (
-                f"initial {self.initial:g} is below min {self.min:g}; "
-                f"write initial={self.min:g}, or lower min"
+                f"init_scale {first:g} is below min_scale {low:g}; "
+                f"write init_scale={low:g}, or lower min_scale"
             )
-            refuse_conflicts([(("initial", "min"), text)])
+            refuse_conflicts([(("init_scale", "min_scale"), text)])
         return self
 
 

@@ -18,6 +18,7 @@ from narrowcast.numerics.formats import (
     plain_format,
 )
 from narrowcast.numerics.losses import CastLoss, cast_counts, cast_loss
+from narrowcast.numerics.parts import join, split
 from narrowcast.numerics.rounding import cast, round_blocks, round_stochastic, round_to
 from narrowcast.numerics.scales import Per, quantize, scale_for
 
@@ -40,6 +41,7 @@ __all__ = [
     "cast_counts",
     "cast_loss",
     "format_named",
+    "join",
     "plain_format",
     "quantize",
     "round_blocks",
@@ -47,5 +49,6 @@ __all__ = [
     "round_to",
     "scale_for",
     "snr_db",
+    "split",
     "ulp_distance",
 ]

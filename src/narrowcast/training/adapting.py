@@ -162,7 +162,7 @@ class Adapter:
 
     def _is_left_to_scale(self, kind: str, role: str, loss_scale: float) -> bool:
         """Say whether the loss scale gives way by itself; a wider format would only hide it."""
-        room = loss_scale > self._recipe.precision.loss_scale.min
+        room = loss_scale > self._recipe.precision.loss_scale.min_scale
         scaled = self._own.policy.needs_loss_scale and room
         return scaled and kind == "overflow" and role in GRADIENTS
 

@@ -93,7 +93,7 @@ class Observer:
                 yield told
                 if isinstance(told, HealthRecord) and not explained:
                     self.looked = told.step
-                    scaled = scaling is not None and record.loss_scale > scaling.min
+                    scaled = scaling is not None and record.loss_scale > scaling.min_scale
                     self.unsafe_to_lower = reading.unsafe_to_lower(scaled=scaled)
                     yield from self._findings.look(
                         told, scaling=scaling, loss_scale=record.loss_scale

@@ -76,12 +76,12 @@ def loss_scales_of(settings: LossScaleSection, task: Task) -> LossScale | dict[s
 def loss_scale_of(settings: LossScaleSection) -> LossScale:
     """Return the loss scale that a recipe asks for."""
     return LossScale(
-        initial=settings.initial,
-        growth=settings.growth,
-        backoff=settings.backoff,
+        init_scale=settings.init_scale,
+        growth_factor=settings.growth_factor,
+        backoff_factor=settings.backoff_factor,
         growth_interval=settings.growth_interval,
-        min=settings.min,
-        max=settings.max,
+        min_scale=settings.min_scale,
+        max_scale=settings.max_scale,
         hysteresis=settings.hysteresis,
         dynamic=settings.dynamic,
     )

@@ -69,7 +69,7 @@ class VitalSigns:
             return
         words = self._prepared.engine.log.wording
         if not self._vitals.applied and self._scale_still_falls():
-            smaller = words.loss_scale("initial")
+            smaller = words.loss_scale("init_scale")
             error = DivergedError(wrong, f"The loss scale still falls: try a smaller {smaller}")
         else:
             error = named(DivergedError(wrong, f"Try a lower {words.lr}, or a wider policy"))
@@ -89,7 +89,7 @@ class VitalSigns:
         settings, scales = self._prepared.loss_scale, self._prepared.engine.scale_values()
         if settings is None or not settings.dynamic:
             return False
-        return any(scale.item() > settings.min for scale in scales)
+        return any(scale.item() > settings.min_scale for scale in scales)
 
     def _left(self, step: int) -> str:
         """Say what is in the folder, and which checkpoint there is to go back to."""

@@ -95,7 +95,7 @@ class Checkpointed(Language):
 
 
 def prepared(model, policy="fp16", scale=1.0):
-    settings = nc.LossScale(initial=scale, max=2.0**40, min=2.0**-20)
+    settings = nc.LossScale(init_scale=scale, max_scale=2.0**40, min_scale=2.0**-20)
     plan = make_plan(model, policy, hardware=EMULATING)
     optimizer = torch.optim.AdamW(model.parameters())
     return nc.prepare(model, optimizer, policy=plan, loss_scale=settings)
@@ -305,7 +305,7 @@ def test_on_a_gpu_too_verdicts_are_those_of_the_untied_model(kind, scale, cuda):
             model,
             torch.optim.AdamW(model.parameters()),
             policy="fp16",
-            loss_scale=nc.LossScale(initial=scale, max=2.0**40),
+            loss_scale=nc.LossScale(init_scale=scale, max_scale=2.0**40),
         )
         words, targets = torch.randint(0, WORDS, (2, 64)).to(cuda)
         verdict = explain(

@@ -253,7 +253,9 @@ def test_for_a_weight_that_no_format_holds_none_is_advised(name, policy):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gradient_that_no_scale_makes_small_enough_needs_wider_formats(name):
-    run, batch, loss_of = prepared(name, "fp16", loss_scale=nc.LossScale(initial=1.0, max=1.0))
+    run, batch, loss_of = prepared(
+        name, "fp16", loss_scale=nc.LossScale(init_scale=1.0, max_scale=1.0)
+    )
     verdict = nc.explain(run, [batch], lambda b: loss_of(b) * 1e9)
     assert (verdict.phase, verdict.origin) == ("backward", "model")
     assert is_healed(name, verdict.advice(), factor=1e9)
@@ -261,7 +263,7 @@ def test_a_gradient_that_no_scale_makes_small_enough_needs_wider_formats(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gradient_that_the_scale_made_too_large_is_the_scales(name):
-    scale = nc.LossScale(initial=2.0**40, max=2.0**40)
+    scale = nc.LossScale(init_scale=2.0**40, max_scale=2.0**40)
     run, batch, loss_of = prepared(name, "fp16", loss_scale=scale)
     verdict = nc.explain(run, [batch], loss_of)
     assert (verdict.phase, verdict.origin) == ("backward", "model")

@@ -101,7 +101,7 @@ def test_a_gradient_that_only_the_backward_pass_makes_nan_is_found_there(net, ba
 
 
 def test_a_loss_scale_that_is_too_high_is_told_as_the_cause(net, batch, step):
-    scale = nc.LossScale(initial=2.0**24, max=2.0**24)
+    scale = nc.LossScale(init_scale=2.0**24, max_scale=2.0**24)
     run, loss_of = net("fp16", loss_scale=scale)
     outcome = step(run, loss_of, [batch()])
     assert not outcome.applied
@@ -122,7 +122,7 @@ def test_the_scale_of_the_step_in_question_is_in_force_and_not_that_of_now(net, 
     ]
     threshold = max(finite)
     for initial, applied in ((threshold, True), (threshold * 2, False)):
-        scale = nc.LossScale(initial=initial, max=2.0**30)
+        scale = nc.LossScale(init_scale=initial, max_scale=2.0**30)
         run, loss_of = net("fp16", loss_scale=scale)
         assert step(run, loss_of, [batch()]).applied is applied
 

@@ -200,12 +200,12 @@ def test_digits_that_a_format_lost_are_found_to_be_the_cause():
 def test_a_static_scale_does_not_give_way():
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 1)
-    scale = nc.LossScale(initial=2.0**20, max=2.0**20, dynamic=False)
+    scale = nc.LossScale(init_scale=2.0**20, max_scale=2.0**20, dynamic=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = nc.prepare(model, optimizer, policy="fp16", loss_scale=scale, emulate=True)
     verdict = nc.explain(run, [x()], lambda b: model(b).sum())
     assert verdict.advice() == (
-        "the loss scale is too high for this gradient: write a smaller LossScale.initial"
+        "the loss scale is too high for this gradient: write a smaller LossScale.init_scale"
     )
 
 

@@ -131,11 +131,11 @@ def test_gradients_that_round_to_zero_are_found_and_activations_that_do_are_not(
         look(1, ("a", "grad_output", "fp16", tiny), ("a", "output", "fp16", tiny))
     )
     assert whats(found) == [("a", "grad_output", "gradients below fp16")]
-    assert "a larger LossScale.max" in found[0].advice
+    assert "a larger LossScale.max_scale" in found[0].advice
 
 
 def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_room():
-    scaling = LossScale(initial=64.0, max=2.0**18, growth_interval=500)
+    scaling = LossScale(init_scale=64.0, max_scale=2.0**18, growth_interval=500)
     tensors = (
         ("a", "grad_output", "fp16", drawn(times=1.0)),
         ("b", "grad_output", "fp16", drawn(times=1e-4)),
@@ -149,7 +149,7 @@ def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_
     assert found.why.endswith("the scale is 64")
     room = 65504 / 16 / drawn().abs().max().item()
     possible = 64 * 2 ** math.floor(math.log2(room))
-    assert f"loss_scale=LossScale(initial={possible}) or " in found.advice
+    assert f"loss_scale=LossScale(init_scale={possible}) or " in found.advice
     assert "growth_interval below 500" in found.advice
     assert ("vanishing", "c", "grad_output") in findings.present  # a wider format would help, too
     assert findings.look(look(10, *tensors), scaling=scaling, loss_scale=64.0) == []
@@ -158,8 +158,8 @@ def test_gradients_at_the_lower_end_of_fp16_mean_a_scale_too_low_while_there_is_
 @pytest.mark.parametrize(
     ("largest", "scaling"),
     [
-        (1e-5, LossScale(initial=64.0, max=64.0)),  # as far as it may go
-        (6e4, LossScale(initial=64.0)),  # another gradient would overflow
+        (1e-5, LossScale(init_scale=64.0, max_scale=64.0)),  # as far as it may go
+        (6e4, LossScale(init_scale=64.0)),  # another gradient would overflow
         (1e-5, None),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_scale_without_room_is_not_too_low_and_gradients_vanish(largest, scali
 
 
 def test_a_fixed_scale_is_not_told_to_grow():
-    scaling = LossScale(initial=1.0, dynamic=False)
+    scaling = LossScale(init_scale=1.0, dynamic=False)
     (found,) = Findings().look(
         look(1, ("a", "grad_weight", "fp16", drawn(times=1e-6))), scaling=scaling
     )
@@ -180,7 +180,7 @@ def test_a_fixed_scale_is_not_told_to_grow():
 
 
 def test_a_scale_that_came_down_to_its_floor_is_found_once_and_again_after_it_rose():
-    findings, scaling = Findings(), LossScale(initial=8.0)
+    findings, scaling = Findings(), LossScale(init_scale=8.0)
     scales = [8.0, 4.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0]
     told = [
         findings.step(step(n, 2.0, loss_scale=scale), scaling=scaling)
@@ -189,11 +189,11 @@ def test_a_scale_that_came_down_to_its_floor_is_found_once_and_again_after_it_ro
     assert [n for n, found in enumerate(told) if found] == [2, 8]
     assert whats(told[2]) == [("", "loss scale", "loss scale at its floor")]
     assert "from 8 down to 1" in told[2][0].why
-    assert "a smaller LossScale.min" in told[2][0].advice
+    assert "a smaller LossScale.min_scale" in told[2][0].advice
 
 
 @pytest.mark.parametrize(
-    "scaling", [None, LossScale(initial=1.0), LossScale(initial=1.0, dynamic=False)]
+    "scaling", [None, LossScale(init_scale=1.0), LossScale(init_scale=1.0, dynamic=False)]
 )
 def test_a_scale_that_began_at_its_floor_is_no_finding(scaling):
     assert Findings().step(step(1, 2.0, loss_scale=1.0), scaling=scaling) == []

@@ -221,7 +221,7 @@ def test_gradients_do_not_saturate_when_the_loss_scale_grows_or_backs_off():
         model,
         torch.optim.SGD(model.parameters(), lr=0.0),
         policy="fp8-delayed, output=fp16",
-        loss_scale=nc.LossScale(initial=2.0**10, growth_interval=1),
+        loss_scale=nc.LossScale(init_scale=2.0**10, growth_interval=1),
     )
     x, norms, scales = torch.randn(64, 32), [], []
     for step in range(8):

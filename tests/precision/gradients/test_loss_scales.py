@@ -30,7 +30,7 @@ def values(run):
     return {name: float(scale["value"]) for name, scale in saved.items()}
 
 
-TWO = {"small": nc.LossScale(initial=2.0**18), "large": nc.LossScale(initial=2.0)}
+TWO = {"small": nc.LossScale(init_scale=2.0**18), "large": nc.LossScale(init_scale=2.0)}
 
 
 def test_two_losses_with_scales_of_their_own_give_the_gradients_of_their_sum():
@@ -69,7 +69,7 @@ def test_a_loss_that_took_no_part_in_a_step_keeps_its_scale():
 
 
 def test_training_is_given_up_only_when_the_loss_to_blame_is_at_its_floor():
-    scales = {"calm": nc.LossScale(initial=1.0), "wild": nc.LossScale(initial=2.0**10)}
+    scales = {"calm": nc.LossScale(init_scale=1.0), "wild": nc.LossScale(init_scale=2.0**10)}
     run, _ = prepared(scales, patience=3)
 
     def step():

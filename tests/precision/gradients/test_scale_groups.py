@@ -101,7 +101,7 @@ class Faint(nn.Module):
 
 @pytest.mark.usefixtures("guarded")
 def test_a_scale_of_its_own_rescues_gradients_that_fp16_flushes():
-    still = nc.LossScale(initial=1.0, max=1.0, growth_interval=1)
+    still = nc.LossScale(init_scale=1.0, max_scale=1.0, growth_interval=1)
 
     def first_moved(parts):
         torch.manual_seed(0)

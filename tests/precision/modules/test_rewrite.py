@@ -202,7 +202,7 @@ def test_every_module_trains_under_every_policy_as_it_does_in_fp32(name, policy)
         torch.optim.SGD(model.parameters(), lr=0.1),
         policy=policy,
         clip_norm=1.0,
-        loss_scale=nc.LossScale(initial=256.0) if "fp16" in policy else None,
+        loss_scale=nc.LossScale(init_scale=256.0) if "fp16" in policy else None,
     )
     before = {name: value.clone() for name, value in run.full_weights().items()}
     with run.compute():

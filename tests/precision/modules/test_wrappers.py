@@ -359,7 +359,7 @@ def test_a_parts_own_scale_is_on_its_weights_and_on_nothing_outside(shape_output
     part = Returns(shape_output)
     x = torch.ones(2, requires_grad=True)
     plain_x, plain_weight = gradients(part, x)
-    scale = RunningScale(LossScale(initial=256.0), torch.device("cpu"))
+    scale = RunningScale(LossScale(init_scale=256.0), torch.device("cpu"))
     swap(part, OwnLossScale, nc_scale=scale)
     scaled_x, scaled_weight = gradients(part, x)
     assert torch.equal(scaled_x, plain_x)

@@ -241,7 +241,7 @@ def test_moments_take_the_formats_of_the_new_policy(cpu):
 
 
 def test_a_loss_scale_goes_on_where_both_need_one_and_begins_anew_where_one_does(cpu):
-    scale = nc.LossScale(initial=1024.0)
+    scale = nc.LossScale(init_scale=1024.0)
     run = fresh("fp16", cpu, loss_scale=scale)
     train(run, 0, 2, overflow_at=(1,))
     value = run.state_dict()["scales"]["losses"]["loss"]
@@ -253,7 +253,7 @@ def test_a_loss_scale_goes_on_where_both_need_one_and_begins_anew_where_one_does
     run.change(planned(run, "fp16"))
     assert run.state_dict()["scales"]["losses"]["loss"]["value"] == 1024.0
     run.change(planned(run, "bf16"))
-    run.change(planned(run, "fp16"), loss_scale=nc.LossScale(initial=64.0))
+    run.change(planned(run, "fp16"), loss_scale=nc.LossScale(init_scale=64.0))
     assert run.state_dict()["scales"]["losses"]["loss"]["value"] == 64.0
 
 

@@ -63,7 +63,7 @@ def observed(text):
     model = nn.Sequential(nn.Linear(IN, OUT, bias=False))
     policy = nc.policy(text)
     # A scale that leaves fp16 in range: what is looked at is rounding.
-    scale = nc.LossScale(initial=8.0) if policy.needs_loss_scale else None
+    scale = nc.LossScale(init_scale=8.0) if policy.needs_loss_scale else None
     run = nc.prepare(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -78,7 +78,7 @@ def observed(text):
         with run.compute():
             output = model(x)
         run.backward((output.float() * grad_output).sum())
-    given = x.detach(), grad_output * (1.0 if scale is None else scale.initial)
+    given = x.detach(), grad_output * (1.0 if scale is None else scale.init_scale)
     return run.plan.modules[0].policy, given, products.seen, output.detach(), model[0].weight
 
 

@@ -58,8 +58,8 @@ def test_a_notebook_is_shown_the_same_cells_escaped_and_in_its_own_colours(plan)
 def test_a_policy_and_a_loss_scale_say_themselves():
     policy = nc.policy("fp16; head: bf16")
     assert repr(policy) == "narrowcast.policy('compute=fp16; head: bf16')"
-    assert str(nc.LossScale(initial=1024.0)) == (
+    assert str(nc.LossScale(init_scale=1024.0)) == (
         "1024 at first, from 1 to 262144; times 2 after 2000 calm steps, "
         "times 0.5 after an overflow"
     )
-    assert str(nc.LossScale(initial=8.0, dynamic=False)) == "8, static"
+    assert str(nc.LossScale(init_scale=8.0, dynamic=False)) == "8, static"

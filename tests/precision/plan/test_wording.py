@@ -40,7 +40,7 @@ def test_what_is_advised_in_a_recipe_is_one_of_its_words():
     assert words.wider("b", "bf16") == 'precision.overrides={"b": bf16}'
     assert words.wider("a", "bf16") == 'precision.overrides={"a": "bf16, params=fp32"}'
     assert words.wider("", "bf16") == 'precision.policy="bf16; a: params=fp32"'
-    assert words.loss_scale("max", "64") == "precision.loss_scale.max=64"
+    assert words.loss_scale("max_scale", "64") == "precision.loss_scale.max_scale=64"
 
 
 def test_in_fp32_no_product_is_left_in_another_format():

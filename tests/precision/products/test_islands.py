@@ -42,7 +42,7 @@ class Rotary(nn.Module):
 def prepared(model, policy, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if policy == "fp16":
-        settings["loss_scale"] = nc.LossScale(initial=8.0)
+        settings["loss_scale"] = nc.LossScale(init_scale=8.0)
     return nc.prepare(model, optimizer, policy=policy, emulate=True, **settings)
 
 

@@ -162,16 +162,16 @@ def test_change_emulates_where_prepare_was_told_to(mlp):
 def test_a_number_is_the_loss_scale_to_begin_with(mlp, scale):
     model = mlp()
     run = nc.prepare(model, adamw(model), policy="fp16", loss_scale=scale)
-    assert run.loss_scale == nc.LossScale(initial=1024.0)
+    assert run.loss_scale == nc.LossScale(init_scale=1024.0)
     run.change("fp32")
     run.change("fp16", loss_scale=64.0)
-    assert run.loss_scale == nc.LossScale(initial=64.0)
+    assert run.loss_scale == nc.LossScale(init_scale=64.0)
 
 
 NO_SCALES = {
     "a GradScaler": (
         torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=7),
-        r"leave the scaler .* out, and write loss_scale=LossScale\(initial=512, growth_interval=7",
+        r"leave the scaler .* out, and write .*LossScale\(init_scale=512, growth_interval=7",
     ),
     "a GradScaler that does nothing": (
         torch.amp.GradScaler("cpu", enabled=False),

@@ -130,7 +130,7 @@ def test_no_module_is_to_be_overridden_where_every_gradient_is_bad(mlp):
 
 def test_training_is_given_up_with_the_module_to_look_at(mlp):
     model = mlp()
-    run = prepared(model, loss_scale=nc.LossScale(initial=4.0), patience=5)
+    run = prepared(model, loss_scale=nc.LossScale(init_scale=4.0), patience=5)
     model[3].weight.register_hook(lambda g: g * math.inf)
     for _ in range(2 + 5):
         assert not run.step(loss_of(run)).applied
@@ -156,7 +156,7 @@ def test_weights_that_something_else_has_spoilt_are_not_said_to_be_good(mlp):
 
 
 def test_the_floor_is_a_finding_told_once(mlp):
-    run = prepared(mlp(), loss_scale=nc.LossScale(initial=2.0))
+    run = prepared(mlp(), loss_scale=nc.LossScale(init_scale=2.0))
     found = []
     for _ in range(6):
         run.step(loss_of(run, factor=math.inf))
@@ -194,10 +194,15 @@ def test_overflows_that_are_not_in_a_row_never_give_up(mlp):
 
 
 def test_statistics_are_those_of_the_run(mlp):
-    run = prepared(mlp(), loss_scale=nc.LossScale(initial=1024.0, growth_interval=2))
+    run = prepared(mlp(), loss_scale=nc.LossScale(init_scale=1024.0, growth_interval=2))
+    assert run.stats().current_scale == 1024
+    norms = []
     for factor in (1.0, 1.0, math.inf, 1.0):
-        run.step(loss_of(run, factor=factor))
+        outcome = run.step(loss_of(run, factor=factor))
+        norms += [outcome.grad_norm] if outcome.applied else []
     stats = run.stats()
+    assert (stats.scale_increases, stats.scale_decreases, stats.current_scale) == (1, 1, 1024)
+    assert math.isclose(stats.average_grad_norm, sum(norms) / 3)
     assert (stats.steps, stats.skipped, stats.applied) == (4, 1, 3)
     assert stats.overflow_rate == 0.25
     assert stats.scale_history == [(1, 1024.0), (3, 2048.0), (4, 1024.0)]
@@ -428,7 +433,7 @@ def test_a_weight_used_twice_has_both_gradients(mlp):
     layer = nn.Linear(32, 32)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     plain = copy.deepcopy(model)
-    run = prepared(model, policy="fp16", loss_scale=nc.LossScale(initial=256.0))
+    run = prepared(model, policy="fp16", loss_scale=nc.LossScale(init_scale=256.0))
     with run.compute():
         loss = model(X).square().mean()
     run.backward(loss)
@@ -543,8 +548,8 @@ def test_a_plan_made_before_is_carried_out(mlp, cpu):
 
 
 def test_a_huge_first_scale_backs_off_until_it_trains(mlp):
-    """FIELD: `initial=1e30` recovers."""
-    run = prepared(mlp(), loss_scale=nc.LossScale(initial=1e30, max=1e30))
+    """FIELD: `init_scale=1e30` recovers."""
+    run = prepared(mlp(), loss_scale=nc.LossScale(init_scale=1e30, max_scale=1e30))
     for _ in range(100):
         outcome = run.step(loss_of(run))
         if outcome.applied:
@@ -556,7 +561,7 @@ def test_a_huge_first_scale_backs_off_until_it_trains(mlp):
 def test_gradients_that_fp16_flushes_are_rescued_by_the_scale():
     def moved(initial):
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
-        scale = nc.LossScale(initial=initial, min=1.0)
+        scale = nc.LossScale(init_scale=initial, min_scale=1.0)
         run = prepared(model, policy="fp16", loss_scale=scale)
         before = model[0].weight.detach().clone()
         with run.compute():

@@ -29,10 +29,10 @@ def optimizer_of(model, kind=torch.optim.SGD):
 def scale(**settings):
     return nc.LossScale(
         **{
-            "initial": 2.0**10,
+            "init_scale": 2.0**10,
             "growth_interval": GROWTH,
-            "min": 2.0**-20,
-            "max": 2.0**30,
+            "min_scale": 2.0**-20,
+            "max_scale": 2.0**30,
             **settings,
         }
     )

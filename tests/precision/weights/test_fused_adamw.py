@@ -181,7 +181,7 @@ def test_a_weight_without_a_gradient_is_left_alone_and_its_count_does_not_move()
 
 
 def test_parts_with_scales_of_their_own_are_unscaled_each_by_its_own():
-    scale = nc.LossScale(initial=1024.0)
+    scale = nc.LossScale(init_scale=1024.0)
     policy = "fp16, params=fp16, master=fp32, grads=fp32"
     runs = [
         fresh(policy, fused_optimizer=which, loss_scale=scale, scale_groups=["0"])

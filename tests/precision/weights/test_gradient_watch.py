@@ -12,7 +12,7 @@ from narrowcast.errors import RecipeError
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
 HEAD = r"write run\.zero_grad\(\) \(or optimizer\.zero_grad\(\)\) at the head of the step"
-SCALES = {"without a scale": None, "with a scale": nc.LossScale(initial=256.0)}
+SCALES = {"without a scale": None, "with a scale": nc.LossScale(init_scale=256.0)}
 
 
 def fresh(mlp, policy="fp32", **settings):

@@ -201,7 +201,7 @@ def test_split_and_fp32_master_weights_are_trained_to_the_same_bits(fused, stora
 
 def test_leads_in_fp16_are_those_of_true_gradients_once_the_loss_scale_has_given_way():
     wide = trained(prepared(kind="SGD"), [0])
-    scale = nc.LossScale(initial=2.0**24, max=2.0**24)
+    scale = nc.LossScale(init_scale=2.0**24, max_scale=2.0**24)
     run = prepared("fp16", kind="SGD", loss_scale=scale)
     start, leads = bits_of(run)
     while run.steps_applied == 0:

@@ -140,7 +140,7 @@ def test_fp16_weights_saturate_rather_than_become_infinite():
         model,
         optimizer,
         policy="fp32, params=fp16, master=fp32",
-        loss_scale=nc.LossScale(initial=1.0),
+        loss_scale=nc.LossScale(init_scale=1.0),
     )
     run.step((-model.weight.float()).sum())
     assert (model.weight == 65504.0).all()

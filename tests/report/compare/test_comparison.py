@@ -182,7 +182,7 @@ def test_difference_is_not_attributed_to_the_format_where_the_schedule_differs_t
     "words",
     [
         {},
-        {"precision.loss_scale.initial": 2.0, "checkpoint.every": 7, "eval.every": 5},
+        {"precision.loss_scale.init_scale": 2.0, "checkpoint.every": 7, "eval.every": 5},
     ],
 )
 def test_runs_that_differ_in_the_format_alone_get_no_note_about_settings(words, make):

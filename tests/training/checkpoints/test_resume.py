@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_under_every_setting(ready, tmp_p
 
 
 def test_a_run_resumed_in_the_midst_of_overflows_is_the_uninterrupted_one(ready, tmp_path):
-    scale = {"initial": 2.0**34, "max": 2.0**34, "hysteresis": 2}
+    scale = {"init_scale": 2.0**34, "max_scale": 2.0**34, "hysteresis": 2}
     settings = {"steps": 60, "precision": {"policy": "fp16", "loss_scale": scale}}
     assert difference_after_resume(ready, tmp_path, "fp16", settings) is None
 

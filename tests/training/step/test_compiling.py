@@ -164,7 +164,7 @@ def test_blocks_are_compiled_for_every_policy_and_not_again_when_it_returns(grap
     policies = ("fp32", "bf16", "fp8-delayed", "bf16; blocks.1: fp32")
     counts = []
     for policy in policies * 2:
-        scale = nc.LossScale(initial=256.0)
+        scale = nc.LossScale(init_scale=256.0)
         run.change(make_plan(model, policy, hardware=hardware), loss_scale=scale)
         with run.compute():
             loss = model(torch.ones(2, 16)).sum()

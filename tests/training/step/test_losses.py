@@ -65,7 +65,7 @@ def test_parts_that_were_not_declared_are_refused_with_the_names(ready, names):
 def test_losses_with_scales_of_their_own_have_the_gradient_of_their_sum(ready, policy):
     def first(scaled):
         parts = {"loss": in_parts, "info": PARTS, "scaled_losses": scaled}
-        precision = {"policy": policy, "loss_scale": {"initial": 1024.0}}
+        precision = {"policy": policy, "loss_scale": {"init_scale": 1024.0}}
         (record,) = steps(ready(steps=1, accumulate=2, parts=parts, precision=precision))
         return record
 
@@ -92,7 +92,7 @@ def test_a_scale_gives_way_where_its_own_loss_overflows(ready):
         steps=3,
         parts={"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")},
         health={"verdicts": False},
-        precision={"policy": "fp16", "loss_scale": {"initial": 1024.0}},
+        precision={"policy": "fp16", "loss_scale": {"init_scale": 1024.0}},
     )
     assert [record.applied for record in steps(made)] == [True, False, True]
     scales = made.prepared.state_dict()["scales"]["losses"]
@@ -141,7 +141,7 @@ def test_what_a_loss_was_computed_from_does_not_outlive_its_micro_batch(ready):
         return found
 
     parts = {"loss": loss, "info": PARTS, "scaled_losses": ("near", "far")}
-    scale = {"policy": "fp16", "loss_scale": {"initial": 1024.0}}
+    scale = {"policy": "fp16", "loss_scale": {"init_scale": 1024.0}}
     steps(ready(steps=2, accumulate=3, parts=parts, health={"verdicts": False}, precision=scale))
     assert len(alive) == 6
 

@@ -265,7 +265,7 @@ def test_the_schedule_moves_under_replay():
 
 @gpu
 def test_an_overflow_under_replay_moves_nothing_halves_the_scale_and_holds_the_schedule():
-    scale = {"loss_scale": {"initial": 1024.0}}
+    scale = {"loss_scale": {"init_scale": 1024.0}}
     (replayed, mine), (launched, theirs) = both("fp16", precision=scale)
     start, bad = weights(mine), WARM_UP + 3
     for step in range(STEPS):

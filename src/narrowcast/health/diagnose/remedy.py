@@ -58,7 +58,7 @@ class Trials:
     def __init__(self, passes: Passes, verdict: Verdict) -> None:
         self._passes, self._plan, self._verdict = passes, passes.prepared.plan, verdict
         settings, scales = passes.prepared.loss_scale, passes.inputs.scales
-        smallest = None if settings is None else settings.min if settings.dynamic else 1.0
+        smallest = None if settings is None else settings.min_scale if settings.dynamic else 1.0
         self._lowest = [scale.clamp(max=smallest) for scale in scales]
         pairs = zip(self._lowest, scales, strict=True)
         self._can_be_lower = not all(torch.equal(low, scale) for low, scale in pairs)

@@ -145,7 +145,7 @@ class Verdict:
             case Remedy(scale="gives way") if gives_way:
                 return "the loss scale was too high for this gradient, and gives way by itself"
             case Remedy(scale="too high"):
-                smaller = self.wording.loss_scale("initial")
+                smaller = self.wording.loss_scale("init_scale")
                 return f"the loss scale is too high for this gradient: write a smaller {smaller}"
             case Remedy():
                 return f"try a wider format for {self.place.module or 'the model'}, {self._calmer}"

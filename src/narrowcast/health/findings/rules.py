@@ -86,7 +86,7 @@ def saturation(seen: Seen, words: Wording) -> Iterator[Trouble]:
 def vanishing(seen: Seen, words: Wording) -> Iterator[Trouble]:
     """Gradients that round to zero."""
     if seen.role in GRADIENTS and seen.underflow > VANISHED:
-        larger = f"a larger {words.loss_scale('max')}, if nothing overflows, or "
+        larger = f"a larger {words.loss_scale('max_scale')}, if nothing overflows, or "
         scaled = larger if seen.format == "fp16" else ""
         yield Trouble(
             "vanishing",

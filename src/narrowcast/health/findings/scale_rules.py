@@ -16,17 +16,17 @@ SPARE = 16.0
 
 def floor(scale: float, settings: LossScale, words: Wording) -> Iterator[Trouble]:
     """A scale that overflows have brought down to its smallest value."""
-    if settings.dynamic and scale <= settings.min < settings.initial:
+    if settings.dynamic and scale <= settings.min_scale < settings.init_scale:
         yield Trouble(
             "floor",
             "",
             "loss scale",
             "loss scale at its floor",
-            f"overflows have brought it from {settings.initial:g} down to {scale:g}, and it may "
+            f"overflows have brought it from {settings.init_scale:g} down to {scale:g}, and it may "
             "not go lower",
             "try bf16 for the modules that the skipped steps name"
             f"{' (precision.overrides)' if words.in_recipe else ''}, or a smaller "
-            f"{words.loss_scale('min')}",
+            f"{words.loss_scale('min_scale')}",
         )
 
 
@@ -42,9 +42,9 @@ def low(
     if not 0 < largest < FP16.largest:
         return
     worst = max(gradients, key=_below)
-    possible = power_of_two_below(min(settings.max, scale * FP16.largest / (SPARE * largest)))
+    possible = power_of_two_below(min(settings.max_scale, scale * FP16.largest / (SPARE * largest)))
     if _below(worst) > LOW and possible > scale:
-        initial = words.loss_scale("initial", f"{possible:g}")
+        initial = words.loss_scale("init_scale", f"{possible:g}")
         setting = words.loss_scale("growth_interval")
         interval = f" or a {setting} below {settings.growth_interval}"
         yield Trouble(

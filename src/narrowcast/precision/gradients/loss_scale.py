@@ -20,65 +20,78 @@ SMALLEST_POWER, LARGEST_POWER = 2.0**-126, 2.0**126
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the scale begins and moves."""
+    """Settings of the dynamic loss scale, named as in `torch.amp.GradScaler`.
 
-    initial: float = 2.0**16
-    """The scale of the first step, rounded down to a power of two, as are the bounds."""
-    growth: float = 2.0
-    """The factor after `growth_interval` calm steps."""
-    backoff: float = 0.5
-    """The factor after an overflow."""
+    Example:
+        >>> nc.prepare(model, optimizer, policy="fp16", loss_scale=nc.LossScale(init_scale=1024))
+    """
+
+    init_scale: float = 2.0**16
+    """Scale of the first step, rounded down to a power of two, as are the bounds."""
+    growth_factor: float = 2.0
+    """Factor after `growth_interval` finite steps in a row: a power of two above 1."""
+    backoff_factor: float = 0.5
+    """Factor after an overflow: a power of two below 1."""
     growth_interval: int = 2000
-    """Calm steps before the scale grows."""
-    min: float = 1.0
-    """Overflows that go on here are told, and after some time training is given up."""
-    max: float = 2.0**18
+    """Finite steps in a row before the scale grows."""
+    min_scale: float = 1.0
+    """The scale shrinks no further. Overflows here are reported, and in the end training stops."""
+    max_scale: float = 2.0**18
     """The scale grows no further."""
     hysteresis: int = 1
-    """Overflows in a row before the scale backs off."""
+    """Overflows in a row before the scale shrinks."""
     dynamic: bool = True
-    """False: the scale stays as it begins."""
+    """False: the scale stays at `init_scale`."""
 
     def __str__(self) -> str:
         """Say how it moves."""
         if not self.dynamic:
-            return f"{self.initial:g}, static"
+            return f"{self.init_scale:g}, static"
         strikes = "an overflow" if self.hysteresis == 1 else f"{self.hysteresis} overflows in a row"
         return (
-            f"{self.initial:g} at first, from {self.min:g} to {self.max:g}; times {self.growth:g} "
-            f"after {self.growth_interval} calm steps, times {self.backoff:g} after {strikes}"
+            f"{self.init_scale:g} at first, from {self.min_scale:g} to {self.max_scale:g}; times "
+            f"{self.growth_factor:g} after {self.growth_interval} calm steps, times "
+            f"{self.backoff_factor:g} after {strikes}"
         )
 
     def __post_init__(self) -> None:
-        for name in ("growth", "backoff"):
+        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
-            if power_of_two_below(value) != value:
-                raise RecipeError(
-                    f"loss_scale.{name}={value:g}: only powers of two scale exactly; "
-                    f"write {power_of_two_below(value):g}"
-                )
-        if not (self.growth > 1 > self.backoff > 0):
-            raise RecipeError(
-                f"loss_scale.growth={self.growth:g} and backoff={self.backoff:g}: growth must be "
-                "above 1 and backoff between 0 and 1; write growth=2 and backoff=0.5"
-            )
-        for name in ("initial", "min", "max"):
-            # Rounded down, so that `max` holds whatever was asked.
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RecipeError(f"loss_scale.{name} must be a number, got {value!r}.")
+        _check_factor("growth_factor", self.growth_factor, ends="above 1", least=2)
+        _check_factor("backoff_factor", self.backoff_factor, ends="below 1", most=0.5)
+        for name in ("init_scale", "min_scale", "max_scale"):
+            # Rounded down, so that `max_scale` holds whatever was requested.
             object.__setattr__(self, name, power_of_two_below(getattr(self, name)))
             if not SMALLEST_POWER <= getattr(self, name) <= LARGEST_POWER:
                 raise RecipeError(
                     f"loss_scale.{name}={getattr(self, name):g}: fp32 must hold it and its "
                     f"inverse; write a value from {SMALLEST_POWER:g} to {LARGEST_POWER:g}"
                 )
-        if not self.min <= self.initial <= self.max:
+        if not self.min_scale <= self.init_scale <= self.max_scale:
             raise RecipeError(
-                f"loss_scale.initial={self.initial:g} lies outside min={self.min:g} … "
-                f"max={self.max:g}; write all three so that min ≤ initial ≤ max"
+                "loss_scale.init_scale must lie between min_scale and max_scale, got "
+                f"init_scale={self.init_scale:g}, min_scale={self.min_scale:g} and "
+                f"max_scale={self.max_scale:g}. Change the one that you did not mean."
             )
         if self.growth_interval < 1 or self.hysteresis < 1:
             raise RecipeError(
                 "loss_scale.growth_interval and hysteresis count steps; write 1 or more"
             )
+
+
+def _check_factor(
+    name: str, value: float, *, ends: str, least: float = 0.0, most: float = math.inf
+) -> None:
+    """Raise unless a factor is a power of two within its bounds."""
+    positive = value > 0 and math.isfinite(value)
+    works = min(max(power_of_two_below(value), least), most) if positive else least or most
+    if value != works:
+        raise RecipeError(
+            f"loss_scale.{name} must be a power of two {ends}, so that scaling loses no digits, "
+            f"got {value:g}. Write {name}={works:g}."
+        )
 
 
 def power_of_two_below(value: float) -> float:
@@ -93,14 +106,14 @@ class RunningScale:
 
     def __init__(self, settings: LossScale, device: torch.device) -> None:
         self.settings = settings
-        self.value = torch.full((), settings.initial, dtype=torch.float32, device=device)
+        self.value = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._calm = torch.zeros((), dtype=torch.int32, device=device)
         self._strikes = torch.zeros((), dtype=torch.int32, device=device)
 
     @property
     def can_give_way(self) -> Tensor:
         """Whether an overflow would still move the scale, now or after more of them."""
-        lowest = self.settings.min if self.settings.dynamic else self.settings.initial
+        lowest = self.settings.min_scale if self.settings.dynamic else self.settings.init_scale
         return self.value > lowest
 
     def update(self, finite: Tensor) -> None:
@@ -113,9 +126,9 @@ class RunningScale:
         calm = torch.where(finite, self._calm + 1, 0)
         back_off = self._strikes >= s.hysteresis
         grow = calm >= s.growth_interval
-        moved = torch.where(back_off, self.value * s.backoff, self.value)
-        moved = torch.where(grow, moved * s.growth, moved)
-        self.value.copy_(moved.clamp(s.min, s.max))
+        moved = torch.where(back_off, self.value * s.backoff_factor, self.value)
+        moved = torch.where(grow, moved * s.growth_factor, moved)
+        self.value.copy_(moved.clamp(s.min_scale, s.max_scale))
         self._calm.copy_(torch.where(grow, 0, calm))
 
     def state_dict(self) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class Scales:
 
     def _part_settings(self) -> LossScale:
         whole = next(iter(self._losses.values())).settings
-        return replace(whole, initial=1.0, min=1 / PART_SPREAD, max=PART_SPREAD)
+        return replace(whole, init_scale=1.0, min_scale=1 / PART_SPREAD, max_scale=PART_SPREAD)
 
     def _part_factors(self) -> Tensor:
         one = torch.ones((), device=self._part_of.device)

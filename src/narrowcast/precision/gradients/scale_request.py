@@ -30,7 +30,7 @@ def _scale_from(asked: object) -> LossScale:
     if isinstance(asked, LossScale):
         return asked
     if isinstance(asked, int | float) and not isinstance(asked, bool):
-        return LossScale(initial=asked)
+        return LossScale(init_scale=asked)
     instead = "write a LossScale, the number to begin with, or leave it out"
     if isinstance(asked, torch.amp.GradScaler):
         instead = (
@@ -39,7 +39,7 @@ def _scale_from(asked: object) -> LossScale:
         )
         if asked.is_enabled():
             instead += (
-                f", and write loss_scale=LossScale(initial={asked.get_scale():g}, "
+                f", and write loss_scale=LossScale(init_scale={asked.get_scale():g}, "
                 f"growth_interval={asked.get_growth_interval()}), or nothing for the default"
             )
         else:

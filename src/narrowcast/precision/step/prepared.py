@@ -197,6 +197,8 @@ class Prepared:
         self.sync()
         stats = copy.deepcopy(self.engine.log.stats)
         stats.bytes = bytes_of(self.engine.weights) | self.engine.fp8.bytes()
+        scale = self.engine.scales.value
+        stats.current_scale = 1.0 if scale is None else scale.item()
         return stats
 
     def findings(self) -> list[FindingRecord]:
