@@ -117,3 +117,25 @@ def test_a_file_that_is_no_recipe_is_refused(refusal, text, message):
 
 def test_a_very_long_word_does_not_flood_the_message(refusal):
     assert len(refusal("seed=" + "9" * 100_000)) < 300
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("learning_rate=1e-4", "learning_rate=1e-4: no such setting; write optimizer.lr=1e-4"),
+        ("warmup_steps=3", "write lr_schedule.warmup=3"),
+        ("scale_growth_factor=2", "write precision.loss_scale.growth_factor=2"),
+        ("output_dir=x", "output_dir=x: no such setting; leave it out, and write --out DIR"),
+        ("bf16=true", "write precision.policy=bf16"),
+        ("lora_rank=4", "lora_rank=4: no such setting; a recipe has"),  # not of this workload
+        ("use_4bit=true", "use_4bit=true: no such setting; a recipe has"),
+    ],
+)
+def test_keys_of_other_trainers_point_to_ours(refusal, word, message):
+    assert message in refusal(word)
+
+
+def test_flat_file_of_another_trainer_points_to_sections(refusal):
+    message = refusal(more="learning_rate: 2e-4\nmax_grad_norm: 1.0\n")
+    assert "learning_rate: no such setting; write lr under optimizer:" in message
+    assert "max_grad_norm: no such setting; write clip_norm" in message

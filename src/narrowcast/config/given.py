@@ -11,6 +11,7 @@ from typing import Annotated, Any, final
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from narrowcast.config.foreign_keys import pointer
 from narrowcast.config.limits import LONGEST_WORD
 from narrowcast.config.problems import Problems, shortened
 from narrowcast.config.tree import Tree, entry_type, fitted, is_mapping, takes_text
@@ -178,6 +179,9 @@ class Given:
 
     def _unknown(self, path: KeyPath, at: int, value: object, source: _File | _Word) -> str:
         where = source.where(path[: at + 1])
+        text = shortened(value.text) if isinstance(value, _Raw) else None
+        if len(path) == 1 and (advice := pointer(path[0], self.tree, value=text)):
+            return f"{where}: no such setting; {advice}"
         if isinstance(source, _File) and "." in path[at]:
             *sections, name = path[at].split(".")
             if meant(tuple(path[at].split(".")), 0, self.tree) == (*sections, name):
@@ -190,6 +194,8 @@ class Given:
             siblings: Any = self.tree
             for name in path[:at]:
                 siblings = siblings[name]
+            if None in siblings.values():
+                return f"{where}: no such setting without a workload; write e.g. workload: lm"
             here = ".".join(path[:at]) or "a recipe"
             return f"{where}: no such setting; {here} has {', '.join(siblings)}"
         name = guess[at] if guess[:at] == path[:at] and len(guess) == len(path) else ".".join(guess)

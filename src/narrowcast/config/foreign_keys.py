@@ -1,0 +1,104 @@
+"""Keys of other trainers' flat files, and what to write for them in a recipe.
+
+From FunctionalNetworksSFT, `transformers.TrainingArguments` and the mixed-precision trainer. Keys
+that have the same name here, in a section, need no entry: they are found by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from narrowcast.config.tree import Tree
+
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "model_name_or_path": "model.path",
+        "dataset_name_or_path": "data.path",
+        "auto_detect_format": "data.format",
+        "num_train_epochs": "epochs",
+        "max_steps": "steps",
+        "per_device_train_batch_size": "batch_size",
+        "per_device_eval_batch_size": "batch_size",
+        "gradient_accumulation_steps": "accumulate",
+        "learning_rate": "optimizer.lr",
+        "optim": "optimizer.name",
+        "adam_epsilon": "optimizer.eps",
+        "lr_scheduler_type": "lr_schedule.name",
+        "warmup_steps": "lr_schedule.warmup",
+        "max_grad_norm": "clip_norm",
+        "save_steps": "checkpoint.every",
+        "save_total_limit": "checkpoint.keep",
+        "eval_steps": "eval.every",
+        "load_best_model_at_end": "eval.keep_best",
+        "early_stopping_patience": "eval.patience",
+        "torch_compile": "compile",
+        "torch_dtype": "precision.policy",
+        "bnb_4bit_compute_dtype": "precision.policy",
+        "bnb_4bit_quant_type": "model.base",
+        "lora_rank": "lora.lora_r",
+        "ica_mask_path": "ica.ica_template_path",
+        "initial_scale": "precision.loss_scale.init_scale",
+        "scale_growth_factor": "precision.loss_scale.growth_factor",
+        "scale_backoff_factor": "precision.loss_scale.backoff_factor",
+        "dynamic_scaling": "precision.loss_scale.dynamic",
+    }
+)
+"""Another name for a setting that takes the same kind of value."""
+
+ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "output_dir": "leave it out, and write --out DIR on the command line",
+        "resume_from_checkpoint": "leave it out, and write narrowcast resume DIR",
+        "logging_steps": "leave it out: every step is recorded",
+        "metric_for_best_model": "leave it out: the first metric of the task decides",
+        "greater_is_better": "leave it out: the task says it of each metric",
+        "use_wandb": "write trackers=[wandb]",
+        "report_to": "write trackers=[wandb] or trackers=[tensorboard]",
+        "fp16": "write precision.policy=fp16",
+        "bf16": "write precision.policy=bf16",
+        "tf32": "write precision.policy=tf32",
+        "check_finite": "leave it out: gradients are always checked",
+        "master_weights": 'write precision.policy="bf16, params=bf16, master=fp32"',
+        "use_4bit": "write model.base=nf4",
+        "load_in_4bit": "write model.base=nf4",
+        "use_8bit": "write model.base=int8",
+        "load_in_8bit": "write model.base=int8",
+        "no_peft": "write model.tune=full",
+        "use_peft": "write model.tune=lora",
+        "anti_drift_row_param": "write ica.mask_mode=freeze",
+        "anti_drift_apply_to": "write ica.mask_mode=freeze",
+    }
+)
+"""What to do for a key that no setting takes the value of."""
+
+
+def pointer(key: str, tree: Tree, *, value: str | None) -> str:
+    """Return what to write for a key of another trainer; empty where it is none.
+
+    `value` is that of a word on the command line, None in a file. What the workload does not have
+    is not pointed to.
+    """
+    if key in ADVICE:
+        advice = ADVICE[key]
+        setting = advice.removeprefix("write ").partition("=")[0]
+        return advice if advice.startswith("leave") or _is_known(setting, tree) else ""
+    target = KEYS.get(key, "")
+    if not target or not _is_known(target, tree):
+        return ""
+    if value is not None:
+        return f"write {target}={value}"
+    section, _, name = target.rpartition(".")
+    return f"write {name} under {section}:" if section else f"write {name}"
+
+
+def _is_known(target: str, tree: Tree) -> bool:
+    """Return whether a dotted key is a setting here, or may be one of a workload yet unknown."""
+    entry: object = tree
+    for name in target.split("."):
+        if not isinstance(entry, Mapping):
+            return entry is None
+        if name not in entry:
+            return None in tree.values()
+        entry = entry[name]
+    return True
