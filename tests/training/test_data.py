@@ -96,12 +96,12 @@ def test_batches_hold_the_samples_of_their_numbers():
 
 
 def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(RecipeError, match=r"more than the 5 samples.*batch_size=5 or less"):
+    with pytest.raises(RecipeError, match=r"training samples, 5, got .*batch_size=5 or less"):
         BatchStream(Squares(5), 6, seed=0, device=CPU)
 
 
 def test_no_data_at_all_is_refused():
-    with pytest.raises(RecipeError, match="more than the 0 samples"):
+    with pytest.raises(RecipeError, match=r"at least one sample, got 0\. Add data"):
         BatchStream(Squares(0), 1, seed=0, device=CPU)
 
 

@@ -422,7 +422,7 @@ def test_a_run_that_is_past_the_steps_asked_for_is_refused(ready, tmp_path):
 
 
 def test_a_batch_larger_than_the_data_is_refused(ready):
-    with pytest.raises(RecipeError, match="batch_size=8 asks for more than the 5 samples"):
+    with pytest.raises(RecipeError, match=r"training samples, 5, got 8\. Write batch_size=5"):
         run(ready(samples=5))
 
 

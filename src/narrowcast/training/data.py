@@ -39,10 +39,12 @@ class Order:
     seed: int
 
     def __post_init__(self) -> None:
+        if self.samples == 0:
+            raise RecipeError("The training data must hold at least one sample, got 0. Add data.")
         if self.batch_size > self.samples:
             raise RecipeError(
-                f"batch_size={self.batch_size} asks for more than the {self.samples} samples there "
-                f"are to train on; set batch_size={max(self.samples, 1)} or less, or give more data"
+                f"batch_size must be at most the number of training samples, {self.samples}, got "
+                f"{self.batch_size}. Write batch_size={self.samples} or less, or add data."
             )
 
     @property
