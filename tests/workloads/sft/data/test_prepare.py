@@ -14,6 +14,7 @@ from narrowcast.workloads.sft.data import cache
 from narrowcast.workloads.sft.data.packing import IGNORED
 from narrowcast.workloads.sft.data.prepare import prepare_data
 from narrowcast.workloads.sft.data.rows import rows_of
+from narrowcast.workloads.sft.data.settings import SftData
 
 ROWS = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(40)]
 
@@ -245,3 +246,15 @@ def test_the_instruction_items_in_the_tokens_of_gpt2(shared, settings):
     # In these tokens a line break never joins the word after it: responses stay what they are.
     ends = tokenizer(outputs)["input_ids"]
     assert report.learnt_tokens == sum(len(ids) + 1 for ids in ends)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_sum_held_out_is_trained_on_in_another_wording(chat_tokenizer, seed):
+    data = prepare_data(SftData(path="sums"), chat_tokenizer, seed=seed)
+    trained, held = (
+        [chat_tokenizer.decode(part.rows.row(n)[0]) for n in range(len(part.rows))]
+        for part in (data.train, data.validation)
+    )
+    answers = {text.partition("assistant")[2] for text in trained}
+    assert not set(held) & set(trained)
+    assert all(text.partition("assistant")[2] in answers for text in held)

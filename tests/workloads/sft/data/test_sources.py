@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import re
 import sys
 
 import pytest
@@ -148,5 +149,9 @@ def test_splits_of_the_hub_are_chosen_by_name(there, train, held):
 def test_sums_need_no_file():
     (source,) = sources_of(SftData(path="sums")).train
     rows = [row.values for row in source.rows()]
-    assert len(rows) == 2500
-    assert rows[-1] == {"question": "What is 49 + 49?", "answer": "49 + 49 = 98"}
+    assert len({row["question"] for row in rows}) == len(rows) == 1000
+    for row in rows:
+        sum_of, _, result = row["answer"].partition(" = ")
+        a, b = map(int, sum_of.split(" + "))
+        assert int(result) == a + b
+        assert [int(digit) for digit in re.findall(r"\d+", row["question"])] == [a, b]

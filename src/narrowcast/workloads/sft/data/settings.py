@@ -17,7 +17,7 @@ MOST_TOKENS = 2**24
 MOST_CHARACTERS = 10**9
 """Of a prompt or a response, where they are limited."""
 SUMS = "sums"
-"""The rows that need no file: 2,500 questions such as What is 3 + 4?"""
+"""The rows that need no file: 1,000 questions such as What is 3 + 4?"""
 INSTRUCTION_TEMPLATE = "### Instruction:\n{instruction}\n\n### Response:\n{response}"
 
 Name = Annotated[str, Field(min_length=1)]
@@ -88,7 +88,7 @@ class SftData(DataSection):
     path: Name | Names = Field(
         description="paths or globs of .json, .jsonl, .csv or .parquet files, plain or .gz, or "
         f"the name of a data set on the Hugging Face Hub, as owner/name; or {SUMS} (sums of two "
-        "numbers, for a first run)"
+        "digits, for a first run)"
     )
     validation_path: Name | Names | None = Field(
         default=None,

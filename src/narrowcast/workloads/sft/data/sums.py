@@ -4,13 +4,27 @@ from collections.abc import Iterator
 
 from narrowcast.workloads.sft.data.rows import Row
 
-LARGEST = 49
+LARGEST = 9
 """Of the two numbers of a sum."""
+QUESTIONS = (
+    "What is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "How much is {a} + {b}?",
+    "How much is {a} plus {b}?",
+    "Add {a} and {b}.",
+    "Add up {a} and {b}.",
+    "Compute {a} + {b}.",
+    "Tell me {a} plus {b}.",
+    "{a} + {b} = ?",
+    "What do {a} and {b} make?",
+)
+"""Ten ways to ask: what is held out for validation is a new question about a known sum."""
 
 
 def sums() -> Iterator[Row]:
-    """Yield every sum of two numbers once, as a question with its answer."""
-    pairs = ((a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1))
-    for number, (a, b) in enumerate(pairs, 1):
-        values = {"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}"}
+    """Yield every sum of two digits in every wording, as a question with its answer."""
+    numbers = range(LARGEST + 1)
+    asked = ((a, b, text) for a in numbers for b in numbers for text in QUESTIONS)
+    for number, (a, b, text) in enumerate(asked, 1):
+        values = {"question": text.format(a=a, b=b), "answer": f"{a} + {b} = {a + b}"}
         yield Row(values, f"sums, row {number}")
