@@ -157,6 +157,31 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_row(make_tok
     assert whole == [("userQ?<eos>assistant<eos>userWhy?<eos>assistantSo.<eos>", True)]
 
 
+NO_SYSTEM = (
+    "{% for message in messages if message['role'] != 'system' %}"
+    "{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("loss_on", ["response", "all"])
+def test_template_that_leaves_the_system_message_out_raises(loss_on, make_tokenizer):
+    tokenizer = make_tokenizer(template=NO_SYSTEM)
+    assert pieces("chat", ASKED, tokenizer, loss_on=loss_on)
+    with pytest.raises(RecipeError, match=r"line 7: .*leaves the system message out, got 'Be kind"):
+        pieces("chat", (Turn("system", "Be kind."), *ASKED), tokenizer, loss_on=loss_on)
+
+
+def test_messages_that_a_template_strips_or_writes_as_json_are_not_left_out(make_tokenizer):
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'tool' %}"
+        "{{ message['content'] | tojson }}{% else %}{{ message['content'] | trim }}{% endif %}"
+        "{{ eos_token }}{% endfor %}"
+    )
+    turns = (Turn("system", " S\n"), Turn("user", "Q?"), Turn("tool", 'a "b"\nc'), ASKED[1])
+    assert pieces("chat", turns, make_tokenizer(template=template))
+
+
 def test_a_template_that_fails_says_its_own_words(make_tokenizer):
     tokenizer = make_tokenizer(template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(
@@ -174,9 +199,9 @@ def test_a_template_that_is_broken_is_an_error_of_the_recipe(template, make_toke
 
 
 def test_a_template_that_writes_the_date_writes_the_same_tomorrow(make_tokenizer):
-    today = "{{ strftime_now('%Y') + messages[-1]['content'] + eos_token }}"
+    today = "{{ strftime_now('%Y') + messages | map(attribute='content') | join + eos_token }}"
     found = pieces("chat", ASKED, make_tokenizer(template=today), loss_on="all")
-    assert found == [("26 Jul 2024A.<eos>", True)]
+    assert found == [("26 Jul 2024Q?A.<eos>", True)]
 
 
 def test_a_tokenizer_without_an_end_is_refused(make_tokenizer):

@@ -5,6 +5,7 @@ before a response, and with the response. What the second adds to the first is w
 given the first has to say.
 """
 
+import json
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ class _Rendered:
         self._tokenizer, self._messages, self._place = tokenizer, messages, place
         self._through: dict[int, str] = {}
         self.full = self._render(len(messages))
+        self._check_nothing_is_left_out()
 
     def response(self, number: int) -> tuple[int, int, int]:
         """Return where a response begins, where its words end, and where its turn does."""
@@ -118,6 +120,22 @@ class _Rendered:
             "in another way, or not at all, once other turns follow, so that what to learn is not "
             "known; write data.template_format=chatml, or data.loss_on=all"
         )
+
+    def _check_nothing_is_left_out(self) -> None:
+        """Raise for a message that the template does not write; some have no place for a system's.
+
+        Templates strip messages, and write those of tools as JSON. A response is checked where it
+        is looked for.
+        """
+        for message in self._messages:
+            text = message["content"].strip()
+            forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
+            if message["role"] != "assistant" and not any(form in self.full for form in forms):
+                raise RecipeError(
+                    f"{self._place}: the tokenizer's chat template leaves the {message['role']} "
+                    f"message out, got {shortened(text)!r}. Write data.template_format=chatml, or "
+                    "remove the message from the row."
+                )
 
     def _render(self, count: int, *, asked: bool = False) -> str:
         try:
