@@ -36,7 +36,16 @@ def test_every_loop_that_is_shown_fits_twenty_lines(docs):
 
 
 def test_every_block_is_of_a_kind_that_is_checked(docs, page):
-    assert {language for language, *_ in docs.blocks(page)} <= {"python", "text", "console", "yaml"}
+    checked = {"python", "text", "console", "yaml", "diff"}
+    assert {language for language, *_ in docs.blocks(page)} <= checked
+
+
+def test_both_sides_of_a_diff_are_python(docs, page):
+    for language, body, line in docs.blocks(page):
+        if language == "diff":
+            for left_out in "+-":
+                kept = [row[2:] for row in body.splitlines() if not row.startswith(left_out)]
+                compile("\n".join(kept), f"{docs.name_of(page)}:{line}", "exec")
 
 
 def test_a_recipe_that_is_shown_is_a_recipe(docs, page, tmp_path):
@@ -49,7 +58,7 @@ def test_a_recipe_that_is_shown_is_a_recipe(docs, page, tmp_path):
 def test_every_command_that_is_shown_can_be_typed(docs, page):
     for words, shown in docs.console_commands(page):
         if words[0] != "narrowcast":
-            assert words[0] in ("make", ".venv/bin/pytest"), words
+            assert words[0] in ("make", ".venv/bin/pytest", "pip", "cd"), words
             continue
         command = group.get_command(click.Context(group), words[1])
         context = command.make_context(words[1], words[2:])
