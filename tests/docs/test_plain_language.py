@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 MEDIAN_WORDS, LONG_WORDS = 18, 32
 """Limits per page: of the median sentence, and of the 90th percentile."""
 FOLDERS = ("docs/start", "docs/migrate", "docs/guides")
-SINGLE_PAGES = ("docs/troubleshooting.md",)
+SINGLE_PAGES = ("README.md", "docs/troubleshooting.md")
 """Pages outside of the folders."""
 PAGES = [page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md"))]
 PAGES += [ROOT / name for name in SINGLE_PAGES]
@@ -52,3 +52,7 @@ def test_sentences_are_short(measured):
     assert len(words) > 5
     assert statistics.median(words) <= MEDIAN_WORDS
     assert statistics.quantiles(words, n=10)[-1] <= LONG_WORDS
+
+
+def test_readme_fits_150_lines():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
