@@ -68,5 +68,5 @@ def test_identities_are_sites_enough(gpt2):
 def test_a_term_is_refused_under_the_name_it_was_asked_for_by():
     term = "losses.persistent_pgd_subset"
     words = [f"{term}.coefficient=1", f"{term}.scope=repeat_across_batch", f"{term}.repeat=3"]
-    with pytest.raises(RecipeError, match="persistent_pgd_subset: a batch of 1024"):
+    with pytest.raises(RecipeError, match=r"pgd_subset\.repeat must divide batch_size=1024"):
         tied(*words)
