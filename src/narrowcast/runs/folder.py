@@ -106,9 +106,9 @@ class RunFolder:
         """Read every whole record; a torn last line is left out, any other is an error."""
         return self._records.read()
 
-    def rewind(self, step: int) -> list[Record]:
+    def rewind(self, step: int, *, saved_bytes: int | None = None) -> list[Record]:
         """Drop the records after the checkpoint of `step`, and a torn line; return the rest."""
-        return self._records.rewind(step)
+        return self._records.rewind(step, saved_bytes=saved_bytes)
 
     def hold(self) -> None:
         """Become the one process that writes to this folder; refused where another is."""

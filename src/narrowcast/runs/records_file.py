@@ -68,21 +68,23 @@ class RecordsFile:
                 os.ftruncate(file, before)
             raise self._cannot_write(error) from error
 
-    def rewind(self, step: int) -> list[Record]:
+    def rewind(self, step: int, *, saved_bytes: int | None = None) -> list[Record]:
         """Drop what follows the checkpoint of `step`, and a torn last line; return what is left.
 
+        `saved_bytes` is the size of the file when the checkpoint was taken; None: not known. A
+        checkpoint in the background is recorded after later steps, so its record may go, too.
         Where the run died between saving the checkpoint and recording it, the records up to
         `step` stay.
         """
         self._lock.acquire()
         ended = self._ended_records()
-        saved = [
-            end
-            for record, end in ended
-            if isinstance(record, CheckpointRecord) and record.step == step
-        ]
         later = next((i for i, (record, _) in enumerate(ended) if record.step > step), len(ended))
-        kept = saved[-1] if saved else ended[later - 1][1] if later else 0
+        saved = [i for i, (record, _) in enumerate(ended) if _is_checkpoint(record, step)]
+        count = saved[-1] + 1 if saved else later
+        if saved_bytes is not None:
+            count = sum(end <= saved_bytes for _, end in ended)
+            count += any(i == count for i in saved)  # its own record follows at once
+        kept = ended[count - 1][1] if count else 0
         file = self._open(ended)
         try:
             # A prefix stays, so cutting is enough: one operation, and it works on a full disk.
@@ -154,6 +156,10 @@ class RecordsFile:
             f"cannot write to {self.path}: {explain_write_error(error)}; "
             f"then continue with `{resume_command(self.path.parent)}`"
         )
+
+
+def _is_checkpoint(record: Record, step: int) -> bool:
+    return isinstance(record, CheckpointRecord) and record.step == step
 
 
 def _read_all(file: int) -> bytes:

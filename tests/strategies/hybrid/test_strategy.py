@@ -1,6 +1,7 @@
 """Hybrid training through the trainer: phases, read-outs, jumps, and that it is resumed."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from safetensors.torch import load_file
 import narrowcast as nc
 from narrowcast.errors import RecipeError
 from narrowcast.runs import (
+    CheckpointRecord,
     EvalRecord,
     PrecisionRecord,
+    RunFolder,
     StepRecord,
     StrategyRecord,
     same_trajectory,
@@ -60,8 +63,10 @@ def test_a_strategy_that_is_switched_off_leaves_the_plain_run_bit_for_bit():
     assert equal(weights(plain), weights(off))
 
 
-@pytest.mark.parametrize("left_at", [9, 18])
-@pytest.mark.parametrize("way", WAYS)
+CASES = [*((way, left_at) for way in WAYS for left_at in (9, 18)), ("balanced", 3)]
+
+
+@pytest.mark.parametrize(("way", "left_at"), CASES)
 def test_a_hybrid_run_that_is_left_is_continued_bit_for_bit(way, left_at, tmp_path):
     words = [*SHORT, *WAYS[way]]
     with nc.train("tutorial", words, out=tmp_path / "straight") as run:
@@ -71,9 +76,28 @@ def test_a_hybrid_run_that_is_left_is_continued_bit_for_bit(way, left_at, tmp_pa
             if isinstance(record, StepRecord) and record.step == left_at:
                 break
     with nc.resume(tmp_path / "left") as run:
-        assert run.resumed_from == left_at // 5 * 5
+        assert (run.resumed_from or 0) == left_at // 5 * 5
         list(run)
     assert difference_between(tmp_path / "straight", tmp_path / "left") is None
+
+
+def test_records_of_a_resumed_run_with_background_checkpoints_are_those_of_the_straight_run(
+    tmp_path,
+):
+    words = [*SHORT, *WAYS["jumps"], "checkpoint.background=true", "checkpoint.keep=9"]
+    with nc.train("tutorial", words, out=tmp_path / "run") as run:
+        straight = list(run)
+    for step in (15, 20, 24):
+        shutil.rmtree(tmp_path / f"run/checkpoints/step-{step:06}")
+    with nc.resume(tmp_path / "run") as run:
+        assert run.resumed_from == 10  # the checkpoint before a jump, recorded after it
+        list(run)
+    with RunFolder.open(tmp_path / "run") as folder:
+        resumed = folder.records()
+    # When a checkpoint is recorded depends on how long a thread took to write it.
+    a, b = ([r for r in rs if not isinstance(r, CheckpointRecord)] for rs in (straight, resumed))
+    assert len(a) == len(b)
+    assert all(map(same_trajectory, a, b))
 
 
 def test_what_is_returned_is_the_read_out_that_was_measured_best():

@@ -57,7 +57,7 @@ def require_records(
     if state is None or "records" in accept:
         return
     saved = state.get("records", {})  # older checkpoints are refused by whoever takes them up
-    if not saved or _is_as_written(run.path / RECORDS, saved):
+    if not saved or is_as_written(run.path / RECORDS, saved):
         return
     steps = [r.step for r in records if isinstance(r, StepRecord) and r.step <= done]
     wrong = _wrong_steps(steps, done) or "has other values up to the checkpoint"
@@ -80,7 +80,8 @@ def _wrong_steps(steps: list[int], done: int) -> str:
     )
 
 
-def _is_as_written(file: Path, saved: Mapping[str, Any]) -> bool:
+def is_as_written(file: Path, saved: Mapping[str, Any]) -> bool:
+    """Say whether a file begins with what was saved of it."""
     digest, left = hashlib.sha256(), int(saved.get("bytes", 0))
     try:
         with open_plain(file, follow=True) as content:

@@ -7,9 +7,13 @@ from torch import nn
 
 from narrowcast.errors import CheckpointError
 from narrowcast.runs import CheckpointRecord, Record, RunFolder
+from narrowcast.runs.folder import RECORDS
 from narrowcast.training.checkpoints.checkpoint import latest, load_checkpoint, size_of
 from narrowcast.training.checkpoints.parts import require_run_state
+from narrowcast.training.checkpoints.records_identity import is_as_written
 
+BEFORE_ALL = -1
+"""A step before those of all records, some of which are written before the first step."""
 SHOWN = 3
 """Differences between two models that a message lists; the first ones tell the rest."""
 
@@ -33,8 +37,11 @@ def rewind_to(run: RunFolder, state: dict[str, Any] | None) -> list[Record]:
     Afterwards the records are those of a run that has just saved that checkpoint, even where the
     run was killed between saving it and recording it.
     """
-    step = 0 if state is None else int(state["step"])
-    left = run.rewind(step)
+    if state is None:
+        return run.rewind(BEFORE_ALL)
+    step, saved = int(state["step"]), state.get("records", {})
+    unchanged = bool(saved) and is_as_written(run.path / RECORDS, saved)
+    left = run.rewind(step, saved_bytes=int(saved["bytes"]) if unchanged else None)
     recorded = any(isinstance(r, CheckpointRecord) and r.step == step for r in left)
     path = latest(run.checkpoints)
     if path is not None and not recorded:
