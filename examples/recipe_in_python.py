@@ -13,9 +13,7 @@ recipe = nc.load_recipe("quickstart", ["precision.policy=fp16", "steps=200", *wo
 plan = nc.plan_recipe(recipe)  # from shapes alone: print it, compare it, nothing is allocated
 print(plan)
 
-run = nc.train(
-    recipe, out=out
-)  # what cannot be is refused here; the loop trains, as run.finish() would
+run = nc.train(recipe, out=out)  # raises here if the recipe cannot run; the loop below trains it
 for record in run:
     match record:
         case StepRecord(step=step, loss=loss, applied=applied) if step % 20 == 0 or not applied:
