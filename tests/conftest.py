@@ -4,10 +4,13 @@ import getpass
 import importlib.util
 import os
 import pkgutil
+import random
 import signal
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -68,12 +71,47 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs on a GPU, and skip it where there is none."""
+    """Mark what runs on a GPU and skip it where there is none; sample products of parameters."""
     for item in items:
         if "cuda" in getattr(item, "fixturenames", ()) or (GPU and _takes_a_gpu_if_any(item)):
             item.add_marker(pytest.mark.gpu)
         if not GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items[:] = _without_unsampled(items)
+
+
+def _without_unsampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Drop the cases of tests marked `pairwise` or `sampled` that their sample does not need."""
+    products = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairwise") or item.get_closest_marker("sampled"):
+            on_gpu = item.get_closest_marker("gpu") is not None
+            products[item.parent, item.originalname, on_gpu].append(item)
+    dropped = set()
+    for cases in products.values():
+        sampled = cases[0].get_closest_marker("sampled")
+        kept = _covering(cases, size=1, **sampled.kwargs) if sampled else _covering(cases, size=2)
+        dropped |= set(cases) - kept
+    return [item for item in items if item not in dropped]
+
+
+def _covering(cases: list[pytest.Item], *, size: int, times: int = 1) -> set[pytest.Item]:
+    """Choose cases greedily until `size` parameter values together occur `times` times each."""
+    covers = {}
+    for case in cases:
+        values = [(name, id(value)) for name, value in case.callspec.params.items()]
+        covers[case] = set(combinations(values, size))
+    missing = Counter(dict.fromkeys(set().union(*covers.values()), times))
+    left = random.Random(cases[0].originalname).sample(cases, len(cases))
+    chosen = set()
+    while left:
+        gains = [sum(missing[each] > 0 for each in covers[case]) for case in left]
+        if not max(gains):
+            break
+        case = left.pop(gains.index(max(gains)))
+        missing.subtract(covers[case])
+        chosen.add(case)
+    return chosen
 
 
 def _takes_a_gpu_if_any(item: pytest.Item) -> bool:

@@ -67,6 +67,7 @@ def try_all(folder, other, *, resume=True):
     return codes
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("name", JSON)
 @pytest.mark.parametrize("content", ["[]", "null", "{", '{"a": ' * 5000, "[" * 100_000])
 def test_json_of_another_shape_is_refused_by_name(runs, damaged, capsys, name, content):
@@ -76,6 +77,7 @@ def test_json_of_another_shape_is_refused_by_name(runs, damaged, capsys, name, c
     assert capsys.readouterr().err.count(f"{name} is damaged") >= 2
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("name", [*JSON, "recipe.yaml", "records.jsonl", ".lock", "report.html"])
 @pytest.mark.parametrize("kind", ["pipe", "endless", "itself", "nowhere", "folder", "vast"])
 def test_what_is_no_file_is_not_waited_for(runs, damaged, name, kind):
@@ -116,6 +118,7 @@ def test_no_value_anywhere_makes_a_traceback(runs, damaged, seed):
     try_all(damaged, runs[1])
 
 
+@pytest.mark.sampled(times=1)
 @pytest.mark.parametrize(
     "part",
     [

@@ -439,6 +439,7 @@ def test_the_operator_and_a_traced_call_are_the_direct_call(target, scale):
     assert direct_with[3][0] > 0
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("shape", [(21, 48), (16, 16), (0, 32)])
 @pytest.mark.parametrize("rows", [False, True])

@@ -68,6 +68,7 @@ def assert_near(found, expected, target):
     )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -29,6 +29,7 @@ def large():
     return x * torch.exp2(torch.randint(-20, 20, x.shape, generator=generator))
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @for_each_format
 def test_pieces_give_what_element_by_element_rounding_gives(target, layout, large):

@@ -106,6 +106,7 @@ def test_scales_are_held_where_they_cannot_overflow(dtype, carrier):
     assert scale.isfinite().all()
 
 
+@pytest.mark.pairwise
 @on_each_device
 @for_each_group
 @for_each_format
@@ -119,6 +120,7 @@ def test_quantize_rounds_each_group_on_its_scaled_grid(target, per, shape, devic
     np.testing.assert_array_equal(ours.numpy(), expected.numpy())
 
 
+@pytest.mark.pairwise
 @on_each_device
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @for_each_group
@@ -137,6 +139,7 @@ def test_finite_values_beside_an_infinity_saturate(target):
     assert torch.equal(quantize(x, target)[1:], expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
 )

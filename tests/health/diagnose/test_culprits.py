@@ -172,6 +172,7 @@ def test_nothing_is_said_where_nothing_is_wrong(name, policy):
     assert nc.explain(run, [batch], loss_of, loss_scale=1024.0) is None
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad", [math.nan, *WORDS])
 @pytest.mark.parametrize("name", MODELS)
@@ -214,6 +215,7 @@ def test_a_mask_that_leaves_nothing_to_attend_to_is_blamed(policy):
     assert "a negative infinity at batch['mask'][0, 0], 25 of 25 values" in verdict.told
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", MODELS)
@@ -242,6 +244,7 @@ def test_what_fp16_cannot_hold_is_its_modules_and_what_is_advised_helps(name):
     assert is_healed(name, verdict.advice(), times=3e5)
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_for_a_weight_that_no_format_holds_none_is_advised(name, policy):

@@ -27,6 +27,7 @@ def faulty_step(run, loss_of, batches, faults):
     return run.step()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "policy", ["fp32", "bf16", "fp16", "fp8-tensor", "fp8-delayed", "bf16-pure"]
 )

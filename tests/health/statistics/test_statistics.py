@@ -150,6 +150,7 @@ def token_mask(batch, length, width, *, positions=None, columns=None):
     return x
 
 
+@pytest.mark.sampled(times=3)
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 27, 31, 32, 64, 128])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sample_estimates_the_share_of_any_layout_at_any_batch_size(layout, batch):

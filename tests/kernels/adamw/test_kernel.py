@@ -116,6 +116,7 @@ def full_of(w):
             return w.weight.float()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dtype", "master", "moments"), MAKES)
 def test_one_step_of_the_kernel_is_one_of_its_twin(dtype, master, moments, gradient):

@@ -133,6 +133,7 @@ def test_a_step_of_the_twin_is_one_without_leads_from_the_sum_of_both(kept, mome
         assert torch.equal(w.second, moved.second)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("kept", "moments", "lead"), MAKES)
 @pytest.mark.parametrize("make", [kernel_of, twin_of])
 def test_a_step_that_is_not_finite_leaves_weights_and_leads_bit_for_bit(make, kept, moments, lead):

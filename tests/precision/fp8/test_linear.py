@@ -65,6 +65,7 @@ def assert_close(native, emulated):
     assert ((native - emulated).abs() <= 2.0**-6 * emulated.abs().max()).all()
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("shape", [(32, 64), (20, 64), (2, 3, 64), (64,)])

@@ -33,6 +33,7 @@ def terms(reduction="mean", *, label_smoothing=0.0, chunk_rows=4):
     return LossTerms(-100, label_smoothing, 0.0, reduction, chunk_rows)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("chunk_rows", [1, 4, 11, 20])
 @pytest.mark.parametrize("frozen", ["", "hidden", "weight", "bias"])

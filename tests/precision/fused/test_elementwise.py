@@ -137,6 +137,7 @@ NORMS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.interpreted
 @pytest.mark.parametrize("widened", [False, True])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])

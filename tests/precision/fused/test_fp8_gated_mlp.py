@@ -96,6 +96,7 @@ def errors(found, expected):
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)

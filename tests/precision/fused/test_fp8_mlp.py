@@ -80,6 +80,7 @@ def exact(module, x, grad):
     return results(plain.double(), x.double(), grad.double())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("down_bias", [False, True])

@@ -132,6 +132,7 @@ def same(one, other):
     return [name for (name, a), (_, b) in pairs if not torch.equal(a, b)]
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_gradients_weights_buffers_histories_and_randomness_are_bit_for_bit_those_of_a_kept_block(

@@ -97,6 +97,7 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.pairwise
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU adds embeddings up in another order each time")
 @pytest.mark.parametrize("checkpoint", ["none", "blocks", "selective"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp8-delayed"])

@@ -191,6 +191,7 @@ def loss_of(model, inputs):
     return model(inputs).float().square().mean()
 
 
+@pytest.mark.sampled(times=4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_module_trains_under_every_policy_as_it_does_in_fp32(name, policy):

@@ -88,6 +88,7 @@ def moments(run):
     ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("through", EXACT)
 @pytest.mark.parametrize("policy", EXACT)
@@ -103,6 +104,7 @@ def test_weights_and_moments_pass_through_another_policy_bit_for_bit(
         assert all(map(torch.equal, moments(run), kept))
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("through", [*EXACT, *OTHERS])
 @pytest.mark.parametrize("policy", OTHERS[:4])
 def test_what_a_narrow_kind_holds_is_handed_on_whole(policy, through, cpu):

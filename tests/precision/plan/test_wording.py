@@ -23,6 +23,7 @@ def test_a_policy_is_written_with_its_presets_name_and_read_again(text):
     assert len(short_text(policy)) <= len(str(policy))
 
 
+@pytest.mark.sampled(times=1)
 @pytest.mark.parametrize("text", POLICIES)
 @pytest.mark.parametrize("module", ["a.b", "b", "head", ""])
 def test_what_is_advised_in_a_loop_is_a_policy_that_gives_the_module_its_format(text, module):

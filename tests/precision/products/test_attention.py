@@ -96,6 +96,7 @@ PADDINGS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask:UserWarning")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("padding", PADDINGS.values(), ids=[f"padding {p}" for p in PADDINGS])

@@ -71,6 +71,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_outside_its_passes_a_model_computes_as_inside(policy, way):
@@ -95,6 +96,7 @@ def test_what_leaves_an_exception_of_16_bits_goes_on_in_the_formats_around_it(cu
     assert torch.isfinite(model(x)).all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("around", ["bf16", "tf32", "fp16", "fp32, params=bf16, master=fp32"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16; head: fp32"])

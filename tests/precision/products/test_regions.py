@@ -58,6 +58,7 @@ def test_every_functional_product_is_rounded(function, left, right, target):
     assert not torch.equal(result, function(a, b))
 
 
+@pytest.mark.sampled(times=1)
 @PRODUCT_CASES
 @pytest.mark.parametrize("target", [BF16, FP32, TF32], ids=lambda f: f.name)
 def test_no_functional_product_is_native_on_a_sixteen_bit_stream(function, left, right, target):

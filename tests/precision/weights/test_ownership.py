@@ -30,6 +30,7 @@ def train(run, steps=2):
         run.step(loss)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("fused_optimizer", [True, False])
 @pytest.mark.parametrize("value", [0.0, -0.0, 0.5, -3.0])
 @pytest.mark.parametrize("master", MASTERS)

@@ -58,6 +58,7 @@ def masks(dtype, seeds=SEEDS):
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("name", masks(torch.float32))
 @pytest.mark.parametrize(("seeds", "shared"), [(1, False), (2, False), (2, True)])
