@@ -108,7 +108,8 @@ def test_a_run_resumed_at_any_step_is_the_uninterrupted_one(phases, accumulate, 
     }
     straight, prepared = run(*phases, folder=tmp_path, **settings)
     assert len(changes(straight)) == len(phases) - 1
-    for step in range(1, STEPS):
+    # Odd steps here, even ones there: each is resumed from once.
+    for step in range(accumulate, STEPS, 2):
         state = load_checkpoint(tmp_path / "checkpoints" / f"step-{step:06d}")
         resumed, other = run(*phases, resume=state, **settings)
         rest = [r for r in straight if r.step > step and not hasattr(r, "seconds_total")]
