@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test install install-dev format lint types layers unit docs bench clean
+.PHONY: demo test install install-dev format lint types layers unit smoke docs bench clean
 
 demo: install  ## train a small language model in low precision and write a report
 	$(BIN)/narrowcast train quickstart
@@ -42,6 +42,12 @@ layers: install-dev
 # One torch thread a worker: two workers with two threads each would fight for the cores.
 unit: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu"
+
+# Wide and quick, for between two edits: laws, policies, steps, checkpoints, one real run.
+SMOKE := laws config numerics cli/test_entry.py cli/test_train.py training/checkpoints
+SMOKE += $(addprefix precision/,plan gradients test_resume.py step/test_prepare.py weights/test_master.py)
+smoke: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m "not gpu" $(addprefix tests/,$(SMOKE))
 
 docs: install-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
