@@ -1,13 +1,16 @@
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from narrowcast.cli.entry import exit_code_of
+from narrowcast.training.checkpoints.verify import difference_between
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,32 @@ def narrowcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
         return Ended(code, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def resumed_halfway(narrowcast: Callable[..., Ended], tmp_path: Path) -> Callable[..., Path]:
+    """Train a run, resume a copy of it from a checkpoint halfway, and check that both are equal.
+
+    All in this process; tests of `verify-resume` kill real ones.
+    """
+
+    def train(*words: object, every: int) -> Path:
+        straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+        saving = (f"checkpoint.every={every}", "checkpoint.keep=100")
+        ended = narrowcast("train", *words, *saving, "--out", straight)
+        assert (ended.code, ended.err) == (0, "")
+        shutil.copytree(straight, resumed)
+        saved = sorted((resumed / "checkpoints").iterdir())
+        for later in saved[len(saved) // 2 :]:
+            shutil.rmtree(later)
+        for name in ("finished.json", "model.safetensors", "report.html"):
+            (resumed / name).unlink()
+        ended = narrowcast("resume", resumed)
+        assert (ended.code, ended.err) == (0, "")
+        assert difference_between(straight, resumed) is None
+        return resumed
+
+    return train
 
 
 @pytest.fixture
