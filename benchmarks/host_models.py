@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from host_functions import hottest
-from narrowcast.bench.zoo.built import Built
-from narrowcast.bench.zoo.models import ZOO, built
-from narrowcast.bench.zoo.ways import AMP, BF16_SPLIT, WAYS, Trial, step_of
+from narrowcast.bench.zoo.built import BuiltModel
+from narrowcast.bench.zoo.models import ZOO, build_model
+from narrowcast.bench.zoo.ways import AMP, BF16_SPLIT, WAYS, ZooTrial, make_step
 from narrowcast.runs.environment import describe_environment
 
 WARM_UP, STEPS, SHOWN = 5, 5, 40
 LENGTH = 64
 
 
-def little(made: Built) -> Built:
+def little(made: BuiltModel) -> BuiltModel:
     """Return a model with the first 64 places of the first row, or the first picture."""
 
     def cut(given: Any) -> Any:
@@ -70,17 +70,17 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ready_step(trial: Trial, device: torch.device, *, whole: bool) -> Callable[[], Any]:
-    made = built(trial.model, device, quick=False)
+def ready_step(trial: ZooTrial, device: torch.device, *, whole: bool) -> Callable[[], Any]:
+    made = build_model(trial.model, device, quick=False)
     made = made if whole else little(made)
-    step, _ = step_of(made, trial, device)
+    step, _ = make_step(made, trial, device)
     for _ in range(WARM_UP):
         step()
     return step
 
 
 def measured(
-    trials: Sequence[Trial], device: torch.device, *, whole: bool, rounds: int, profiled: bool
+    trials: Sequence[ZooTrial], device: torch.device, *, whole: bool, rounds: int, profiled: bool
 ) -> list[dict[str, Any]]:
     """Return a row for each trial, of which the first is what others are compared with."""
     steps = [ready_step(trial, device, whole=whole) for trial in trials]
@@ -119,7 +119,7 @@ def main() -> None:
     )
     for name in options.models:
         for row in measured(
-            [Trial(model=name, way=way, mode=options.mode) for way in options.ways],
+            [ZooTrial(model=name, way=way, mode=options.mode) for way in options.ways],
             device,
             whole=options.whole,
             rounds=options.rounds,

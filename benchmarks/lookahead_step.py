@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.bench.measure.timing import queued_seconds, step_seconds
+from device_time import queued_seconds
+from narrowcast.bench.timing import step_seconds
 from narrowcast.precision.step.cuda_graph import GraphedStep, unsupported_reason
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared

@@ -4,11 +4,14 @@ Beside it torch's way to the same end (GradScaler.unscale_, clip_grad_norm_, fus
 weights, a bf16 working copy) and a plain device copy, whose bandwidth is the floor. Times are of
 the device alone, by events, with the host far ahead; medians over interleaved rounds.
 
-    python benchmarks/optimizer_kernel.py [--json FILE] [--sweep] [--rounds 7]
+`--peers` adds AdamW of optimi, bitsandbytes and torchao over bf16 weights, as far as installed.
+
+    python benchmarks/optimizer_kernel.py [--json FILE] [--sweep] [--peers] [--rounds 7]
 """
 
 import argparse
 import functools
+import importlib.util
 import json
 import statistics
 import time
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.bench.measure.timing import queued_seconds
+from device_time import queued_seconds
 from narrowcast.kernels.adamw.kernel import AdamKernel, Tiling
 from narrowcast.kernels.grad_norm import NormKernel
 from narrowcast.precision.gradients.check import check_gradients, clip_factor
@@ -154,6 +157,35 @@ def torchs_way(width: int, layers: int) -> Callable[[], None]:
     return step
 
 
+def peer_steps(width: int, layers: int) -> dict[str, Callable[[], None]]:
+    """Return clipping and AdamW over bf16 weights for each installed library."""
+    makers: dict[str, Callable[..., Any]] = {}
+    if importlib.util.find_spec("optimi"):
+        optimi = importlib.import_module("optimi")
+        makers["optimi, kahan"] = functools.partial(optimi.AdamW, kahan_sum=True)
+    if importlib.util.find_spec("bitsandbytes"):
+        makers["bitsandbytes 8-bit"] = importlib.import_module("bitsandbytes").optim.AdamW8bit
+    if importlib.util.find_spec("torchao"):
+        torchao = importlib.import_module("torchao.optim")
+        for name in ("AdamW8bit", "AdamWFp8", "_AdamW"):
+            make = functools.partial(getattr(torchao, name), bf16_stochastic_round=True)
+            makers[f"torchao {name}"] = make
+    return {name: _peer_step(gpt(width, layers).bfloat16(), make) for name, make in makers.items()}
+
+
+def _peer_step(model: nn.Module, make: Callable[..., Any]) -> Callable[[], None]:
+    weights = list(model.parameters())
+    optimizer = make(weights, lr=1e-4)
+    for p in weights:
+        p.grad = torch.randn_like(p) * 1e-3
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
+        optimizer.step()
+
+    return step
+
+
 def copy_bandwidth(rounds: int) -> float:
     """Bytes a second that a device copy reads and writes."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=DEVICE)
@@ -162,12 +194,14 @@ def copy_bandwidth(rounds: int) -> float:
     return 2 * COPY_BYTES / (found["copy"][0] / 1e3)
 
 
-def measure(size: str, *, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
+def measure(size: str, *, rounds: int, bandwidth: float, peers: bool) -> list[dict[str, Any]]:
     """Return one row per case for a model size."""
     width, layers = MODELS[size]
     cases: dict[str, Callable[[], Any]] = {
         "torch: unscale+clip+AdamW+cast": torchs_way(width, layers)
     }
+    if peers:
+        cases |= peer_steps(width, layers)
     moved: dict[str, int] = {}
     ours = {moments: Ours(width, layers, moments) for moments in MOMENTS}
     cases["norm"] = ours["fp32"].norm
@@ -257,6 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
@@ -266,7 +301,7 @@ def main() -> None:
         return
     rows = []
     for size in options.sizes:
-        rows += measure(size, rounds=options.rounds, bandwidth=bandwidth)
+        rows += measure(size, rounds=options.rounds, bandwidth=bandwidth, peers=options.peers)
         torch.cuda.empty_cache()
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}; ", end="")
     print(f"device copy {bandwidth / 1e12:.2f} TB/s")

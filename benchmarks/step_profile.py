@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kernel_times import kernel_times, kind_of
 from narrowcast.bench.model import set_up
-from narrowcast.bench.peers.ours import build
+from narrowcast.bench.peers import build_ours
 from narrowcast.runs import describe_machine
 from narrowcast.workloads import load_recipe
 
@@ -23,7 +23,7 @@ WARM_UP, STEPS, SHOWN = 15, 5, 25
 def profiled(recipe: str, policy: str) -> Counter[str]:
     """Return the milliseconds a step spends in each kernel; on a CPU, in each operation."""
     bench = set_up(load_recipe(recipe, []).recipe)
-    step = build(bench, policy=policy).cases["step"].open()
+    step = build_ours(bench, policy=policy).step
     on_gpu = bench.device.type == "cuda"
     for _ in range(WARM_UP if on_gpu else 1):
         step()

@@ -2,74 +2,62 @@ import json
 
 import pytest
 
-from narrowcast.bench.contenders import (
-    Contender,
-    baseline_of,
-    chosen,
-    ours,
-    policies_from,
-    unlike,
-)
-from narrowcast.bench.step import BENCH, BUILDERS, PEERS
+from narrowcast.bench.contenders import PEERS, Contender, select_baseline, select_contenders
+from narrowcast.bench.peers import BUILDERS
 from narrowcast.errors import RecipeError
 
 
-def test_policies_are_parted_by_bars_and_keep_their_commas():
-    assert policies_from("bf16 | bf16, params=bf16; head: fp32") == (
-        "bf16",
-        "bf16, params=bf16; head: fp32",
-    )
-    assert policies_from("none") == ()
+def selected(*, peers="none", policies="none"):
+    return select_contenders(peers=peers, policies=policies, device_type="cpu")
 
 
-def test_a_misspelt_peer_gets_a_suggestion():
-    with pytest.raises(RecipeError, match="did you mean torch-fp32"):
-        chosen("torch-fp23", PEERS)
+def test_policies_are_separated_by_bars_and_keep_their_commas():
+    contenders = selected(policies="bf16 | bf16, params=bf16; head: fp32")
+    assert [c.options["policy"] for c in contenders] == ["bf16", "bf16, params=bf16; head: fp32"]
 
 
-def test_all_and_none_are_what_they_say():
-    assert chosen("all", PEERS) == tuple(PEERS.values())
-    assert chosen("none", PEERS) == ()
+def test_misspelt_peer_gets_a_suggestion():
+    with pytest.raises(RecipeError, match="Did you mean torch-fp32"):
+        selected(peers="torch-fp23")
 
 
-def test_nobody_to_measure_is_refused():
-    with pytest.raises(RecipeError, match="nothing to measure"):
-        BENCH.contenders(peers="none", policies="none", device_type="cpu")
+def test_all_selects_every_peer():
+    assert selected(peers="all") == tuple(PEERS.values())
 
 
-def test_two_of_one_name_get_two_rows():
-    assert [c.name for c in unlike(ours(["bf16", "bf16"]))] == [
-        "narrowcast bf16",
-        "narrowcast bf16 (2)",
-    ]
+def test_no_contender_at_all_raises():
+    with pytest.raises(RecipeError, match="--peers and --policies are both none"):
+        selected()
 
 
-def test_what_is_not_installed_says_so_and_is_no_baseline():
+def test_contenders_with_the_same_name_are_numbered():
+    names = [c.name for c in selected(policies="bf16 | bf16")]
+    assert names == ["narrowcast bf16", "narrowcast bf16 (2)"]
+
+
+def test_a_contender_that_is_not_installed_is_no_baseline():
     absent = Contender(name="a", kind="x", requires=("no_such_module",), distribution="no-such")
     present = Contender(name="b", kind="x", requires=("no_such_module", "json"))
     assert absent.missing == "no-such is not installed"
     assert present.missing == ""
-    assert baseline_of([absent, present], None) is present
+    assert select_baseline([absent, present], None) is present
 
 
-def test_a_baseline_is_named_as_a_peer_or_as_a_policy():
-    contenders = [PEERS["torch-fp32"], *ours(["bf16"])]
-    assert baseline_of(contenders, "bf16") is contenders[1]
-    assert baseline_of(contenders, "torch-fp32") is contenders[0]
+def test_a_baseline_is_named_by_peer_or_by_policy():
+    contenders = selected(peers="torch-fp32", policies="bf16")
+    assert select_baseline(contenders, "bf16") is contenders[1]
+    assert select_baseline(contenders, "torch-fp32") is contenders[0]
     with pytest.raises(RecipeError, match="no contender is called 'fp16'"):
-        baseline_of(contenders, "fp16")
+        select_baseline(contenders, "fp16")
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_a_contender_survives_json(name):
-    peer = PEERS[name]
-    assert Contender.from_json(json.loads(json.dumps(peer.to_json()))) == peer
-    assert peer.kind in BUILDERS
+def test_every_peer_survives_json_and_has_a_builder():
+    for peer in PEERS.values():
+        restored = Contender(**json.loads(json.dumps(peer.to_json())))
+        assert restored.to_json() == peer.to_json()
+        assert peer.kind in BUILDERS
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-def test_the_defaults_of_every_bench_are_contenders(device_type):
-    from narrowcast.bench import health, optimizer, products, quality, step
-
-    for module in (step, optimizer, products, health, quality):
-        assert module.BENCH.contenders(peers=None, policies=None, device_type=device_type)
+def test_the_defaults_of_a_device_are_contenders(device_type):
+    assert select_contenders(peers=None, policies=None, device_type=device_type)

@@ -1,8 +1,7 @@
 import pytest
 import torch
-from torch import nn
 
-from narrowcast.bench.model import on_device, set_up
+from narrowcast.bench.model import set_up
 from narrowcast.workloads import load_recipe
 
 SYNTHETIC = ["data.text=synthetic"]
@@ -53,19 +52,3 @@ def test_any_task_is_measured_on_its_own_data_in_its_own_unit(waves):
 def test_text_is_read_and_random_tokens_are_not_put_in_its_place(tiny):
     tokens, _ = set_up(load_recipe(tiny).recipe).batches[0]
     assert bytes(tokens.flatten().tolist()).isascii()  # Python's own help; random bytes are not
-
-
-def test_a_run_over_random_tokens_reads_the_batches_that_everyone_has(tiny):
-    bench = set_up(load_recipe(tiny, SYNTHETIC).recipe)
-    data = bench.task.train_data
-    for batch in bench.batches:
-        assert all(map(torch.equal, data.__getitems__([0, 1]), batch))
-
-
-def test_weights_that_are_one_stay_one_where_a_model_gets_its_memory():
-    with torch.device("meta"):
-        model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
-    model["head"].weight = model["embed"].weight
-    made = on_device(model, torch.device("cpu"))
-    assert made["head"].weight is made["embed"].weight
-    assert made["embed"].weight.device.type == "cpu"

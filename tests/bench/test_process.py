@@ -1,12 +1,10 @@
 """A worker's process that does not behave; what runs in it is a few words of shell."""
 
-import queue
 import time
 
 import pytest
 
 from narrowcast.bench import process
-from narrowcast.bench.contenders import Contender
 from narrowcast.bench.process import Worker
 
 
@@ -20,39 +18,52 @@ def started(tmp_path, monkeypatch):
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setattr(process.sys, "executable", str(program))
-        inbox = queue.SimpleQueue()
-        contender = Contender(name="odd", kind="torch")
-        workers.append(Worker(contender, {}, folder=tmp_path / "odd", inbox=inbox, cold=False))
-        return workers[-1], inbox
+        workers.append(Worker({}, folder=tmp_path / "odd", timeout_seconds=60, cold=False))
+        return workers[-1]
 
     yield start
     for worker in workers:
         worker.kill()
 
 
-def test_an_answer_cut_off_in_the_middle_is_told_as_the_end(started):
-    worker, inbox = started("""read job; printf '{"event": "rea'; kill -9 $$""")
-    assert inbox.get(timeout=10) == (worker, None)
-    assert worker.reason() == "died of SIGKILL"
+def test_an_answer_cut_off_in_the_middle_ends_the_worker(started):
+    worker = started("""read job; printf '{"event": "rea'; kill -9 $$""")
+    assert worker.answer() is None
+    assert worker.failure == "died of SIGKILL"
 
 
-def test_a_process_that_hangs_on_its_way_out_is_not_waited_for(started, monkeypatch):
-    monkeypatch.setattr(process, "LAST_SECONDS", 0.2)
-    worker, inbox = started("read job; echo 'no such GPU' >&2; exec 1>&-; exec sleep 60")
-    assert inbox.get(timeout=10) == (worker, None)
+def test_a_process_that_hangs_on_exit_is_not_waited_for(started, monkeypatch):
+    monkeypatch.setattr(process, "EXIT_SECONDS", 0.2)
+    worker = started("read job; echo 'no such GPU' >&2; exec 1>&-; exec sleep 60")
     began = time.monotonic()
-    assert worker.reason() == "no such GPU"
+    assert worker.answer() is None
+    assert worker.failure == "no such GPU"
     assert time.monotonic() - began < 10
 
 
-def test_a_process_that_hangs_without_a_word_is_told_as_that(started, monkeypatch):
-    monkeypatch.setattr(process, "LAST_SECONDS", 0.2)
-    worker, inbox = started("read job; exec 1>&-; exec sleep 60")
-    assert inbox.get(timeout=10) == (worker, None)
-    assert worker.reason() == "says no more and does not end"
+def test_a_process_that_hangs_without_a_log_is_reported(started, monkeypatch):
+    monkeypatch.setattr(process, "EXIT_SECONDS", 0.2)
+    worker = started("read job; exec 1>&-; exec sleep 60")
+    assert worker.answer() is None
+    assert worker.failure == "hangs without an answer"
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(started):
-    worker, inbox = started("read job; kill -40 $$")
-    assert inbox.get(timeout=10) == (worker, None)
-    assert worker.reason() == "died of signal 40"
+def test_a_signal_without_a_name_is_reported_by_number(started):
+    worker = started("read job; kill -40 $$")
+    assert worker.answer() is None
+    assert worker.failure == "died of signal 40"
+
+
+def test_time_in_which_others_were_waited_for_counts(started):
+    worker = started("read job; exec sleep 60")
+    worker._requested -= 61
+    assert worker.answer() is None
+    assert worker.failure == "no answer for 60 s, so it was ended"
+
+
+def test_a_worker_that_ended_accepts_requests_and_gives_no_answer(started):
+    worker = started("read job; kill -9 $$")
+    assert worker.answer() is None
+    worker.request({})
+    assert worker.answer() is None
+    assert worker.tail() == []

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from narrowcast.cli.bench_models import _repeated
+from narrowcast.cli.bench import _repeated
 
 MINE = """\
 import os
@@ -32,7 +32,7 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_rows_are_kept_and_taken_up_again(narrowcast, own):
+def test_rows_are_saved_and_continued(narrowcast, own):
     written = own / "rows.json"
     words = ["bench", "models", "--quick", "--modes", "eager", "--json", written]
     ended = narrowcast(*words, "--only", "lstm", "llama-348m", "--ways", "amp", "--seconds", 1e-6)
@@ -52,16 +52,15 @@ def test_rows_are_kept_and_taken_up_again(narrowcast, own):
     assert liger["failure"]  # not installed, or it knows no such model
 
     ended = narrowcast(*words, "--mine", "own_model:build", "--ways", "amp")
-    assert "1 of 1 rows are kept from before" in ended.err
+    assert "1 of 1 rows are in the file already" in ended.err
     assert "starting" not in ended.err
     assert f"{plain['ms']:.2f}" in ended.out
-    assert "not judged" in ended.out
 
 
-def test_a_mistake_in_ones_own_builder_is_told_once(narrowcast, own):
+def test_an_error_of_the_users_builder_is_reported_once(narrowcast, own):
     ended = narrowcast("bench", "models", "--mine", "own_model:vector", "--modes", "eager")
     assert ended.code == 2
-    assert ended.err.count("vector() has a loss of 2 × 1 numbers; take its mean") == 2  # and why
+    assert ended.err.count("vector() has a loss of 2 × 1 numbers. Return its mean") == 2  # and why
     assert ended.err.count("starting") == 1
 
 
@@ -112,15 +111,15 @@ def test_single_rows_are_named_and_set_up_together(narrowcast, own):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--only", "resnet50"], "did you mean resnet-50?"),
-        (["--quick", "--ways", "amp", "apm"], "--ways apm: there is no such"),
+        (["--only", "resnet50"], "Did you mean resnet-50?"),
+        (["--quick", "--ways", "amp", "apm"], ", got apm"),
         (["--together", "0"], "0 is not in the range x>=1"),
-        (["--mine", "model.py"], "write package.module:build"),
+        (["--mine", "model.py"], "must be package.module:build"),
         (["--json", "rows"], "does not end in .json"),
         (["--json", "no-such-folder/a.json"], "there is no folder 'no-such-folder'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_once(narrowcast, words, answer):
+def test_wrong_options_raise_before_anything_is_measured(narrowcast, words, answer):
     ended = narrowcast("bench", "models", *words)
     assert ended.code == 2
     assert answer in ended.err

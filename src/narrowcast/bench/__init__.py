@@ -1,6 +1,6 @@
-"""`narrowcast bench`: this machine, this library and its peers, measured side by side.
+"""`narrowcast bench`: this library and its peers, measured side by side on this machine.
 
-Each contender runs in a process of its own (`worker`), because some of them change torch for the
-whole process. A coordinator starts them, lets them compile at the same time, and measures them
-one at a time, in turns. Nothing here prints: progress goes to a callback, figures come back.
+Each contender runs in its own process (`worker`), because some change torch for the whole process.
+`rounds` times the contenders of `bench step` in turns, `zoo` the rows of `bench models`. Nothing
+here prints: progress goes to a callback, figures are returned.
 """

@@ -1,38 +1,35 @@
-"""Who takes part: a contender is a name, a kind of builder, and the options it is built with."""
+"""Who takes part in `bench step`: policies of this library, and peers by name."""
 
 import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from narrowcast.errors import RecipeError
 
 POLICY_SEPARATOR = "|"
-"""Between two policies in one word: a policy itself has commas, semicolons and colons."""
-
-COPY = "device-copy"
-"""The contender whose rate is the ceiling of all that only move memory."""
+"""Separates policies in one text: a policy itself has commas, semicolons and colons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One row of a table."""
+    """One row of the table."""
 
     name: str
     kind: str
-    """What builds it, a key of the bench's builders."""
+    """Name of the builder in `peers`."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    requires: tuple[str, ...] = ()
-    """Modules of which one must be importable; none: nothing but torch is needed."""
+    requires: Sequence[str] = ()
+    """Modules of which one must be importable; empty if torch is enough."""
     distribution: str = ""
-    """The package whose version the figures give."""
+    """Package whose version is reported."""
     note: str = ""
     """What a reader must know to compare it."""
 
     @property
     def missing(self) -> str:
-        """Why it cannot be started here, or nothing."""
+        """Why it cannot run here, or an empty string."""
         if not self.requires or any(importlib.util.find_spec(m) for m in self.requires):
             return ""
         return f"{self.distribution or self.requires[0]} is not installed"
@@ -41,62 +38,122 @@ class Contender:
         """Return plain data."""
         return asdict(self) | {"options": dict(self.options), "requires": list(self.requires)}
 
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Contender":
-        """Return the contender that `to_json` described."""
-        return cls(**{**found, "requires": tuple(found["requires"])})
+
+_NO_MASTER = "16-bit weights without master weights: loses small updates"
+_TORCH: dict[str, dict[str, Any]] = {
+    "torch-fp32": {"compute": "fp32"},
+    "torch-fp32-compiled": {"compute": "fp32", "compiled": True},
+    "torch-tf32": {"compute": "tf32"},
+    "torch-amp-bf16": {"compute": "bf16"},
+    "torch-amp-bf16-compiled": {"compute": "bf16", "compiled": True},
+    "torch-amp-fp16": {"compute": "fp16"},
+    "torch-amp-fp16-compiled": {"compute": "fp16", "compiled": True},
+    "torch-bf16-compiled": {"compute": "bf16", "weights": "bf16", "compiled": True},
+}
+_TORCHAO: dict[str, dict[str, Any]] = {
+    f"torchao-{recipe}{'-bf16-weights' if weights == 'bf16' else ''}": {
+        "compute": "bf16",
+        "compiled": True,
+        "weights": weights,
+        "float8": recipe,
+    }
+    for weights in ("fp32", "bf16")
+    for recipe in ("tensorwise", "rowwise")
+}
+_LOOPS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "accelerate": ("accelerate", ("accelerate",)),
+    "lightning": ("lightning-fabric", ("lightning_fabric", "lightning")),
+}
+"""Libraries that bring a loop: their distribution, and the modules of which one is needed."""
+
+PEERS: Mapping[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        *(
+            Contender(
+                name=name,
+                kind="torch",
+                options=options,
+                requires=("torchao",) if "float8" in options else (),
+                distribution="torchao" if "float8" in options else "",
+                note=_NO_MASTER if options.get("weights") == "bf16" else "",
+            )
+            for name, options in (_TORCH | _TORCHAO).items()
+        ),
+        *(
+            Contender(
+                name=f"{library}-{precision}",
+                kind=library,
+                options={"precision": precision, "compiled": precision == "bf16"},
+                requires=modules,
+                distribution=distribution,
+            )
+            for library, (distribution, modules) in _LOOPS.items()
+            for precision in ("bf16", "fp32")
+        ),
+    )
+}
+
+# The first peer is the baseline. Those that compile longest come next, so that they start first.
+_DEFAULT_PEERS = {
+    "cuda": "torch-amp-bf16-compiled,torchao-tensorwise,torchao-rowwise,"
+    "torchao-tensorwise-bf16-weights,torchao-rowwise-bf16-weights,accelerate-bf16,lightning-bf16,"
+    "torch-amp-fp16-compiled,torch-bf16-compiled,torch-amp-bf16,torch-amp-fp16,torch-tf32",
+    # Native 16-bit products may be 90 times slower than fp32 on a CPU, or end the process.
+    "cpu": "torch-fp32,accelerate-fp32,lightning-fp32",
+}
+_DEFAULT_POLICIES = {
+    "cuda": "bf16 | bf16, params=bf16, master=split | fp16 | fp16, params=fp16, master=fp32 | "
+    "fp8-tensor | fp8-delayed | aggressive",
+    "cpu": "fp32 | bf16",
+}
 
 
-def policies_from(text: str) -> tuple[str, ...]:
-    """Take apart `bf16 | bf16, params=bf16, master=split`; `none` stands for no policy."""
-    if text.strip() in ("", "none"):
-        return ()
-    return tuple(part.strip() for part in text.split(POLICY_SEPARATOR) if part.strip())
+def select_contenders(
+    *, peers: str | None, policies: str | None, device_type: str
+) -> tuple[Contender, ...]:
+    """Return who takes part; None stands for the default of the device.
 
-
-def chosen(text: str, known: Mapping[str, Contender]) -> tuple[Contender, ...]:
-    """Return the contenders named in `a,b,…`; `all` stands for all, `none` for none."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if words in (["none"], []):
-        return ()
-    if words == ["all"]:
-        return tuple(known.values())
-    return tuple(_named(word, known) for word in words)
-
-
-def ours(policies: Iterable[str], *, kind: str = "narrowcast") -> tuple[Contender, ...]:
-    """Return one contender for each policy."""
+    `peers` is `a,b,…`, `all` or `none`. `policies` is `bf16 | bf16, params=bf16` or `none`.
+    Contenders with the same name are numbered.
+    """
+    device_type = "cuda" if device_type == "cuda" else "cpu"
+    peers = _DEFAULT_PEERS[device_type] if peers is None else peers
+    policies = _DEFAULT_POLICIES[device_type] if policies is None else policies
+    contenders = (
+        *(_named(name, PEERS) for name in _words(",".join(PEERS) if peers == "all" else peers)),
+        *(
+            Contender(name=f"narrowcast {policy}", kind="narrowcast", options={"policy": policy})
+            for policy in _words(policies, separator=POLICY_SEPARATOR)
+        ),
+    )
+    if not contenders:
+        raise RecipeError("--peers and --policies are both none. Name at least one contender.")
+    names = [contender.name for contender in contenders]
     return tuple(
-        Contender(name=f"narrowcast {text}", kind=kind, options={"policy": text})
-        for text in policies
+        replace(each, name=f"{each.name} ({times})") if times > 1 else each
+        for index, each in enumerate(contenders)
+        for times in [names[: index + 1].count(each.name)]
     )
 
 
-def unlike(contenders: Sequence[Contender]) -> tuple[Contender, ...]:
-    """Refuse an empty list; number contenders of one name, so that each has a row of its own."""
-    if not contenders:
-        raise RecipeError("nothing to measure: both --peers and --policies are none; name one")
-    seen: dict[str, int] = {}
-    told = []
-    for contender in contenders:
-        seen[contender.name] = times = seen.get(contender.name, 0) + 1
-        name = contender.name if times == 1 else f"{contender.name} ({times})"
-        told.append(Contender(**{**vars(contender), "name": name}))
-    return tuple(told)
-
-
-def baseline_of(contenders: Sequence[Contender], asked: str | None) -> Contender:
-    """Return the contender called `asked`, or the first one that can run here."""
-    if asked is None:
+def select_baseline(contenders: Sequence[Contender], requested: str | None) -> Contender:
+    """Return the contender with the requested name or policy, or the first that can run here."""
+    if requested is None:
         return next((c for c in contenders if not c.missing), contenders[0])
     by_name = {c.name: c for c in contenders}
-    policy = f"narrowcast {asked}"
-    return by_name[policy] if policy in by_name else _named(asked, by_name)
+    policy = f"narrowcast {requested}"
+    return by_name[policy] if policy in by_name else _named(requested, by_name)
+
+
+def _words(text: str, *, separator: str = ",") -> list[str]:
+    words = [word.strip() for word in text.split(separator) if word.strip()]
+    return [] if words == ["none"] else words
 
 
 def _named(word: str, known: Mapping[str, Contender]) -> Contender:
     if word in known:
         return known[word]
     close = difflib.get_close_matches(word, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known)}"
-    raise RecipeError(f"no contender is called {word!r}; {hint}")
+    hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+    raise RecipeError(f"no contender is called {word!r}. {hint}")

@@ -1,4 +1,4 @@
-"""The coordinator's side of one worker: a process of its own session, a log file, an inbox."""
+"""The bench's side of a worker: its process in a session of its own, its log, its answers."""
 
 import contextlib
 import os
@@ -8,40 +8,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
-from narrowcast.bench.contenders import Contender
 from narrowcast.runs.strict_json import dumps, loads
 
-Inbox: TypeAlias = "queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]"
-"""Answers of all workers as they come; None says that a worker's process is over."""
-
-LAST_SECONDS = 10
-"""What a process that has said its last may take to be over."""
+EXIT_SECONDS = 10
+"""How long a process may take to exit after its last answer."""
 TAIL_LINES = 60
 REASON_LETTERS = 300
 
 
 @final
 class Worker:
-    """One contender's process. Ends when this process does, whatever happens to it."""
+    """The process of one contender. It ends when this process does."""
 
     def __init__(
-        self,
-        contender: Contender,
-        job: Mapping[str, Any],
-        *,
-        folder: Path,
-        inbox: Inbox,
-        cold: bool,
+        self, job: Mapping[str, Any], *, folder: Path, timeout_seconds: float, cold: bool
     ) -> None:
-        """Start it; `cold` gives it compiler caches of its own, which are empty."""
-        self.contender = contender
-        self.began = self.asked = time.monotonic()
-        self.setup: dict[str, Any] = {}
-        """What it told of its start."""
+        """Start it; `cold` gives it empty compiler caches of its own."""
+        self.failure = ""
+        """Why there are no more answers."""
+        self._timeout_seconds = timeout_seconds
+        self._killed = False
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log.txt"
         with self._log.open("wb") as log:
@@ -52,63 +42,94 @@ class Worker:
                 stderr=log,
                 encoding="utf-8",
                 env=os.environ | (_caches(folder) if cold else {}),
-                # A session of its own, so that the compiler's processes can be ended with it.
+                # A session of its own, so that processes of the compiler can be killed with it.
                 start_new_session=True,
             )
-        self._listener = threading.Thread(target=self._listen, args=(inbox,), daemon=True)
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        self.ask(job)
+        self.request({**job, "started": time.time()})
 
-    def ask(self, request: Mapping[str, Any]) -> None:
-        """Send a request; to a process that is over this does nothing, the inbox tells."""
-        self.asked = time.monotonic()
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
+    def request(self, message: Mapping[str, Any]) -> None:
+        """Send a request. If the process has ended, `answer` reports it."""
+        self._requested = time.monotonic()
+        if self._killed:
             return
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any] | None:
+        """Wait for the answer to the last request; None if there is none, see `failure`."""
+        if self.failure:
+            return None
+        remaining = self._requested + self._timeout_seconds - time.monotonic()
+        try:
+            answer = self._answers.get(timeout=max(0.0, remaining))
+        except queue.Empty:
+            answer = None
+            self.failure = f"no answer for {self._timeout_seconds:g} s, so it was ended"
+        else:
+            self.failure = "" if answer else self._exit_reason()
+        if self.failure:
+            self.kill()
+        return answer
 
     def kill(self) -> None:
-        """End the process and all that it started, and wait for it."""
-        with contextlib.suppress(ProcessLookupError):  # over already, and so is all it started
+        """Kill the process and everything it started, and wait for it."""
+        if self._killed:  # its process number may belong to another by now
+            return
+        self._killed = True
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._listener.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # a request that nobody will read
+            with contextlib.suppress(BrokenPipeError):  # a request that was never read
                 pipe.close()
 
-    def reason(self) -> str:
-        """Say in one line why the process is over: the end of its log, or how it died."""
+    def tail(self) -> list[str]:
+        """Return the last lines of the log."""
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        return text.splitlines()[-TAIL_LINES:]
+
+    def _exit_reason(self) -> str:
+        """Return in one line why the process ended: the end of its log, or its signal."""
         code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):  # something does not let it go
-            code = self._process.wait(timeout=LAST_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(timeout=EXIT_SECONDS)
         if code is not None and code < 0:
             known = -code in set(signal.Signals)
             return f"died of {signal.Signals(-code).name if known else f'signal {-code}'}"
         lines = [line.strip() for line in self.tail() if line.strip()]
         if code == 0 or not lines:
-            return (
-                "says no more and does not end" if code is None else f"ended with exit code {code}"
-            )
+            return "hangs without an answer" if code is None else f"ended with exit code {code}"
         return lines[-1].removeprefix("narrowcast.errors.")[:REASON_LETTERS]
 
-    def tail(self) -> list[str]:
-        """Return the last lines of its log."""
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        return text.splitlines()[-TAIL_LINES:]
-
-    def _listen(self, inbox: Inbox) -> None:
+    def _listen(self) -> None:
         assert self._process.stdout is not None
         try:
             for line in self._process.stdout:
-                inbox.put((self, loads(line)))
+                self._answers.put(loads(line))
         except ValueError:
-            pass  # it was ended in the middle of a line
+            pass  # killed in the middle of a line
         finally:
-            inbox.put((self, None))
+            self._answers.put(None)
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM raise KeyboardInterrupt inside the block, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _caches(folder: Path) -> dict[str, str]:

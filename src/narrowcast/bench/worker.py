@@ -1,58 +1,71 @@
-"""One contender's process: build it, take the first steps, then time steps whenever asked.
+"""The process of one contender: builds it, takes the first steps, then times steps on request.
 
-An exception ends the process; the coordinator reads the reason from the end of its log.
+Requests and answers are lines of JSON on stdin and stdout. Whatever a library prints must not come
+between them, so the process's own stdout is redirected to stderr, which is a log file. An exception
+ends the process; the other side reads the reason from the end of the log.
 """
 
 import importlib
+import os
+import queue
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, cast
+from collections.abc import Mapping
+from typing import IO, Any, Protocol, cast
 
-from narrowcast.bench.channel import Channel
+from narrowcast.runs.strict_json import dumps, loads
 
 SUBJECTS: Mapping[str, str] = {
     "step": "narrowcast.bench.step",
-    "optimizer": "narrowcast.bench.optimizer",
-    "products": "narrowcast.bench.products",
-    "health": "narrowcast.bench.health",
-    "quality": "narrowcast.bench.quality",
     "models": "narrowcast.bench.zoo.subject",
 }
-"""Each bench, and the module whose `subject(job)` makes what is measured in it."""
+"""The module of each bench whose `subject(job)` returns what is measured."""
 
 
-class Subject(Protocol):
-    """What a worker does between two requests."""
+class BenchSubject(Protocol):
+    """What a worker measures."""
 
     def ready(self) -> dict[str, Any]:
-        """Build, compile, warm up; return what that took."""
+        """Build, compile and warm up; return facts about it."""
         ...
 
-    def measure(self, request: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-        """Measure once, tell how it goes if that takes minutes; return plain data."""
+    def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Measure once; return plain data."""
         ...
 
 
-def subject_of(job: Mapping[str, Any]) -> Subject:
-    """Return what the job asks to be measured."""
+def load_subject(job: Mapping[str, Any]) -> BenchSubject:
+    """Return the subject of a job."""
     module = importlib.import_module(SUBJECTS[job["bench"]])
-    return cast(Subject, module.subject(job))
+    return cast(BenchSubject, module.subject(job))
 
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    channel = Channel.open()
-    job = channel.next()
-    begin = time.perf_counter()
-    subject = subject_of(job)
-    channel.send("alive", import_seconds=time.perf_counter() - begin)
-    channel.send("ready", **subject.ready())
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    job = requests.get()
+    subject = load_subject(job)
+    started = time.time() - job["started"]
+    _send(answers, {"start_seconds": started, **subject.ready()})
+    while True:
+        _send(answers, subject.measure(requests.get()))
 
-    def tell(text: str) -> None:
-        channel.send("progress", text=text)
 
-    for request in channel:
-        channel.send("measured", **subject.measure(request, tell))
+def _send(answers: IO[str], answer: Mapping[str, Any]) -> None:
+    answers.write(dumps(answer) + "\n")
+    answers.flush()
+
+
+def _read(requests: "queue.SimpleQueue[Any]") -> None:
+    for line in sys.stdin:
+        requests.put(loads(line))
+    # stdin ends when the bench is over or was killed. Exit at once, even while compiling: nothing
+    # this process holds outlives it, and cleaning up may hang.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from narrowcast.bench.zoo.models import ZOO, built, chosen
-from narrowcast.bench.zoo.ways import step_of, trials
+from narrowcast.bench.zoo.models import ZOO, build_model, select_models
+from narrowcast.bench.zoo.ways import make_step, trials
 from narrowcast.errors import RecipeError
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_a_model_has_the_size_that_its_name_says(name):
 def test_every_way_begins_at_the_same_loss_and_lowers_it(name):
     losses = []
     for trial in trials([name], ways=["amp", "ours"], modes=["eager"]):
-        step, _ = step_of(built(name, CPU, quick=True), trial, CPU)
+        step, _ = make_step(build_model(name, CPU, quick=True), trial, CPU)
         losses.append([float(step()) for _ in range(3)])
     plain = losses[0]
     assert len(losses) == 4
@@ -52,7 +52,7 @@ def test_on_a_gpu_every_way_lowers_the_loss_as_torch_does(name):
     device = torch.device("cuda")
     losses = []
     for trial in trials([name], ways=["amp", "ours"], modes=["eager", "graphed"]):
-        step, _ = step_of(built(name, device, quick=True), trial, device)
+        step, _ = make_step(build_model(name, device, quick=True), trial, device)
         losses.append([float(step()) for _ in range(5)])
     for mine in losses:
         assert mine[-1] < mine[0]
@@ -62,9 +62,9 @@ def test_on_a_gpu_every_way_lowers_the_loss_as_torch_does(name):
 
 
 def test_models_are_named_or_all():
-    assert chosen([], mine=None) == tuple(ZOO)
-    assert chosen(["vit-l", "unet", "vit-l"], mine=None) == ("vit-l", "unet")
-    assert chosen([], mine="a.b:c") == ("a.b:c",)
-    assert chosen(["unet"], mine="a.b:c") == ("a.b:c", "unet")
-    with pytest.raises(RecipeError, match="did you mean resnet-50"):
-        chosen(["resnet50"], mine=None)
+    assert select_models([], mine=None) == tuple(ZOO)
+    assert select_models(["vit-l", "unet", "vit-l"], mine=None) == ("vit-l", "unet")
+    assert select_models([], mine="a.b:c") == ("a.b:c",)
+    assert select_models(["unet"], mine="a.b:c") == ("a.b:c", "unet")
+    with pytest.raises(RecipeError, match="Did you mean resnet-50"):
+        select_models(["resnet50"], mine=None)

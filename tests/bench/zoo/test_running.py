@@ -3,7 +3,7 @@
 import pytest
 
 from narrowcast.bench.zoo import running
-from narrowcast.bench.zoo.running import Asked, measure_models
+from narrowcast.bench.zoo.running import ZooRequest, measure_models
 from narrowcast.bench.zoo.ways import trials
 
 MINE = """\
@@ -50,45 +50,27 @@ def _own(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def measured(tell=print, **settings):
-    return measure_models(Asked(modes=("eager",), **settings), tell=tell)
-
-
-def test_the_next_process_may_start_ahead_of_its_turn(monkeypatch):
-    monkeypatch.setattr(running, "CORES_TO_START_AHEAD", 1)
-    told = []
-    zoo = measured(told.append, mine="zoo_of_mine:build", only=("lstm",), ways=("amp",), quick=True)
-    rows = {row["model"]: row for row in zoo.data["rows"]}
-    assert list(rows) == ["lstm", "zoo_of_mine:build"]
-    assert not any(row["failure"] for row in rows.values())
-    assert [line.partition(": ")[2] for line in told].count("starting") == 2
-    assert zoo.left_out == ()
+def measured(log=print, **settings):
+    return measure_models(ZooRequest(modes=("eager",), **settings), log=log)
 
 
 def overlap(one, other):
     return one[0] < other[1] and other[0] < one[1]
 
 
-def test_rows_of_a_group_are_set_up_together_and_timed_while_all_others_wait(monkeypatch):
-    monkeypatch.setattr(running, "CORES_TO_START_AHEAD", 1)
-    zoo = measured(mine="zoo_of_mine:meets", ways=("amp", "ours"), together=2)
+def test_rows_of_a_group_are_set_up_together_and_timed_one_at_a_time():
+    zoo = measured(mine="zoo_of_mine:meets", ways=("amp", "bf16"), together=2)
     rows = zoo.data["rows"]
-    assert [(row["failure"], row["together"]) for row in rows] == [("", 2)] * 4
+    assert [(row["failure"], row["together"]) for row in rows] == [("", 2)] * 2
     for row in rows:
         others = [each["spans"] for each in rows if each is not row]
         timing = row["spans"]["timing"]
         assert not any(overlap(timing, span) for spans in others for span in spans.values())
-    first, second, third, _ = (row["spans"] for row in rows)
+    first, second = (row["spans"] for row in rows)
     assert overlap(first["setting_up"], second["setting_up"])
-    assert third["importing"][1] < first["timing"][0]  # ahead of its turn
 
 
-def test_what_is_left_over_is_a_group_of_its_own():
-    zoo = measured(mine="zoo_of_mine:build", ways=("ours",), together=2)
-    assert [row["together"] for row in zoo.data["rows"]] == [2, 2, 1]
-
-
-def test_rows_that_compile_keep_no_others_waiting():
+def test_compiled_rows_are_in_groups_of_their_own():
     rows = trials(["unet", "lstm"], ways=["amp", "bf16"], modes=["eager", "compiled"])
     groups = running._groups(rows, 3)
     assert [[trial.mode for trial in group] for group in groups] == [
@@ -99,50 +81,44 @@ def test_rows_that_compile_keep_no_others_waiting():
 
 
 def test_a_row_that_fails_beside_others_is_tried_again_alone(tmp_path):
-    told = []
-    kept = tmp_path / "rows.json"
-    settings = {"mine": "zoo_of_mine:first_fails", "ways": ("amp", "bf16"), "kept": kept}
-    zoo = measured(told.append, together=2, **settings)
+    lines = []
+    path = tmp_path / "rows.json"
+    settings = {"mine": "zoo_of_mine:first_fails", "ways": ("amp", "bf16"), "results_path": path}
+    zoo = measured(lines.append, together=2, **settings)
     rows = zoo.data["rows"]
     assert [row["failure"] for row in rows] == ["", ""]
     alone, beside = sorted(rows, key=lambda row: row["together"])
     assert (alone["together"], beside["together"]) == (1, 2)
-    who = f"{alone['model']}, {alone['way']}, eager"
-    assert f"{who}: OSError: no room beside others" in told
-    assert f"{who}: is tried again, alone, after all others" in told
-    assert alone["spans"]["importing"][0] > beside["spans"]["timing"][1]
+    name = f"{alone['model']}, {alone['way']}, eager"
+    assert f"{name}: OSError: no room beside others" in lines
+    assert f"{name}: will be tried again alone" in lines
+    assert alone["spans"]["setting_up"][0] > beside["spans"]["timing"][1]
 
-    told.clear()
-    measured(told.append, **settings)
-    assert told == ["2 of 2 rows are kept from before"]
-
-
-def test_a_row_that_fails_alone_too_has_failed():
-    told = []
-    zoo = measured(told.append, mine="zoo_of_mine:raises", ways=("amp", "bf16"), together=2)
-    assert [row["failure"] for row in zoo.data["rows"]] == ["OSError: no such corpus"] * 2
-    assert sum(line.endswith(": starting") for line in told) == 4
-    assert sum("is tried again, alone" in line for line in told) == 2
+    lines.clear()
+    measured(lines.append, **settings)
+    assert lines == ["2 of 2 rows are in the file already"]
 
 
-def test_a_row_that_failed_beside_others_is_left_out_where_there_is_no_time_to_try_again():
-    told = []
+def test_a_row_that_fails_alone_too_has_failed_with_its_log():
+    lines = []
+    zoo = measured(lines.append, mine="zoo_of_mine:raises", ways=("amp", "bf16"), together=2)
+    for row in zoo.data["rows"]:
+        assert row["failure"] == "OSError: no such corpus"
+        assert any("Traceback" in line for line in row["log"])
+    assert sum(line.endswith(": starting") for line in lines) == 4
+    assert sum("will be tried again alone" in line for line in lines) == 2
+
+
+def test_failed_rows_are_left_out_if_there_is_no_time_to_try_again():
+    lines = []
     settings = {"mine": "zoo_of_mine:raises", "ways": ("amp", "bf16"), "together": 2}
-    zoo = measured(told.append, seconds=0.5, **settings)  # torch alone takes longer to import
-    assert sum("is tried again, alone" in line for line in told) == 2
+    zoo = measured(lines.append, seconds=0.5, **settings)  # torch alone takes longer to import
     assert zoo.data["rows"] == []
     assert [trial.way for trial in zoo.left_out] == ["AMP", "bf16"]
-    assert told[-1] == "0.5 s are over: no further row is started"
+    assert lines[-1] == "0.5 s are over: no further row is started"
 
 
-def test_a_row_that_raises_says_so_and_keeps_its_log():
-    zoo = measured(mine="zoo_of_mine:raises", ways=("amp",))
-    (row,) = zoo.data["rows"]
-    assert row["failure"] == "OSError: no such corpus"
-    assert any("Traceback" in line for line in row["log"])
-
-
-def test_a_row_that_says_nothing_is_ended():
+def test_a_row_without_an_answer_is_ended():
     zoo = measured(mine="zoo_of_mine:build", ways=("amp",), timeout_seconds=0.1)
     (row,) = zoo.data["rows"]
     assert row["failure"] == "no answer for 0.1 s, so it was ended"

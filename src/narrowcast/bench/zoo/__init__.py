@@ -1,6 +1,5 @@
-"""`bench models`: models that people know, or one's own, trained in every way there is.
+"""`bench models`: well-known models, or the user's own, trained in several ways.
 
-`models` builds them, `ways` takes a training step of one, `subject` is a worker's side of a
-measurement, `running` has one after another measured, `kept` is the file of what was, `bars` says
-what is asked of the figures.
+`models` builds them, `ways` makes a training step, `subject` is a worker's side of a measurement,
+`running` measures row after row, `saved_rows` is the file of rows.
 """

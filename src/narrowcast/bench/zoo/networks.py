@@ -1,4 +1,4 @@
-"""Networks in plain torch that no library here has: a U-Net, an LSTM language model, an encoder."""
+"""Networks of the zoo in plain torch: a U-Net, an LSTM language model, an encoder."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 GROUPS = 32
-"""Of a group norm, as in the U-Nets of diffusion models."""
+"""Of a group norm, as in diffusion models."""
 
 
 class LstmLanguageModel(nn.Module):
@@ -42,8 +42,8 @@ class EncoderClassifier(nn.Module):
         return logits
 
 
-class Residual(nn.Module):
-    """Two convolutions with norms before them, told the time of diffusion between them."""
+class ResidualBlock(nn.Module):
+    """Two convolutions with norms before them; the time of diffusion is added between them."""
 
     def __init__(self, width_in: int, width_out: int, *, time_width: int) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ class Residual(nn.Module):
         self.skip: nn.Module = nn.Identity() if same else nn.Conv2d(width_in, width_out, 1)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """Return as many pictures, (batch, width_out, height, width)."""
+        """Return (batch, width_out, height, width)."""
         inner = self.conv_in(F.silu(self.norm_in(x))) + self.time(time)[:, :, None, None]
         out: Tensor = self.skip(x) + self.conv_out(F.silu(self.norm_out(inner)))
         return out
 
 
 class PixelAttention(nn.Module):
-    """Attention among all places of a picture."""
+    """Attention among all pixels of an image."""
 
     def __init__(self, width: int, *, heads: int) -> None:
         super().__init__()
@@ -72,48 +72,48 @@ class PixelAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the pictures with what each place has looked up."""
+        """Return the images with attention added to each pixel."""
         batch, width, *size = x.shape
-        places = self.norm(x).flatten(2).transpose(1, 2)  # (batch, place, width)
-        shape = (batch, places.shape[1], 3, self.heads, width // self.heads)
-        query, key, value = self.qkv(places).view(shape).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        out: Tensor = x + self.out(found).transpose(1, 2).reshape(batch, width, *size)
+        pixels = self.norm(x).flatten(2).transpose(1, 2)  # (batch, pixel, width)
+        shape = (batch, pixels.shape[1], 3, self.heads, width // self.heads)
+        query, key, value = self.qkv(pixels).view(shape).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        out: Tensor = x + self.out(attended).transpose(1, 2).reshape(batch, width, *size)
         return out
 
 
 class UNet(nn.Module):
-    """Predict the noise in pictures, as diffusion models do: halved and doubled again, with skips.
+    """Predict the noise in images, as diffusion models do.
 
-    `widths` are those of each size of picture; the smallest has attention.
+    `widths` has one width for each resolution; the lowest has attention.
     """
 
     def __init__(self, widths: Sequence[int], *, channels: int = 3, heads: int = 4) -> None:
         super().__init__()
         first, time_width = widths[0], 4 * widths[0]
-        given = {"time_width": time_width}
+        time_setting = {"time_width": time_width}
         self.time = nn.Sequential(
             nn.Linear(first, time_width), nn.SiLU(), nn.Linear(time_width, time_width), nn.SiLU()
         )
         self.enter = nn.Conv2d(channels, first, 3, padding=1)
         pairs = list(zip([first, *widths], widths, strict=False))
-        self.down = nn.ModuleList(Residual(a, b, **given) for a, b in pairs)
+        self.down = nn.ModuleList(ResidualBlock(a, b, **time_setting) for a, b in pairs)
         self.halve = nn.ModuleList(nn.Conv2d(b, b, 3, stride=2, padding=1) for _, b in pairs[:-1])
         last = widths[-1]
         self.middle = nn.ModuleList(
-            [Residual(last, last, **given), PixelAttention(last, heads=heads)]
+            [ResidualBlock(last, last, **time_setting), PixelAttention(last, heads=heads)]
         )
-        self.up = nn.ModuleList(Residual(2 * b, a, **given) for a, b in reversed(pairs))
+        self.up = nn.ModuleList(ResidualBlock(2 * b, a, **time_setting) for a, b in reversed(pairs))
         self.leave = nn.Sequential(
             nn.GroupNorm(min(GROUPS, first), first),
             nn.SiLU(),
             nn.Conv2d(first, channels, 3, padding=1),
         )
 
-    def forward(self, pictures: Tensor, time: Tensor) -> Tensor:
+    def forward(self, images: Tensor, time: Tensor) -> Tensor:
         """Return the noise of (batch, channels, height, width) at times of (batch, first)."""
         time = self.time(time)
-        x, skips = self.enter(pictures), []
+        x, skips = self.enter(images), []
         for index, block in enumerate(self.down):
             x = block(x, time)
             skips.append(x)

@@ -1,6 +1,6 @@
-"""The ways to train a model: torch's mixed precision, with Liger, torchao's fp8, and ours.
+"""Ways to train a model: torch's mixed precision, with Liger, torchao's fp8, and ours.
 
-Each is written as its documentation has it. All have torch's fused AdamW and clip to a norm of 1.
+Each is written as its documentation has it. All use torch's fused AdamW and clip to a norm of 1.
 """
 
 import importlib
@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowcast.bench.peers.float8 import convert
-from narrowcast.bench.zoo.built import Built
-from narrowcast.bench.zoo.models import entry_of
+from narrowcast.bench.peers import convert_to_torchao
+from narrowcast.bench.zoo.built import BuiltModel
+from narrowcast.bench.zoo.models import get_entry
 from narrowcast.errors import RecipeError, UnsupportedError
 from narrowcast.precision.plan.gains import Running
 from narrowcast.precision.step.prepare import prepare
@@ -25,36 +25,36 @@ from narrowcast.precision.step.prepared import Prepared
 
 Kind = Literal["amp", "liger", "torchao", "ours"]
 Step = Callable[[], Tensor]
-"""One training step; returns its loss, on the device."""
+"""One training step; returns its loss on the device."""
 
 RUNNING: Mapping[str, Running] = {
     "eager": "eager", "compiled": "compiled", "graphed": "captured",
 }  # fmt: skip
-"""What a plan is told of a mode."""
+"""`running=` of `prepare` for each mode."""
 MODES = tuple(RUNNING)
 CLIP_NORM, LR = 1.0, 1e-4
 SPLIT = "params=bf16, master=split"
 STEPS_TO_CAPTURE = 6
-"""After which a step is to be replayed: those before anything is timed."""
+"""A step must be captured after so many, before anything is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A row of the table, but for the model and the mode."""
+    """A way to train any model."""
 
     name: str
     kind: Kind
     modes: tuple[str, ...] = ("eager", "compiled")
     policy: str = ""
-    """Of ours."""
+    """Precision policy, for ours."""
     requires: str = ""
-    """The module that must be there."""
+    """Module that must be importable."""
     distribution: str = ""
-    """What to install for it."""
+    """Package to install for it."""
 
     @property
     def missing(self) -> str:
-        """What has to be installed for it, or nothing."""
+        """What must be installed for it, or an empty string."""
         if not self.requires or importlib.util.find_spec(self.requires):
             return ""
         return f"{self.distribution} is not installed; pip install {self.distribution}"
@@ -91,11 +91,11 @@ KINDS: Mapping[str, str] = {
     "torchao": "torchao's fp8 with a scale for each tensor",
     "ours": "nc.prepare, in three policies",
 }
-"""What `--ways` names, beside single rows."""
+"""Names for `--ways`, besides single rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class ZooTrial:
     """One model in one way and one mode."""
 
     model: str
@@ -106,51 +106,53 @@ class Trial:
         return f"{self.model}, {self.way}, {self.mode}"
 
 
-def trials(models: Iterable[str], *, ways: Iterable[str], modes: Iterable[str]) -> list[Trial]:
-    """Return what is measured, model by model, and of each what others are compared with first.
+def trials(models: Iterable[str], *, ways: Iterable[str], modes: Iterable[str]) -> list[ZooTrial]:
+    """Return the rows, model by model; AMP, the baseline, comes first.
 
     `ways` has kinds, names of single ways, or both.
     """
     ways, modes = _known(ways, (*KINDS, *WAYS), "--ways"), _known(modes, MODES, "--modes")
-    found = [
-        Trial(model=model, way=way.name, mode=mode)
+    rows = [
+        ZooTrial(model=model, way=way.name, mode=mode)
         for model in models
         for way in WAYS.values()
         for mode in MODES
         if {way.kind, way.name} & set(ways) and mode in modes and mode in way.modes
-        if way.kind != "liger" or entry_of(model).liger
+        if way.kind != "liger" or get_entry(model).liger
     ]
-    if not found:
+    if not rows:
         raise RecipeError(
-            f"--ways {shlex.join(ways)} --modes {' '.join(modes)}: there is no such row; torchao "
-            "is compiled only, and graphed are ours only"
+            f"--ways {shlex.join(ways)} --modes {' '.join(modes)} selects no row. torchao has only "
+            "compiled rows, and only ours have graphed ones."
         )
-    return found
+    return rows
 
 
-def step_of(built: Built, trial: Trial, device: torch.device) -> tuple[Step, dict[str, Any]]:
-    """Return the training step of a trial, and what there is to tell of how it was made."""
+def make_step(
+    built: BuiltModel, trial: ZooTrial, device: torch.device
+) -> tuple[Step, dict[str, Any]]:
+    """Return the training step of a trial, and facts about it."""
     way = WAYS[trial.way]
     match way.kind:
         case "ours":
             return _our_step(built, way.policy, trial.mode)
         case "liger":
-            _put_liger_in(built.model)
+            _apply_liger(built.model)
             about: dict[str, Any] = {}
         case "torchao":
             if device.type != "cuda":
                 raise UnsupportedError("torchao's fp8 products need a GPU")
-            about = {"fp8_layers": convert(built.model, "tensorwise")}
+            about = {"fp8_layers": convert_to_torchao(built.model, "tensorwise")}
             if not about["fp8_layers"]:
-                raise UnsupportedError("torchao finds no linear layer here that it converts")
+                raise UnsupportedError("torchao converts no linear layer of this model")
         case "amp":
             about = {}
     return _amp_step(built, device, compiled=trial.mode == "compiled"), about
 
 
-def _graphed_step(run: Prepared, built: Built) -> Step:
-    """Return the whole step as CUDA graphs; where there is no GPU it is launched."""
-    fast = run.graphed(lambda *inputs: built.loss_of(built.model, *inputs))
+def _graphed_step(run: Prepared, built: BuiltModel) -> Step:
+    """Return the whole step as CUDA graphs; without a GPU it runs eagerly."""
+    fast = run.graphed(lambda *inputs: built.loss_fn(built.model, *inputs))
     on_gpu = next(built.model.parameters()).is_cuda
     taken = count(1)
 
@@ -164,8 +166,8 @@ def _graphed_step(run: Prepared, built: Built) -> Step:
     return step
 
 
-def _our_step(built: Built, policy: str, mode: str) -> tuple[Step, dict[str, Any]]:
-    model, loss_of, inputs = built.model, built.loss_of, built.inputs
+def _our_step(built: BuiltModel, policy: str, mode: str) -> tuple[Step, dict[str, Any]]:
+    model, loss_fn, inputs = built.model, built.loss_fn, built.inputs
     optimizer, running = _optimizer(model), RUNNING[mode]
     run = prepare(model, optimizer, policy=policy, clip_norm=CLIP_NORM, running=running)
     about = {
@@ -180,27 +182,27 @@ def _our_step(built: Built, policy: str, mode: str) -> tuple[Step, dict[str, Any
 
     def step() -> Tensor:
         with run.compute():
-            loss = loss_of(forward, *inputs)
+            loss = loss_fn(forward, *inputs)
         run.step(loss)
         return loss.detach()
 
     return step, about
 
 
-def _amp_step(built: Built, device: torch.device, *, compiled: bool) -> Step:
-    model, loss_of, inputs = built.model, built.loss_of, built.inputs
+def _amp_step(built: BuiltModel, device: torch.device, *, compiled: bool) -> Step:
+    model, loss_fn, inputs = built.model, built.loss_fn, built.inputs
     optimizer = _optimizer(model)
     forward = _compiled(model) if compiled else model
 
-    def region() -> AbstractContextManager[Any]:
+    def autocast() -> AbstractContextManager[Any]:
         # Native 16-bit products may be 90 times slower than fp32 on a CPU, or end the process.
         if device.type != "cuda":
             return nullcontext()
         return torch.autocast("cuda", dtype=torch.bfloat16)
 
     def step() -> Tensor:
-        with region():
-            loss = loss_of(forward, *inputs)
+        with autocast():
+            loss = loss_fn(forward, *inputs)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -220,8 +222,8 @@ def _compiled(model: nn.Module) -> nn.Module:
     return compiled  # type: ignore[no-any-return]
 
 
-def _put_liger_in(model: nn.Module) -> None:
-    """Give a model of transformers Liger's kernels, as Liger puts them into an instance."""
+def _apply_liger(model: nn.Module) -> None:
+    """Patch a model of transformers with Liger's kernels."""
     patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     config: Any = vars(model).get("config")
     known: Mapping[str, Any] = patches.MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -231,11 +233,11 @@ def _put_liger_in(model: nn.Module) -> None:
     known[kind](model=model)
 
 
-def _known(asked: Iterable[str], known: Iterable[str], option: str) -> tuple[str, ...]:
-    """Refuse words that are none; return all there are where none is given."""
-    given, names = tuple(asked), tuple(known)
-    for word in given:
+def _known(requested: Iterable[str], known: Iterable[str], option: str) -> tuple[str, ...]:
+    """Return the requested words, or all; raises for unknown ones."""
+    words, names = tuple(requested), tuple(known)
+    for word in words:
         if word not in names:
-            there_is = ", ".join(shlex.quote(name) for name in names)  # as a shell takes them
-            raise RecipeError(f"{option} {word}: there is no such; name some of {there_is}")
-    return given or names
+            quoted = ", ".join(shlex.quote(name) for name in names)
+            raise RecipeError(f"{option} must be some of {quoted}, got {word}.")
+    return words or names

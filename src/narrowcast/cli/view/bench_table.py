@@ -1,124 +1,121 @@
-"""What `bench` prints at the end: a table of those who ran, and why the others did not."""
+"""The tables of `bench step` and `bench models`, and why some rows are missing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from narrowcast.bench.contenders import COPY
-from narrowcast.bench.measure.figures import Row
-from narrowcast.bench.measure.results import rows_of
-from narrowcast.bench.running import Figures
-from narrowcast.report.phrases import duration, large, measured, said, share, size
-from narrowcast.runs import Metric
+from narrowcast.bench.figures import result_rows
+from narrowcast.bench.rounds import Figures
+from narrowcast.bench.zoo.running import Zoo
+from narrowcast.bench.zoo.ways import AMP
+from narrowcast.report.phrases import large, size
 
-RATES: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "flops": ("TFLOP/s", lambda rate: f"{rate / 1e12:.3g}"),
-    "bytes": ("GB/s", lambda rate: f"{rate / 1e9:,.0f}"),
-}
-"""Amounts, as a column says them and as they are written there; any other is of items."""
+GIB = 2**30
+TEXT_COLUMNS = ("contender", "model", "way", "mode")
 
 
-def print_figures(console: Console, title: str, figures: Figures) -> None:
-    """Print the table of a bench whose steps were timed."""
-    rows = rows_of(figures.results, baseline=figures.baseline)
-    rates = list(dict.fromkeys(what for row in rows for what in row.rates))
-    several = len({row.case for row in rows}) > 1
-    ceiling = next((row.rates["bytes"] for row in rows if row.name == COPY), None)
-    apart = any(row.host_seconds is not None for row in rows)
-    columns = ["contender", *(["case"] if several else []), "ms", "quartiles", "speed"]
-    columns += ["host ms"] if apart else []
-    columns += [_rate(what)[0] for what in rates] + (["of copy", "B/param"] if ceiling else [])
-    table = new_table([*columns, "peak", "first step"])
-    # Shape by shape where there are several, so that rivals stand side by side.
-    order = {case: place for place, case in enumerate(dict.fromkeys(row.case for row in rows))}
-    for row in sorted(rows, key=lambda row: order[row.case]):
-        cells = [row.name, *([row.case] if several else []), *_times(row)]
-        if apart:
-            cells.append("" if row.host_seconds is None else f"{1000 * row.host_seconds:.2f}")
-        cells += [_rate(what)[1](row.rates[what]) if what in row.rates else "" for what in rates]
-        if ceiling:
-            each = row.facts.get("bytes_per_parameter", 0.0)
-            cells += [share(row.rates["bytes"], ceiling), f"{each:.3g}"]
-        first = row.facts.get("first_step_seconds")
-        table.add_row(*cells, size(row.peak_bytes), "" if first is None else f"{first:.1f} s")
-    _print(console, title, figures, table=table)
-    print_notes(console, {row.name: str(row.facts.get("note") or "") for row in rows})
-    print_failures(console, figures)
-
-
-def print_quality(console: Console, title: str, figures: Figures) -> None:
-    """Print the table of runs that were trained to the end."""
-    rows = figures.data["rows"]
-    metric = Metric(**rows[0]["metric"]) if rows else Metric(name="loss")
-    table = new_table(
-        ["contender", "seeds", f"eval {said(metric.name)}", "against", "train loss", "ms",
-         "steps to loss", "time to loss", "skipped", "peak"]
-    )  # fmt: skip
+def print_figures(console: Console, figures: Figures) -> None:
+    """Print the table of `bench step`."""
+    rows = result_rows(figures.results, baseline=figures.baseline)
+    units = list(dict.fromkeys(unit for row in rows for unit in row.rates))
+    rates = [f"{unit}/s" for unit in units]
+    table = _new_table(["contender", "ms", "quartiles", "speed", *rates, "peak", "first step"])
     for row in rows:
-        relative, steps = row["evaluated_relative"], row["steps_to_loss"]
+        low, high = row.quartiles
+        first = row.facts.get("first_step_seconds")
         table.add_row(
-            row["name"],
-            str(len(row["seeds"])),
-            measured(metric, row["evaluated"]),
-            "" if relative is None else f"{100 * relative:+.2f} %",
-            f"{row['train_loss']:.4f}",
-            f"{row['step_ms']:.2f}",
-            "not reached" if steps is None else f"{steps:.0f}",
-            "" if steps is None else duration(row["seconds_to_loss"]),
-            str(row["skipped"]),
-            size(row["peak_bytes"]),
+            row.name,
+            f"{1000 * row.median_seconds:.2f}",
+            f"{1000 * low:.2f}–{1000 * high:.2f}",
+            "" if row.speed is None else f"{row.speed:.3f} ×",
+            *(large(row.rates[unit]) if unit in row.rates else "" for unit in units),
+            size(row.peak_bytes),
+            "" if first is None else f"{first:.1f} s",
         )
-    _print(console, title, figures, table=table)
-    if figures.data["measured_at_once"] > 1:
-        note = "runs shared the device: times and peaks cannot be compared"
-        console.print(Text(note, style="yellow"))
-    print_failures(console, figures)
-
-
-def new_table(columns: Sequence[str]) -> Table:
-    """Return an empty table: names to the left, numbers to the right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in columns:
-        left = name in ("contender", "case", "policy", "model", "way", "mode")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
-    return table
-
-
-def print_notes(console: Console, notes: Mapping[str, str]) -> None:
-    """Print what a reader must know to compare."""
-    for name, note in notes.items():
-        if note:
-            console.print(Text(f"{name}: {note}", style="yellow"))
-
-
-def print_failures(console: Console, figures: Figures) -> None:
-    """Print who has no figures, and why."""
+    data = figures.data
+    words = " ".join([data["recipe"], *data["overrides"]])
+    torch_version = data["environment"]["torch"]
+    _print(
+        console,
+        f"bench step · {words} · {data['device']} · torch {torch_version} · "
+        f"against {figures.baseline.name}",
+        table,
+    )
+    for row in rows:
+        if row.facts.get("note"):
+            console.print(Text(f"{row.name}: {row.facts['note']}", style="yellow"))
     for result in figures.results:
         if result.failure:
             console.print(Text.assemble((result.contender.name, "bold"), f"  {result.failure}"))
 
 
-def _rate(what: str) -> tuple[str, Callable[[float], str]]:
-    return RATES.get(what, (f"{what}/s", large))
+def print_models(console: Console, zoo: Zoo) -> None:
+    """Print the table of `bench models`, rows that failed, and what was left out."""
+    data = zoo.data
+    rows = data["rows"]
+    table = _new_table(
+        ["model", "way", "mode", "ms", "× AMP", "GiB", "first step", "loss after 30"]
+    )
+    previous = ""
+    for row in (row for row in rows if not row["failure"]):
+        speed = speed_against_amp(row, rows)
+        table.add_row(
+            row["model"] if row["model"] != previous else "",
+            row["way"],
+            row["mode"],
+            f"{row['ms']:.2f}",
+            "" if speed is None else f"{speed:.3f}",
+            f"{row['peak_bytes'] / GIB:.2f}",
+            f"{row['first_step_seconds']:.1f} s{'' if _set_up_alone(row) else ' *'}",
+            f"{float(row['loss']):.4f}",
+        )
+        previous = row["model"]
+    title = f"bench models · {data['device']} · torch {data['torch']} · against torch AMP"
+    _print(console, title, table)
+    for row in (row for row in rows if row["failure"]):
+        name = f"{row['model']}, {row['way']}, {row['mode']}"
+        console.print(Text.assemble((name, "bold"), f"  {row['failure']}"))
+    notes = {
+        "graphed rows are against eager AMP": any(row["mode"] == "graphed" for row in rows),
+        "* set up beside others (--together): first steps cannot be compared": any(
+            not _set_up_alone(row) for row in rows
+        ),
+    }
+    for note, applies in notes.items():
+        if applies:
+            console.print(Text(note, style="dim"))
+    if zoo.left_out:
+        names = "; ".join(str(trial) for trial in zoo.left_out)
+        console.print(Text(f"left out, {len(zoo.left_out)} rows: {names}", style="yellow"))
 
 
-def _times(row: Row) -> list[str]:
-    spread = row.seconds
-    quartiles = f"{1000 * spread.low:.2f}–{1000 * spread.high:.2f}"
-    ratio = "" if row.speed is None else f"{row.speed:.3f} ×"
-    return [f"{1000 * spread.median:.2f}", quartiles, ratio]
+def speed_against_amp(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the speed against torch AMP in the same mode; of a graph, against eager AMP."""
+    mode = "eager" if row["mode"] == "graphed" else row["mode"]
+    amp = (row["model"], AMP, mode)
+    theirs = next((r for r in rows if (r["model"], r["way"], r["mode"]) == amp), None)
+    if theirs is None or theirs["failure"] or row["failure"]:
+        return None
+    return float(theirs["ms"] / row["ms"])
 
 
-def _print(console: Console, title: str, figures: Figures, *, table: Table) -> None:
+def _set_up_alone(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("together", 1) == 1)  # older files do not have it
+
+
+def _new_table(columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in columns:
+        justify: Any = "left" if name in TEXT_COLUMNS else "right"
+        table.add_column(name, justify=justify, overflow="fold")
+    return table
+
+
+def _print(console: Console, title: str, table: Table) -> None:
     console.print()
-    console.print(Text(_headline(title, figures), style="bold"))
+    console.print(Text(title, style="bold"))
     console.print(table)
-
-
-def _headline(title: str, figures: Figures) -> str:
-    data = figures.data
-    about = f"bench {title} · {' '.join([data['recipe'], *data['overrides']])} · {data['device']}"
-    return f"{about} · torch {data['environment']['torch']} · against {figures.baseline.name}"

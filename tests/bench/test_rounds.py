@@ -9,18 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from narrowcast.bench.contenders import Contender, ours
-from narrowcast.bench.coordinator import Contest, hold
-from narrowcast.bench.step import PEERS
+from narrowcast.bench.contenders import PEERS, Contender, select_contenders
+from narrowcast.bench.rounds import BenchRequest, Rounds
 
 
-def held(tiny, tmp_path, contenders, **settings):
-    told = []
-    settings = {"usable_bytes": 2**40, **settings}
-    job = {"bench": "step", "recipe": tiny, "overrides": [], "settings": {}}
-    contest = Contest(job=job, request={"steps": 2}, **settings)
-    results = hold(contest, contenders, baseline=contenders[0], folder=tmp_path, tell=told.append)
-    return {result.contender.name: result for result in results}, told
+def measured(tiny, tmp_path, contenders, *, usable_bytes=2**40, **settings):
+    lines = []
+    rounds = Rounds(
+        BenchRequest(recipe=tiny, steps=2, **settings),
+        contenders,
+        baseline=contenders[0],
+        usable_bytes=usable_bytes,
+        folder=tmp_path,
+        log=lines.append,
+    )
+    return {result.contender.name: result for result in rounds.run()}, lines
+
+
+def ours(*policies):
+    return select_contenders(peers="none", policies=" | ".join(policies), device_type="cpu")
 
 
 def children_of(pid):
@@ -43,48 +50,47 @@ def is_running(pid):
         return False
 
 
-def test_groups_share_the_baseline_and_failures_are_told(tiny, tmp_path):
+def test_groups_share_the_baseline_and_failures_are_reported(tiny, tmp_path):
     contenders = (
         PEERS["torch-fp32"],
-        *ours(["fp32", "bf17"]),
+        *ours("fp32", "bf17"),
         Contender(name="absent", kind="torch", requires=("no_such_module",)),
     )
-    results, told = held(tiny, tmp_path, contenders, repeats=2, together=2)
+    results, lines = measured(tiny, tmp_path, contenders, repeats=2, together=2)
     assert len(results["narrowcast fp32"].rounds) == 2
     assert [group for group, _ in results["torch-fp32"].rounds] == [0, 0]
-    seconds = results["narrowcast fp32"].rounds[0][1]["cases"]["step"]["seconds"]
+    seconds = results["narrowcast fp32"].rounds[0][1]["seconds"]
     assert len(seconds) == 2
     assert min(seconds) > 0
     wrong = results["narrowcast bf17"]
     assert "no preset is named 'bf17'" in wrong.failure
     assert any("Traceback" in line for line in wrong.log)
     assert results["absent"].failure == "no_such_module is not installed"
-    assert any(line.startswith("torch-fp32: ready: start ") for line in told)
+    assert any(line.startswith("torch-fp32: ready: start ") for line in lines)
 
 
-def test_one_at_a_time_still_meets_the_baseline_in_every_group(tiny, tmp_path):
-    contenders = (PEERS["torch-fp32"], *ours(["fp32", "fp32, grads=fp32"]))
-    limit = {"training_bytes": 10, "usable_bytes": 15}
-    results, _ = held(tiny, tmp_path, contenders, repeats=1, **limit)
+def test_contenders_that_do_not_fit_meet_the_baseline_in_groups_of_their_own(tiny, tmp_path):
+    contenders = (PEERS["torch-fp32"], *ours("fp32", "fp32, grads=fp32"))
+    results, _ = measured(tiny, tmp_path, contenders, repeats=1, usable_bytes=0)
     assert [group for group, _ in results["torch-fp32"].rounds] == [0, 1]
     assert [group for group, _ in results["narrowcast fp32"].rounds] == [0]
     assert [group for group, _ in results["narrowcast fp32, grads=fp32"].rounds] == [1]
 
 
-def test_who_runs_out_of_memory_beside_others_has_one_more_try(tiny, tmp_path):
+def test_a_contender_that_runs_out_of_memory_beside_others_is_tried_again(tiny, tmp_path):
     # An option that does not exist ends the worker with its name on the last line of the log.
     options = {"compute": "fp32", "compiled": False, "out of memory": True}
     large = Contender(name="large", kind="torch", options=options)
-    results, told = held(tiny, tmp_path, (PEERS["torch-fp32"], large), repeats=1)
-    assert "large: out of memory beside others; it has another try later" in told
-    assert told.count("large: starting") == 2
+    results, lines = measured(tiny, tmp_path, (PEERS["torch-fp32"], large), repeats=1)
+    assert "large: out of memory beside others, will be tried again" in lines
+    assert lines.count("large: starting") == 2
     assert "out of memory" in results["large"].failure
     assert len(results["torch-fp32"].rounds) == 1
 
 
-def test_a_worker_that_says_nothing_is_ended_with_that_said(tiny, tmp_path):
+def test_a_worker_without_an_answer_is_ended(tiny, tmp_path):
     others = children_of(os.getpid())  # what tests before this one have left behind
-    results, _ = held(tiny, tmp_path, (PEERS["torch-fp32"],), timeout_seconds=0.2)
+    results, _ = measured(tiny, tmp_path, (PEERS["torch-fp32"],), timeout_seconds=0.2)
     assert results["torch-fp32"].failure == "no answer for 0.2 s, so it was ended"
     assert set(children_of(os.getpid())) <= set(others)
 

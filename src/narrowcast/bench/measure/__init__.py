@@ -1,1 +1,0 @@
-"""How long, how much memory, how good: from steps to figures."""

@@ -1,1 +1,0 @@
-"""One module per kind of optimizer: `build(weights, **options)` returns its update, to be timed."""
