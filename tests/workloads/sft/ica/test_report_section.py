@@ -90,9 +90,9 @@ def test_the_overlap_of_two_networks_is_written_in_its_cell():
 
 def test_a_bar_reaches_as_far_as_its_number():
     svg = drawing.ablation_bars(an_ablation())
-    zero = float(re.search(r'<line x1="([\d.]+)"[^>]*style="stroke:var\(--line\)"', svg)[1])
+    zero = float(re.search(r'<line x1="([\d.]+)"[^>]*style="stroke:var\(--line\)', svg)[1])
     bars = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', svg)
-    ends = re.findall(r'<path d="M([\d.]+) [\d.]+v10M[\d.]+ [\d.]+H([\d.]+)', svg)
+    ends = re.findall(r'<line x1="([\d.]+)" y1="19.0" x2="([\d.]+)" y2="19.0"', svg)
     (x, width), (low, high) = map(float, bars[0]), map(float, ends[0])
     assert x == pytest.approx(zero, abs=0.2)
     # The interval is 0.9 to 1.1 of a bar of 1.0.

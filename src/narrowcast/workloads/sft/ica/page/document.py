@@ -22,6 +22,10 @@ h3 { font-size: .9375rem; margin: 1.5rem 0 .5rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; }
 th, td { padding: .25rem .875rem .25rem 0; text-align: left; border-bottom: 1px solid var(--grid); }
 th { color: var(--quiet); font-weight: 500; } .number { text-align: right; }
+.legend { display: flex; flex-wrap: wrap; gap: .375rem 1.5rem; padding: 0; list-style: none;
+  font-size: .875rem; }
+.swatch { display: inline-block; width: .75rem; height: .75rem; margin-right: .5rem;
+  border-radius: .1875rem; vertical-align: -.0625rem; }
 """
 
 

@@ -1,30 +1,35 @@
-"""Networks and ablations drawn in SVG, in the colours of the page around them.
-
-Colours are custom properties (`--group0`, `--quiet`), which the report and our own page set for
-light and dark. Every drawing says in words what it shows.
-"""
+"""Networks and ablations drawn in SVG, in the colours of the page around them."""
 
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
 
+from narrowcast.runs.report_drawing import (
+    GRID,
+    INK,
+    LINE,
+    QUIET,
+    Scale,
+    axes,
+    box,
+    colour,
+    dots,
+    line,
+    path,
+    words,
+)
+from narrowcast.runs.report_drawing import drawing as svg
+from narrowcast.runs.report_drawing import legend as svg_legend
 from narrowcast.workloads.sft.ica.networks import FunctionalNetworks
 from narrowcast.workloads.sft.ica.page.text import named
 from narrowcast.workloads.sft.ica.study.ablation import Ablation, Interval
 
-WIDTH = 960
+WIDTH, MOST_PIXELS = 960, 1200
 LEFT, RIGHT, TOP, BOTTOM = 112, 16, 8, 34
-COLOURS = 8
-"""Those of the page; after them they begin again."""
 THINNEST = 1.4
 """A mark that can be seen, in units of the drawing."""
 MOST_CELLS = 24
 """Components up to which a matrix has numbers in its cells."""
-
-
-def colour(place: int) -> str:
-    """Return the colour of one of many."""
-    return f"var(--group{place % COLOURS})"
+BAR_ROW = 34
 
 
 def channel_map(networks: FunctionalNetworks) -> str:
@@ -32,27 +37,25 @@ def channel_map(networks: FunctionalNetworks) -> str:
     layout = networks.layout
     row = max(7.0, min(16.0, 480 / len(layout.layers)))
     height = row * len(layout.layers)
-    inner = WIDTH - LEFT - RIGHT
-    step = inner / layout.width
-    mark = max(step, THINNEST)
-    places = {layer: i for i, layer in enumerate(layout.layers)}
-    marks = [_box(LEFT, TOP, inner, height, fill="var(--sunk)")]
+    x = Scale(0, layout.width, LEFT, WIDTH - RIGHT)
+    mark = max(x(1) - x(0), THINNEST)
+    rows = {layer: TOP + number * row for number, layer in enumerate(layout.layers)}
+    marks = [box(LEFT, TOP, x.end - x.start, height, fill="var(--sunk)")]
     for number, component in enumerate(networks.components):
-        path = "".join(
-            f"M{LEFT + channel * step:.1f} {TOP + places[layer] * row + 0.5:.1f}"
-            f"h{mark:.1f}v{row - 1:.1f}h-{mark:.1f}z"
+        # One path for a network: thousands of boxes would take ten times the bytes.
+        outline = "".join(
+            f"M{x(channel):.1f} {rows[layer] + 0.5:.1f}h{mark:.1f}v{row - 1:.1f}h-{mark:.1f}z"
             for layer, channels in sorted(networks.networks[component].items())
             for channel in channels
         )
-        marks.append(f'<path d="{path}" style="fill:{colour(number)};fill-opacity:.8"/>')
+        marks.append(f'<path d="{outline}" style="fill:{colour(number)};fill-opacity:.8"></path>')
     every = max(1, math.ceil(14 / row))
-    for layer, place in places.items():
-        if place % every == 0:
-            marks.append(_text(LEFT - 8, TOP + (place + 0.5) * row + 4, str(layer), "end"))
-    for tick in _ticks(0, layout.width):
-        marks.append(_text(LEFT + tick * step, TOP + height + 16, f"{tick:,.0f}", "middle"))
-    marks.append(_text(8, TOP + 12, "layer", "start"))
-    marks.append(_text(WIDTH - RIGHT, TOP + height + 30, "channel", "end"))
+    for layer in layout.layers[::every]:
+        marks.append(words(LEFT - 8, rows[layer] + row / 2 + 4, str(layer), anchor="end"))
+    for value, label in x.ticks():
+        marks.append(words(x(value), TOP + height + 16, label, anchor="middle"))
+    marks.append(words(8, TOP + 12, "layer"))
+    marks.append(words(WIDTH - RIGHT, TOP + height + 30, "channel", anchor="end"))
     sizes = ", ".join(f"{c} has {networks.size(c):,}" for c in networks.components[:20])
     alt = f"Channels of each network by layer and channel; component {sizes}."
     return _drawing(marks, height + TOP + BOTTOM, alt)
@@ -60,13 +63,10 @@ def channel_map(networks: FunctionalNetworks) -> str:
 
 def legend(networks: FunctionalNetworks) -> str:
     """Name the colours of the map."""
-    items = "".join(
-        f'<span style="margin-right:1rem;white-space:nowrap"><span style="display:inline-block;'
-        f"width:.75rem;height:.75rem;border-radius:.1875rem;margin-right:.375rem;background:"
-        f'{colour(place)}"></span>component {component}, {networks.size(component):,}</span>'
-        for place, component in enumerate(networks.components)
+    return svg_legend(
+        (colour(number), f"component {component}, {networks.size(component):,}")
+        for number, component in enumerate(networks.components)
     )
-    return f'<p class="note">{items}</p>'
 
 
 def sizes_by_layer(networks: FunctionalNetworks) -> str:
@@ -83,9 +83,8 @@ def sizes_by_layer(networks: FunctionalNetworks) -> str:
         for c, layer in list(zip(networks.components, busiest, strict=True))[:20]
     )
     labels = [f"component {component}" for component in networks.components]
-    return _matrix(
-        counts, labels, [str(layer) for layer in layers], most=most, alt=f"{alt}.", form="d"
-    )
+    columns = [str(layer) for layer in layers]
+    return _matrix(counts, labels, columns, most=most, alt=f"{alt}.", form="d")
 
 
 def overlap(networks: FunctionalNetworks) -> str:
@@ -98,116 +97,71 @@ def overlap(networks: FunctionalNetworks) -> str:
         share, i, j = max(pairs)
         alt += f"; the largest is {share:.2f}, of components {numbers[j]} and {numbers[i]}"
     labels = [str(number) for number in numbers]
-    return _matrix(shares, labels, labels, most=1.0, alt=f"{alt}.", form=".2f", narrow=True)
+    return _matrix(shares, labels, labels, most=1.0, alt=f"{alt}.", form=".2f", widest=48)
 
 
 def ablation_bars(ablation: Ablation) -> str:
     """Draw what each lesion costs, with its interval, and each random mask as a dot."""
-    whole = ablation.whole.loss
-    rows = [
-        (named(lesion), lesion.cost, lesion.equal) for lesion in (ablation.lesion, *ablation.each)
-    ]
-    beyond = [row[1].high for row in rows] + [
-        mask.loss - whole for row in [*rows, ("", None, ablation.larger)] for mask in row[2].masks
-    ]
-    below = [row[1].low for row in rows] + [
-        mask.loss - whole for row in rows for mask in row[2].masks
-    ]
-    low, high = min(0.0, *below), max(1e-6, *beyond)
-    scale = _Scale(low, high)
+    lesions = (ablation.lesion, *ablation.each)
+    chance = [[mask.loss - ablation.whole.loss for mask in each.equal.masks] for each in lesions]
+    larger = [mask.loss - ablation.whole.loss for mask in ablation.larger.masks]
+    costs = [lesion.cost for lesion in lesions]
+    low = min(0.0, *(cost.low for cost in costs), *(v for row in chance for v in row))
+    high = max(1e-6, *(cost.high for cost in costs), *(v for row in chance for v in row), *larger)
+    x = Scale(low, high, LEFT, WIDTH - RIGHT)
+    bottom = TOP + BAR_ROW * (len(lesions) + 1)
+    marks = []
+    for value, label in x.ticks():
+        marks.append(line(x(value), TOP, x(value), bottom, stroke=GRID if value else LINE))
+        marks.append(words(x(value), bottom + 16, label, anchor="middle"))
     # A network has the colour it has on the map; all together have one of their own.
-    fills = ["var(--quiet)", *(colour(place) for place in range(len(ablation.each)))]
-    marks, y = [_grid(scale, len(rows) + 1)], TOP
-    for place, (label, cost, versus) in enumerate(rows):
-        marks += [_text(LEFT - 8, y + 19, label, "end"), _bar(scale, cost, y, fills[place])]
-        marks += _dots(scale, (mask.loss - whole for mask in versus.masks), y + 23)
-        y += 34
-    marks.append(_text(LEFT - 8, y + 19, f"{ablation.share:.0%} at random", "end"))
-    marks += _dots(scale, (mask.loss - whole for mask in ablation.larger.masks), y + 15)
-    marks.append(_text(WIDTH - RIGHT, y + 64, "nats a token above the whole model", "end"))
+    fills = [QUIET, *(colour(number) for number in range(len(ablation.each)))]
+    for number, lesion in enumerate(lesions):
+        y = TOP + BAR_ROW * number
+        marks.append(words(LEFT - 8, y + 19, named(lesion), anchor="end"))
+        marks += _bar(x, lesion.cost, y, fills[number])
+        marks.append(_chance(x, chance[number], y + 23))
+    last = bottom - BAR_ROW
+    marks.append(words(LEFT - 8, last + 19, f"{ablation.share:.0%} at random", anchor="end"))
+    marks.append(_chance(x, larger, last + 15))
+    marks.append(words(x.end, last + 64, "nats per token above the whole model", anchor="end"))
     alt = f"Loss above that of the whole model. {ablation.verdict()}"
-    return _drawing(marks, y + 70, alt)
+    return _drawing(marks, last + 70, alt)
 
 
 def preserve_curve(ablation: Ablation) -> str:
     """Draw the loss with the first networks alone, over how many channels they have."""
-    kept, height = ablation.preserve, 220
-    lows = [ablation.whole.loss, *(each.level.loss for each in kept)]
-    bottom, top = min(lows), max(lows)
-    most = max(each.channels for each in kept) or 1
-    span = (top - bottom) or 1.0
-
-    def x(channels: float) -> float:
-        return LEFT + channels / most * (WIDTH - LEFT - RIGHT)
-
-    def y(loss: float) -> float:
-        return TOP + 8 + (top - loss) / span * height
-
-    marks = [
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" '
-        f'style="stroke:var(--grid)"></line>' + _text(LEFT - 8, y(tick) + 4, label, "end")
-        for tick, label in _labelled(bottom, top)
-    ]
-    marks += [_text(x(t), TOP + height + 30, f"{t:,.0f}", "middle") for t in _ticks(0, most)]
-    line = y(ablation.whole.loss)
-    marks.append(
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{line:.1f}" y2="{line:.1f}" '
-        'style="stroke:var(--quiet);stroke-dasharray:4 4"></line>'
-    )
-    points = " ".join(f"{x(each.channels):.1f},{y(each.level.loss):.1f}" for each in kept)
-    marks.append(
-        f'<polyline points="{points}" style="fill:none;stroke:{colour(0)};stroke-width:2"/>'
-    )
-    for each in kept:
-        where = f'cx="{x(each.channels):.1f}" cy="{y(each.level.loss):.1f}"'
-        marks.append(f'<circle {where} r="4" style="fill:{colour(0)}"/>')
-    marks.append(_text(WIDTH - RIGHT, TOP + height + 46, "channels kept", "end"))
+    kept, whole = ablation.preserve, ablation.whole.loss
+    losses = [whole, *(each.level.loss for each in kept)]
+    x = Scale(0, max(each.channels for each in kept) or 1, LEFT, WIDTH - RIGHT)
+    y = Scale(min(losses), max(losses), TOP + 236, TOP + 16)
+    marks = axes(x, y, below="channels kept", beside="loss")
+    dashes = "stroke-dasharray:4 4"
+    marks.append(line(x.start, y(whole), x.end, y(whole), stroke=QUIET, more=dashes))
+    points = [(x(each.channels), y(each.level.loss)) for each in kept]
+    marks.append(path(points, stroke=colour(0)))
+    marks.append(dots(points, radius=4, fill=colour(0), opacity=1))
     alt = (
         f"Loss with the first networks alone: {kept[0].level.loss:.3f} with {kept[0].channels:,} "
         f"channels, {kept[-1].level.loss:.3f} with {kept[-1].channels:,}; the whole model has "
-        f"{ablation.whole.loss:.3f}."
+        f"{whole:.3f}."
     )
-    return _drawing(marks, height + 62, alt)
+    return _drawing(marks, y.start + 44, alt)
 
 
-class _Scale:
-    """Where numbers stand from left to right."""
-
-    def __init__(self, low: float, high: float) -> None:
-        self.low, self.high = low, high
-
-    def __call__(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
-        return LEFT + min(max(share, 0), 1) * (WIDTH - LEFT - RIGHT)
-
-
-def _bar(scale: _Scale, cost: Interval, y: float, fill: str) -> str:
-    start, end = sorted((scale(0), scale(cost.value)))
-    low, high, middle = scale(cost.low), scale(cost.high), y + 11
-    return (
-        f'<g><rect x="{start:.1f}" y="{y + 4}" '
-        f'width="{max(end - start, 0.5):.1f}" height="14" style="fill:{fill};fill-opacity:.75"/>'
-        f'<path d="M{low:.1f} {middle - 5}v10M{low:.1f} {middle}H{high:.1f}M{high:.1f} '
-        f'{middle - 5}v10" style="stroke:var(--ink);stroke-width:1.5;fill:none"/></g>'
-    )
-
-
-def _dots(scale: _Scale, values: Iterable[float], y: float) -> list[str]:
+def _bar(x: Scale, cost: Interval, y: float, fill: str) -> list[str]:
+    """Draw a bar from zero, and its interval."""
+    start, end = sorted((x(0), x(cost.value)))
+    thick = "stroke-width:1.5"
     return [
-        f'<circle cx="{scale(value):.1f}" cy="{y}" r="3" style="fill:var(--quiet);'
-        f'fill-opacity:.55"/>'
-        for value in values
+        box(start, y + 4, max(end - start, 0.5), 14, fill=fill, opacity=0.75),
+        line(x(cost.low), y + 11, x(cost.high), y + 11, stroke=INK, more=thick),
+        *(line(x(v), y + 6, x(v), y + 16, stroke=INK, more=thick) for v in (cost.low, cost.high)),
     ]
 
 
-def _grid(scale: _Scale, rows: int) -> str:
-    bottom = TOP + 34 * rows
-    return "".join(
-        f'<line x1="{scale(tick):.1f}" x2="{scale(tick):.1f}" y1="{TOP}" y2="{bottom}" '
-        f'style="stroke:var({"--line" if tick == 0 else "--grid"})"></line>'
-        + _text(scale(tick), bottom + 16, label, "middle")
-        for tick, label in _labelled(scale.low, scale.high)
-    )
+def _chance(x: Scale, costs: Iterable[float], y: float) -> str:
+    return dots([(x(cost), y) for cost in costs], radius=3, fill=QUIET, opacity=0.55)
 
 
 def _matrix(
@@ -218,72 +172,31 @@ def _matrix(
     most: float,
     alt: str,
     form: str,
-    narrow: bool = False,
+    widest: float = WIDTH,
 ) -> str:
-    """Draw numbers as shades, with the numbers themselves where there is room."""
-    width = min(48.0, (WIDTH - LEFT - RIGHT) / len(columns)) if narrow else None
-    width = width or (WIDTH - LEFT - RIGHT) / len(columns)
+    """Draw numbers as shades, with the numbers themselves if there is room."""
+    width = min(widest, (WIDTH - LEFT - RIGHT) / len(columns))
     high = 24 if len(rows) <= MOST_CELLS else max(6.0, 576 / len(rows))
     written = high >= 20 and width >= 24
     marks = []
     for i, row in enumerate(cells):
         y = TOP + i * high
         if high >= 12 or i % 5 == 0:
-            marks.append(_text(LEFT - 8, y + high / 2 + 4, rows[i], "end"))
+            marks.append(words(LEFT - 8, y + high / 2 + 4, rows[i], anchor="end"))
         for j, value in enumerate(row):
             x, share = LEFT + j * width, value / most if most else 0.0
-            fill = f"fill:var(--series);fill-opacity:{0.04 + 0.86 * share:.2f}"
-            marks.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="{high - 1:.1f}" '
-                f'style="{fill}"/>'
-            )
+            shade = round(0.04 + 0.86 * share, 2)
+            marks.append(box(x, y, width - 1, high - 1, fill="var(--series)", opacity=shade))
             if written and value:
-                ink = "var(--paper)" if share > 0.55 else "var(--ink)"
-                marks.append(
-                    _text(x + width / 2, y + high / 2 + 4, f"{value:{form}}", "middle", ink)
-                )
+                ink = "var(--paper)" if share > 0.55 else INK
+                at = x + width / 2, y + high / 2 + 4
+                marks.append(words(*at, f"{value:{form}}", anchor="middle", fill=ink))
     bottom = TOP + high * len(rows)
     every = max(1, math.ceil(26 / width))
-    marks += [
-        _text(LEFT + (j + 0.5) * width, bottom + 15, label, "middle")
-        for j, label in enumerate(columns)
-        if j % every == 0
-    ]
+    for j in range(0, len(columns), every):
+        marks.append(words(LEFT + (j + 0.5) * width, bottom + 15, columns[j], anchor="middle"))
     return _drawing(marks, bottom + 24, alt)
 
 
 def _drawing(marks: Iterable[str], height: float, alt: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(alt)}" '
-        'style="width:100%;height:auto;display:block;font-size:12px">' + "".join(marks) + "</svg>"
-    )
-
-
-def _box(x: float, y: float, width: float, height: float, *, fill: str) -> str:
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{height:.1f}" style="fill:{fill}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str, fill: str = "var(--quiet)") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="fill:{fill}">'
-        f"{escape(text)}</text>"
-    )
-
-
-def _labelled(low: float, high: float) -> list[tuple[float, str]]:
-    """Return round numbers, each with as many digits as it takes to tell them apart."""
-    ticks = _ticks(low, high)
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [(tick, f"{tick:,.{digits}f}") for tick in ticks]
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from low to high, about five."""
-    span = high - low
-    if not (span > 0 and math.isfinite(span)):
-        return [low]
-    step = 10 ** math.floor(math.log10(span / 5))
-    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 6)
-    first = math.ceil(low / step)
-    return [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    return svg(marks, width=WIDTH, height=height, alt=alt, most=MOST_PIXELS)
