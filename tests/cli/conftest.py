@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from narrowcast.cli.entry import exit_code_of
+from narrowcast.training.checkpoints.checkpoint import step_of
 from narrowcast.training.checkpoints.verify import difference_between
 
 
@@ -43,27 +44,40 @@ def narrowcast(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
 
 @pytest.fixture
-def resumed_halfway(narrowcast: Callable[..., Ended], tmp_path: Path) -> Callable[..., Path]:
-    """Train a run, resume a copy of it from a checkpoint halfway, and check that both are equal.
+def resumed_from(narrowcast: Callable[..., Ended]) -> Callable[..., Path]:
+    """Resume a copy of a finished run as if it had been killed after a step.
 
-    All in this process; tests of `verify-resume` kill real ones.
+    It all happens in this process; tests of `resume` and `verify-resume` kill real ones.
     """
 
-    def train(*words: object, every: int) -> Path:
-        straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-        saving = (f"checkpoint.every={every}", "checkpoint.keep=100")
-        ended = narrowcast("train", *words, *saving, "--out", straight)
-        assert (ended.code, ended.err) == (0, "")
+    def resume(straight: Path, step: int) -> Path:
+        resumed = straight.with_name(f"resumed-{step}")
         shutil.copytree(straight, resumed)
-        saved = sorted((resumed / "checkpoints").iterdir())
-        for later in saved[len(saved) // 2 :]:
-            shutil.rmtree(later)
+        for checkpoint in (resumed / "checkpoints").iterdir():
+            if checkpoint.name > f"step-{step:06d}":
+                shutil.rmtree(checkpoint)
         for name in ("finished.json", "model.safetensors", "report.html"):
             (resumed / name).unlink()
         ended = narrowcast("resume", resumed)
         assert (ended.code, ended.err) == (0, "")
         assert difference_between(straight, resumed) is None
         return resumed
+
+    return resume
+
+
+@pytest.fixture
+def resumed_halfway(
+    narrowcast: Callable[..., Ended], resumed_from: Callable[..., Path], tmp_path: Path
+) -> Callable[..., Path]:
+    """Train a run, and resume a copy of it from the checkpoint halfway."""
+
+    def train(*words: object, every: int) -> Path:
+        saving = (f"checkpoint.every={every}", "checkpoint.keep=100")
+        ended = narrowcast("train", *words, *saving, "--out", tmp_path / "straight")
+        assert (ended.code, ended.err) == (0, "")
+        saved = sorted((tmp_path / "straight/checkpoints").iterdir())
+        return resumed_from(tmp_path / "straight", step_of(saved[len(saved) // 2 - 1]))
 
     return train
 

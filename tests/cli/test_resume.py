@@ -56,33 +56,18 @@ def test_a_run_killed_at_any_step_and_resumed_is_the_run_it_would_have_been(
     assert len(json.loads((killed / "environment.json").read_text())["sessions"]) == 2
 
 
-PHASES = "[{policy: fp32, until: 25}, {policy: fp8-delayed, until: 70%}, {policy: bf16}]"
+PHASES = "[{policy: fp32, until: 8}, {policy: fp8-delayed, until: 70%}, {policy: bf16}]"
 
 
-def test_a_scheduled_run_killed_in_any_phase_is_the_run_it_would_have_been(
-    start, narrowcast, tiny, tmp_path
+def test_a_run_resumed_in_any_phase_is_the_uninterrupted_one(
+    narrowcast, resumed_from, tiny, tmp_path
 ):
-    """One run is stopped in each phase; what lies in its folder then is what a kill would leave."""
-    words = ["train", tiny, "steps=80", "checkpoint.every=5", f"precision.schedule={PHASES}"]
-    straight, running = tmp_path / "straight", tmp_path / "running"
-    left = [tmp_path / f"killed-{step}" for step in (12, 40, 65)]
-    with start(*words, "--out", running) as process:
-        for killed, step in zip(left, (12, 40, 65), strict=True):
-            while not _recorded(running, step):
-                assert process.poll() is None
-                time.sleep(0.002)
-            process.send_signal(signal.SIGSTOP)
-            os.waitpid(process.pid, os.WUNTRACED)
-            shutil.copytree(running, killed)
-            process.send_signal(signal.SIGCONT)
-        process.kill()
-    assert narrowcast(*words, "--out", straight).code == 0
-    changes = [r for r in records_of(straight) if isinstance(r, PrecisionRecord)]
-    assert [(r.step, r.after) for r in changes] == [(26, "fp8-delayed"), (57, "bf16")]
-    for killed in left:
-        assert narrowcast("resume", killed).code == 0
-        assert same(records_of(killed), records_of(straight))
-        assert weights_of(killed) == weights_of(straight)
+    words = ["steps=24", "checkpoint.every=4", "checkpoint.keep=9", f"precision.schedule={PHASES}"]
+    assert narrowcast("train", tiny, *words, "--out", tmp_path / "run").code == 0
+    changes = [r for r in records_of(tmp_path / "run") if isinstance(r, PrecisionRecord)]
+    assert [(r.step, r.after) for r in changes] == [(9, "fp8-delayed"), (18, "bf16")]
+    for step in (4, 12, 20):
+        resumed_from(tmp_path / "run", step)
 
 
 def test_phases_that_end_elsewhere_in_a_longer_run_are_told(narrowcast, tiny, tmp_path):
