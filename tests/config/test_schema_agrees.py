@@ -128,10 +128,10 @@ def recipe_with(workload, key, value):
 def test_schema_and_loader_agree_about_every_setting(workload, tmp_path):
     sections = sections_of(workload)
     differ = []
-    for key, _ in leaves(recipe_tree(sections)):
+    for number, (key, _) in enumerate(leaves(recipe_tree(sections))):
         if workload != "tutorial" and key[0] not in sections.by_name:
             continue  # those are the same for all
-        for value in VALUES:
+        for value in VALUES[number % 3 :: 3]:  # each setting a third, each value a third of them
             recipe = recipe_with(workload, key, copy.deepcopy(value))
             fits, runs = takes(SCHEMA, recipe), loads(recipe, tmp_path / "r.yaml")
             if fits != runs and not (fits and ".".join(key) in TOGETHER):

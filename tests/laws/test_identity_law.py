@@ -100,6 +100,7 @@ def prepared_loop(model, optimizer, scheduler, clip_norm, policy):
     return run
 
 
+@pytest.mark.sampled(times=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(("policy", "clip_norm", "schedule"), SETTINGS)
 def test_an_fp32_policy_trains_to_the_weights_of_plain_torch(

@@ -68,11 +68,12 @@ def test_every_number_text_and_list_of_a_recipe_has_an_upper_bound():
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def test_every_setting_answers_every_value_in_words_and_at_once(workload, capsys):
+def test_every_setting_answers_hostile_values_in_words_and_at_once(workload, capsys):
     assert set(WORKLOADS) == set(REGISTRY.names)
     slow, wrong = [], []
-    for key, field in settings(workload):
-        for value in HOSTILE if numeric(field) else TEXTS:
+    for number, (key, field) in enumerate(settings(workload)):
+        values = HOSTILE if numeric(field) else TEXTS
+        for value in values[number % 3 :: 3]:  # each setting a third, each value a third of them
             began = time.monotonic()
             code = exit_code_of(["plan", WORKLOADS[workload], f"{key}={value}"])
             taken = time.monotonic() - began
