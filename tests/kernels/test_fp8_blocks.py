@@ -37,6 +37,7 @@ def test_blocks_along_either_dimension_are_those_of_the_emulation(rows, blocks, 
     assert torch.equal(back(found.columnwise, found.columnwise_scale_inv), emulated)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", [E4M3, E5M2], ids=lambda target: target.name)
 @pytest.mark.parametrize("square", [False, True])

@@ -47,6 +47,7 @@ def test_lines_along_either_dimension_are_those_of_the_emulation(rows, sixteens,
     assert not found.columnwise[:, rows:].float().any()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", [E4M3, E5M2], ids=lambda target: target.name)
 @pytest.mark.parametrize("shape", [(1, 16), (150, 80), (144, 528)])

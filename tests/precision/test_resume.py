@@ -49,6 +49,7 @@ def scale_for(policy):
     return {"loss_scale": nc.LossScale(init_scale=1024.0, growth_interval=2)}
 
 
+@pytest.mark.sampled(times=1)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_run_goes_on_bit_for_bit_in_fresh_objects(policy, fused, same_state):

@@ -88,6 +88,7 @@ def test_a_sequence_of_a_row_is_what_it_is_alone(
     assert_same(rows, heads=heads, group=group, width=width, dtype=dtype, window=window, seed=seed)
 
 
+@pytest.mark.sampled(times=1)
 @pytest.mark.parametrize("lengths", [[300], [1, 299], [128, 128, 44], [130, 40, 5, 125]])
 @pytest.mark.parametrize("width", [64, 128])
 def test_tiles_that_no_border_crosses_are_whole(lengths, width):
