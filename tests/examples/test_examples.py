@@ -1,4 +1,5 @@
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,15 +9,20 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(name, *words):
-    command = [sys.executable, str(EXAMPLES / name), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run_example(monkeypatch, capsys):
+    """Run an example in this process, which saves the seconds torch takes to import."""
+
+    def run(name, *words):
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
-def test_the_drop_in_learns_in_fp16_and_skips_only_the_bad_batch(optimizer):
+def test_the_drop_in_learns_in_fp16_and_skips_only_the_bad_batch(run_example, optimizer):
     output = run_example("drop_in.py", optimizer)
     assert re.findall(r"step (\d+) skipped", output) == ["31"]
     accuracy, applied, tried = re.search(r"accuracy (.*) after (\d+) of (\d+)", output).groups()
@@ -24,7 +30,7 @@ def test_the_drop_in_learns_in_fp16_and_skips_only_the_bad_batch(optimizer):
     assert float(accuracy) > 0.5  # ten classes: chance is 0.1
 
 
-def test_a_schedule_in_a_loop_of_ones_own_says_every_change_and_learns():
+def test_a_schedule_in_a_loop_of_ones_own_says_every_change_and_learns(run_example):
     output = run_example("schedule.py")
     assert "step 11: 0: fp32 → e4m3/e5m2 delayed" in output
     assert "step 51: 2: e4m3/e5m2 delayed → bf16, weights bf16 with split master" in output
@@ -43,13 +49,16 @@ def test_the_drop_in_fits_forty_lines():
 def test_a_recipe_is_planned_trained_and_reported_from_python(tmp_path):
     folder = tmp_path / "run"
     words = ["steps=20", "batch_size=2", "model.layers=1", "data.eval_windows=2"]
-    output = run_example("recipe_in_python.py", str(folder), *words)
+    command = [sys.executable, str(EXAMPLES / "recipe_in_python.py"), str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     assert re.search(r"^step 20: loss \d", output, re.M)
     assert re.search(r"^step 20: evaluated \{'loss': \d", output, re.M)
     assert (folder / "report.html").exists()
 
 
-def test_adapters_beside_a_base_in_e4m3_learn():
+def test_adapters_beside_a_base_in_e4m3_learn(run_example):
     output = run_example("adapters.py")
     assert re.search(r"^14 layers kept in e4m3, the worst with 3[01]\.\d dB", output, re.M)
     first, *_, last = map(float, re.findall(r"loss (\S+)", output))
