@@ -9,7 +9,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Classes above the limit today. An entry may be lowered or removed, never raised.
 PUBLIC_METHODS = {"Prepared": 29, "TrainedWeights": 20, "RunFolder": 19}
 CONSTRUCTOR_ARGUMENTS = {"Engine": 13}
-PACKAGE_IMPORTS = {"training/trainer.py": 27, "strategies/hybrid/jump_course.py": 25}
+PACKAGE_IMPORTS = {"training/trainer.py": 27}
 
 
 def classes():

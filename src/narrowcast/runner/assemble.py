@@ -17,13 +17,13 @@ from narrowcast.precision.plan.presets import policy_from
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.phrases import size
 from narrowcast.runs import Record
-from narrowcast.strategies.build import strategy_of
 from narrowcast.strategies.hybrid.phase_formats import policies_of
+from narrowcast.strategies.hybrid.strategy import HybridStrategy
 from narrowcast.training.data import Order
 from narrowcast.training.phase_plans import each_phase, phases_of, plan_phases
 from narrowcast.training.setup import prepare_recipe
 from narrowcast.training.signals import Home
-from narrowcast.training.strategy import Strategy
+from narrowcast.training.strategy import PLAIN, Strategy
 from narrowcast.training.task import Task
 from narrowcast.training.trainer import train
 from narrowcast.workloads import build_task
@@ -73,7 +73,9 @@ def assemble(recipe: Recipe) -> Assembled:
     Order(samples=len(task.train_data), batch_size=recipe.batch_size, seed=recipe.seed)
     recipe = recipe.for_samples(len(task.train_data))
     prepared = prepare_recipe(recipe, task, plan=phases[0])
-    strategy = strategy_of(recipe, task, prepared)
+    strategy: Strategy = PLAIN
+    if recipe.strategy.is_hybrid:
+        strategy = HybridStrategy(prepared, task, recipe)
     return Assembled(recipe=recipe, task=task, prepared=prepared, plans=phases, strategy=strategy)
 
 

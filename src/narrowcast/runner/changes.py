@@ -11,7 +11,7 @@ from narrowcast.errors import CheckpointError, RecipeError
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.runs import RunFolder
 from narrowcast.runs.shape import ANY
-from narrowcast.strategies.hybrid.described import STRATEGY
+from narrowcast.strategies.hybrid.plan import STRATEGY
 from narrowcast.training.checkpoints.settings import (
     MAY_CHANGE,
     decisive_differences,

@@ -6,7 +6,7 @@ from typing import Any
 from narrowcast.config import Recipe
 from narrowcast.numerics import FORMATS
 from narrowcast.precision.plan.plan import Plan
-from narrowcast.strategies.hybrid.described import STRATEGY, described
+from narrowcast.strategies.hybrid.plan import STRATEGY, described
 from narrowcast.training.phase_plans import phases_json
 
 

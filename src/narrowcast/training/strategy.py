@@ -19,10 +19,6 @@ Measure = Callable[[], dict[str, float]]
 class Strategy(Protocol):
     """A way to get by with fewer steps."""
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the run is to be saved at once, as `act` has found."""
-
     def before_first_step(self) -> Iterable[Record]:
         """Tell how the run begins; not called when it is resumed."""
 
@@ -70,8 +66,6 @@ class Strategy(Protocol):
 @final
 class Plain:
     """Plain training: nothing but its steps."""
-
-    wants_checkpoint = False
 
     def before_first_step(self) -> Iterable[Record]:
         """Tell of nothing."""

@@ -275,8 +275,6 @@ class _Course:
             self._investigator.begin_row()
             self._stepper.drop_graphs()
         yield from records
-        if strategy.wants_checkpoint:
-            yield from self._save()
         self._since = time.perf_counter()
 
     def _is_due(self, every: int, *, last: int) -> bool:

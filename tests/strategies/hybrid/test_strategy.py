@@ -1,5 +1,6 @@
 """Hybrid training through the trainer: phases, read-outs, jumps, and that it is resumed."""
 
+import dataclasses
 import re
 import shutil
 
@@ -24,19 +25,14 @@ SHORT = ["steps=24", "eval.every=8", "checkpoint.every=5", "precision.policy=fp3
 JUMPS = [
     "strategy.preset=aggressive", "strategy.jumps.budget=1.0", "strategy.phases.warmup_steps=4",
     "strategy.phases.full_steps=6", "strategy.phases.max_predict_steps=4",
-    "strategy.jumps.predictor=line",
 ]  # fmt: skip
 WAYS = {
     "conservative": ["strategy=hybrid", "strategy.preset=conservative"],
     "balanced": ["strategy=hybrid", "strategy.phases.warmup_steps=6"],
     "bf16 leads": ["strategy=hybrid", "strategy.lookahead.storage=bf16"],
     "jumps": ["strategy=hybrid", *JUMPS],
-    "jumps by whoever was right": [
-        "strategy=hybrid", *JUMPS, "strategy.jumps.predictor=bandit", "accumulate=2"
-    ],
-    "a loss that diverges": [
-        "strategy=hybrid", *JUMPS, "strategy.phases.divergence_sigma=0.5", "optimizer.lr=0.3"
-    ],
+    "jumps between accumulated steps": ["strategy=hybrid", *JUMPS, "accumulate=2"],
+    "jumps that are corrected": ["strategy=hybrid", *JUMPS, "optimizer.lr=0.3"],
     "phases in other formats": ["strategy=hybrid", *JUMPS, "strategy.precision=aggressive"],
     "predictions in bf16": ["strategy=hybrid", *JUMPS, "strategy.precision=recommended"],
 }  # fmt: skip
@@ -143,14 +139,35 @@ def test_the_point_ahead_begins_after_a_warm_up_that_is_asked_for_and_takes_the_
 
 
 def test_phases_have_the_formats_that_they_are_given():
-    words = [*SHORT, "strategy=hybrid", *JUMPS, "strategy.policies.predict=bf16"]
+    words = [*SHORT, "strategy=hybrid", *JUMPS, "strategy.policies.predict=bf16",
+             "strategy.policies.correct=fp16", "optimizer.lr=0.3"]  # fmt: skip
     records = list(nc.train("tutorial", words))
+    jumps = events(records, "jump")
+    corrected = [jump for jump in jumps if jump.values["scale"] == 0.5]
+    assert corrected
     changes = [r for r in records if isinstance(r, PrecisionRecord)]
-    assert events(records, "jump")
-    assert {change.reason for change in changes} == {
-        "the phase predict begins", "the phase correct begins"
-    }  # fmt: skip
-    assert {change.after for change in changes} == {"compute=bf16", "compute=fp32"}
+    reasons = [(change.reason.split()[2], change.after) for change in changes]
+    expected = []
+    for jump in jumps:
+        expected += [("predict", "compute=bf16")]
+        expected += [("correct", "compute=fp16")] if jump in corrected else []
+        expected += [("full", "compute=fp32")]
+    assert reasons == expected
+
+
+def test_a_divergence_is_recorded_and_doubles_the_steps_before_the_next_jump():
+    run = nc.train("tutorial", [*SHORT, "strategy=hybrid", *JUMPS, "steps=60"])
+    first = next(record for record in run if isinstance(record, StepRecord))
+    strategy = run._assembled.strategy
+    records = []
+    for step in range(2, 47):
+        loss = 2 + 0.1 * (step % 3) if step < 39 else 50.0
+        strategy.note(dataclasses.replace(first, step=step, loss=loss))
+        if strategy.is_due(step):
+            records += strategy.act(step, batches=step)
+    (diverged,) = [r for r in events(records, "phase") if "standard deviations" in r.why]
+    assert diverged.step == 40
+    assert diverged.values["steps"] == 12
 
 
 def test_records_around_jumps_are_in_the_order_of_their_steps():
@@ -166,8 +183,7 @@ def test_records_around_jumps_are_in_the_order_of_their_steps():
 
 def test_jumps_stay_within_their_share_of_the_work():
     words = ["steps=60", "precision.policy=fp32", "strategy=hybrid",
-             "strategy.preset=aggressive", "strategy.jumps.budget=0.4",
-             "strategy.jumps.predictor=line"]  # fmt: skip
+             "strategy.preset=aggressive", "strategy.jumps.budget=0.4"]  # fmt: skip
     records = list(nc.train("tutorial", words))
     spent = sum(r.values["forward passes"] for r in events(records, "jump"))
     assert 0 < spent <= 0.4 * 60 * 3
@@ -221,7 +237,9 @@ def test_the_report_tells_of_phases_read_outs_and_the_plain_run(tmp_path):
         (["strategy=hybrid", "ema.decay=0.9"], "keeps averages by itself"),
         (["strategy=hybrid", "strategy.phases.warmup_steps=200"], "would never end in 200 steps"),
         (["strategy=hybrid", "strategy.jumps.budget=0"], "a number above 0"),
-        (["strategy=hybrid", "strategy.jumps.predictor=line"], "strategy.preset=aggressive too"),
+        (["strategy=hybrid", "strategy.jumps.micro_batches=9"], "strategy.preset=aggressive too"),
+        (["strategy=hybrid", "strategy.jumps.predictor=line"], "strategy.jumps.predictor"),
+        (["strategy=hybrid", "strategy.jumps.history_on=cpu"], "strategy.jumps.history_on"),
         (["strategy=hybrid", "strategy.preset=conservative", "strategy.lookahead.share=0.1"],
          "strategy.lookahead.enabled=true too"),
         (["strategy=hybrid", "strategy.precision=recommended",
@@ -256,21 +274,12 @@ def test_a_name_alone_asks_for_a_strategy(tmp_path):
     assert not nc.load_recipe(file, ["strategy.enabled=false"]).recipe.strategy.is_hybrid
 
 
-def test_a_history_too_small_for_its_predictors_is_refused():
-    words = [*SHORT, "strategy=hybrid", *JUMPS, "strategy.jumps.history_bytes=100"]
-    with pytest.raises(RecipeError, match="bytes"):
-        nc.train("tutorial", words)
-
-
 AGGRESSIVE = ["strategy=hybrid", "strategy.preset=aggressive", "precision.policy=fp32"]
 
 
-@pytest.mark.parametrize(
-    ("predictor", "accumulate"), [("bandit", 1), ("line", 1), ("network", 2), ("ensemble", 2)]
-)
-def test_an_aggressive_run_whose_budget_allows_no_jump_names_one_that_does(predictor, accumulate):
-    words = [*AGGRESSIVE, "steps=120", "batch_size=8", f"strategy.jumps.predictor={predictor}",
-             f"accumulate={accumulate}"]  # fmt: skip
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_aggressive_run_whose_budget_allows_no_jump_names_one_that_does(accumulate):
+    words = [*AGGRESSIVE, "steps=120", "batch_size=8", f"accumulate={accumulate}"]
     with pytest.raises(RecipeError, match="cannot try a jump") as raised:
         nc.train("tutorial", words)
     (enough,) = re.findall(r"strategy\.jumps\.budget=[\d.]+ or more", str(raised.value))

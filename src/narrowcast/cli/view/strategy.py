@@ -31,8 +31,7 @@ def told(record: StrategyRecord, task: TaskInfo) -> str:
             steps = count(int(record.values["steps"]), "step")
             return f"step {record.step}: {record.what}, {steps}: {record.why}"
         case "jump":
-            jump = "jump by " if record.values["horizon"] else ""
-            return f"step {record.step}: {jump}{record.what}: {record.why}"
+            return f"step {record.step}: jump by {record.what}: {record.why}"
         case "readout" if len(record.values) > 1:
             metric = task.headline
             each = [f"{name} {measured(metric, y)}" for name, y in record.values.items()]

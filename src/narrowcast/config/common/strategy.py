@@ -13,7 +13,6 @@ from narrowcast.config.section import Section, refuse_conflicts
 
 PresetName = Literal["conservative", "balanced", "aggressive"]
 PhaseName = Literal["warmup", "full", "predict", "correct"]
-Predictor = Literal["bandit", "line", "quadratic", "dmd", "network", "ensemble"]
 
 WARMUP: dict[PresetName, int] = {"conservative": 200, "balanced": 100, "aggressive": 50}
 """Steps of the warm-up, where a recipe does not say."""
@@ -23,8 +22,6 @@ MOST_AVERAGES = 8
 """Averages of the weights, each a copy of them all."""
 LONGEST_STRETCH = 10.0
 """Times the steps that a learning rate is planned for; beyond it the rate hardly falls."""
-MOST_BYTES = 2**50
-"""Of past weights: more than any host has."""
 
 
 class LookaheadSection(Section):
@@ -68,54 +65,40 @@ class ReadoutSection(Section):
 
 
 class PhasesSection(Section):
-    """How long each phase lasts, and what a prediction must promise; none: as the preset has it."""
+    """How long each phase lasts, and when a jump is tried."""
 
     warmup_steps: int | None = Field(
         default=None,
         ge=1,
         le=MOST_STEPS,
-        description="steps before a jump; where written, before the point ahead too",
+        description="steps before the first jump, and, where written, before the point ahead; "
+        "none: as the preset has it",
     )
-    full_steps: int | None = Field(
-        default=None, ge=1, le=MOST_STEPS, description="steps of training between two predictions"
+    full_steps: int = Field(
+        default=15, ge=1, le=MOST_STEPS, description="steps of training between two jumps"
     )
-    max_predict_steps: int | None = Field(
-        default=None, ge=1, le=MOST_STEPS, description="most steps that one prediction stands for"
+    max_predict_steps: int = Field(
+        default=80, ge=1, le=MOST_STEPS, description="most steps that one jump stands for"
     )
-    confidence_threshold: float | None = Field(
-        default=None, gt=0, lt=1, description="probability of acceptance below which none is tried"
+    confidence_threshold: float = Field(
+        default=0.75, gt=0, lt=1, description="probability of acceptance below which none is tried"
     )
-    divergence_sigma: float | None = Field(
-        default=None, gt=0, le=100, description="deviations of the loss that count as divergence"
+    divergence_sigma: float = Field(
+        default=3.5,
+        gt=0,
+        le=100,
+        description="rise of the loss that counts as divergence, in standard deviations",
     )
 
 
 class JumpsSection(Section):
-    """Jumps of the weights to where a predictor sees them, kept only if held-out batches agree."""
+    """Jumps of the weights along a line, kept only if the loss of the next batches falls."""
 
-    predictor: Predictor = Field(
-        default="bandit", description="who predicts; bandit: whoever was right most often"
-    )
     micro_batches: int = Field(
         default=8, ge=8, le=1024, description="batches that a jump is judged on, before and after"
     )
     budget: float = Field(
-        default=0.01, gt=0, le=1, description="share of the run's work that judging may take"
-    )
-    rejections: int = Field(
-        default=5, ge=1, le=MOST_STEPS, description="rejected jumps in a row that end all trying"
-    )
-    history_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_BYTES,
-        description="memory for past weights; none: what the predictors need",
-    )
-    history_on: Literal["device", "cpu"] = Field(
-        default="device", description="where past weights are kept"
-    )
-    reset_moments: bool = Field(
-        default=False, description="begin the optimizer's moments anew after a jump"
+        default=0.01, gt=0, le=1, description="share of the run's work that jumps may cost"
     )
 
 
@@ -220,7 +203,7 @@ class StrategySection(Section):
         if self.jumps != JumpsSection():
             yield ("jumps", "preset"), f"only the preset aggressive jumps; {fix} jumps out"
         for key in ("full_steps", "max_predict_steps", "confidence_threshold", "divergence_sigma"):
-            if getattr(self.phases, key) is not None:
+            if getattr(self.phases, key) != PhasesSection.model_fields[key].default:
                 text = f"only the preset aggressive has phases that use {key}; {fix} {key} out"
                 yield (f"phases.{key}", "preset"), text
         for phase in sorted({"predict", "correct"} & set(self.policies)):

@@ -27,14 +27,8 @@ from narrowcast.precision.step.prepare import prepare
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.schedules import AnyScheduler
 from narrowcast.precision.weights.lookahead import Lookahead
-from narrowcast.strategies.hybrid.jumps.budget import STEP_COST, JumpBudget
-from narrowcast.strategies.hybrid.jumps.history import HistorySettings
-from narrowcast.strategies.hybrid.jumps.jump_settings import JumpSettings
-from narrowcast.strategies.hybrid.jumps.jumper import Jumper, Losses
-from narrowcast.strategies.hybrid.jumps.predictors import predictor_named
-from narrowcast.strategies.hybrid.jumps.prepared_weights import PreparedWeights
-from narrowcast.strategies.hybrid.jumps.verify import Verdict
-from narrowcast.strategies.hybrid.readout.budget import ChoosingBudget
+from narrowcast.strategies.hybrid.budget import STEP_COST, ChoosingBudget
+from narrowcast.strategies.hybrid.jumper import Jumper, JumpResult, Losses
 from narrowcast.strategies.hybrid.readout.choice import Choice, Readouts, half_lives_in_steps
 from narrowcast.strategies.hybrid.readout.race import Better
 
@@ -56,7 +50,6 @@ def hybrid(
     half_lives: Sequence[float] = DEFAULTS.readout.half_lives,
     readout_budget: float = DEFAULTS.readout.budget,
     lookahead: Lookahead | None = None,
-    predictor: str = "line",
     **settings: Any,
 ) -> "HybridRun":
     """Prepare a model for hybrid training in a loop of your own; `settings` are as for `prepare`.
@@ -66,8 +59,7 @@ def hybrid(
     `half_lives` are those of the averages, as shares of `steps`; `readout_budget` is the share of
     the training done that choosing among them may cost, where it is by batches. `conservative`
     keeps averages and leaves the optimizer alone; `balanced` takes gradients at a point ahead
-    besides (`lookahead` changes how); `aggressive` lets you try jumps of the weights by
-    `predictor`, too.
+    besides (`lookahead` changes how); `aggressive` lets you try jumps of the weights, too.
     """
     if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or steps < 1:
         raise RecipeError(
@@ -84,11 +76,6 @@ def hybrid(
             f"stretch needs a scheduler to stretch, got stretch={stretch:g} without one. Write "
             "scheduler=CosineAnnealingLR, or leave stretch out."
         )
-    if predictor != "line" and not asked.has_jumps:
-        raise RecipeError(
-            f"only preset='aggressive' uses a predictor, got predictor={predictor!r} with "
-            f"preset={preset!r}. Write preset='aggressive', or leave predictor out."
-        )
     if scheduler is not None and not callable(scheduler):
         raise RecipeError(
             f"scheduler is a {type(scheduler).__name__} that is made already, and it has to be "
@@ -101,10 +88,11 @@ def hybrid(
     made = None if scheduler is None else scheduler(optimizer, round(steps * stretch))
     prepared = prepare(model, optimizer, scheduler=made, lookahead=lookahead, **settings)
     readouts = Readouts(prepared, half_lives=half_lives_in_steps(half_lives, steps), budget=budget)
-    run = HybridRun(prepared, readouts)
+    jumper = None
     if asked.has_jumps:
-        run.allow_jumps(steps, predictor=predictor)
-    return run
+        budget_passes = DEFAULTS.jumps.budget * steps * STEP_COST
+        jumper = Jumper(prepared, every=max(1, steps // 200), budget=budget_passes)
+    return HybridRun(prepared, readouts, jumper)
 
 
 def _check_known(settings: Mapping[str, Any]) -> None:
@@ -142,10 +130,12 @@ def _asked(preset: str, *, stretch: float, half_lives: Any) -> StrategySection:
 class HybridRun:
     """A prepared model whose averages follow its steps; see `hybrid`."""
 
-    def __init__(self, prepared: Prepared, readouts: Readouts) -> None:
+    def __init__(
+        self, prepared: Prepared, readouts: Readouts, jumper: Jumper | None = None
+    ) -> None:
         self.prepared, self.readouts = prepared, readouts
         self.model = prepared.model
-        self._jumper: Jumper | None = None
+        self._jumper = jumper
 
     def compute(self) -> contextlib.AbstractContextManager[Any]:
         """Hold this over the forward pass and the loss."""
@@ -218,30 +208,23 @@ class HybridRun:
         """Return the answer in fp32 by name, which the plain model loads; copies."""
         return self.readouts.weights()
 
-    def allow_jumps(self, steps: int, *, predictor: str) -> None:
-        """Watch the weights from now on, so that `jump` can be tried."""
-        device = self.prepared.engine.weights.device
-        self._jumper = Jumper(
-            PreparedWeights(self.prepared),
-            [predictor_named(predictor, device=device)],
-            settings=JumpSettings(
-                history=HistorySettings(every=max(1, steps // 200)),
-                budget=JumpBudget(planned=steps * STEP_COST),
-            ),
-        )
+    def jump(self, ahead_steps: int, losses: Losses) -> JumpResult:
+        """Move the weights to where they are predicted in so many steps, if the loss falls.
 
-    def jump(self, ahead_steps: int, losses: Losses) -> Verdict:
-        """Try to go where the weights would be in so many steps; roll back bit for bit if not.
+        Half of the movement is tried where the whole is rejected; else every bit is put back. Needs
+        `preset="aggressive"`. Without budget nothing is tried, and the result says so.
 
-        `losses` passes the same eight micro-batches at every call, on data that is not trained on
-        yet, and returns the loss of each. Refused without `preset="aggressive"`; what the budget
-        forbids is not tried, and the verdict says so.
+        Args:
+            ahead_steps: Steps that the jump stands for.
+            losses: Evaluates the same eight micro-batches at every call, on data that is not
+                trained on yet, and returns the loss of each.
         """
         if self._jumper is None:
-            raise RecipeError('jump() needs past weights; write hybrid(…, preset="aggressive")')
-        (name,) = self._jumper.predictors
-        self._jumper.propose(ahead_steps, name)
-        return self._jumper.attempt(losses)
+            raise RecipeError(
+                "jump() needs past weights, got a run without them. Write hybrid(…, "
+                'preset="aggressive").'
+            )
+        return self._jumper.jump(ahead_steps, losses)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that decides the steps to come, averages and choice included."""

@@ -10,7 +10,6 @@ from narrowcast.precision.plan.phases import PHASES, Phase, PhasePolicies
 from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.runs import PrecisionRecord
-from narrowcast.strategies.hybrid.control.phases import computes_backward
 from narrowcast.training.phase_plans import plan_recipe_model
 from narrowcast.training.precision_schedule import WHOLE
 from narrowcast.training.setup import loss_scales_of
@@ -63,7 +62,7 @@ class PhaseFormats:
         self._prepared.change(plan, loss_scale=self._scale, keep_scale=keep)
         record = PrecisionRecord(
             # A prediction is between two steps: none is trained in its formats.
-            step=step + computes_backward(phase),
+            step=step + (phase in ("warmup", "full")),
             module=WHOLE,
             before=str(before),
             after=str(plan.policy),

@@ -4,7 +4,7 @@ Two predictions are made in every preset, and neither moves a weight by itself. 
 predicts where the weights would be once the learning rate had fallen: averages under a schedule
 that is stretched beyond the run, the best of which is returned. The *lookahead point* (balanced,
 aggressive) takes each gradient at a point between the newest weights and their average. The third
-preset tries jumps of the weights besides; see `phase_course`.
+preset tries jumps of the weights too; see `phases`.
 """
 
 import time
@@ -18,8 +18,7 @@ from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.saved_state import put_weights, weights_of
 from narrowcast.runs import EvalRecord, Record, StepRecord, StrategyRecord
-from narrowcast.strategies.hybrid.card_watch import CardWatch
-from narrowcast.strategies.hybrid.phase_course import PhaseCourse
+from narrowcast.strategies.hybrid.phases import PhaseCourse
 from narrowcast.strategies.hybrid.readout.choice import TRAINED
 from narrowcast.strategies.hybrid.readout.evaluation import Evaluation
 from narrowcast.training.strategy import Measure
@@ -35,28 +34,19 @@ class HybridStrategy:
         self._evaluation = Evaluation(prepared, task, recipe)
         self.readouts = self._evaluation.readouts
         self.phases = PhaseCourse(prepared, task, recipe)
-        self._card = CardWatch(prepared.engine.weights.device)
         self._accepted = self._rejected = 0
 
     def before_first_step(self) -> Iterable[Record]:
         """Tell how the run begins."""
         return self.phases.begin()
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the card is so full that the run is to be saved."""
-        return self._card.wants_checkpoint
-
     def is_due(self, step: int) -> bool:
-        """Say whether a phase ends with this step, or the card is to be looked at."""
-        return self.phases.is_due(step) or self._card.is_due(step)
+        """Return whether a phase ends with this step."""
+        return self.phases.is_due(step)
 
     def act(self, step: int, *, batches: int) -> Iterable[Record]:
-        """Look at the card, and begin the next phase with all that belongs to it."""
-        looked = self._card.act(step) if self._card.is_due(step) else []
-        if not self.phases.is_due(step):
-            return looked
-        return [*looked, *self.phases.act(step, batches=batches)]
+        """Begin the next phase."""
+        return self.phases.act(step, batches=batches)
 
     def after_step(self, outcome: Outcome) -> None:
         """Let averages and past weights follow."""

@@ -19,8 +19,8 @@ from narrowcast.hardware.randomness import randomness_kept
 from narrowcast.precision.step.outcome import Outcome
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.precision.step.standing_in import standing_in
+from narrowcast.strategies.hybrid.budget import ChoosingBudget
 from narrowcast.strategies.hybrid.readout.bank import AverageBank
-from narrowcast.strategies.hybrid.readout.budget import ChoosingBudget
 from narrowcast.strategies.hybrid.readout.race import Better, Race, race
 from narrowcast.training.evaluation import in_eval_mode
 

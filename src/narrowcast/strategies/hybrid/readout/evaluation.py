@@ -15,14 +15,13 @@ from narrowcast.config.common.strategy import ReadoutSection
 from narrowcast.config.sections import Recipe
 from narrowcast.errors import RecipeError, blamed_on
 from narrowcast.precision.step.prepared import Prepared
-from narrowcast.strategies.hybrid.jumps.budget import STEP_COST
-from narrowcast.strategies.hybrid.readout.budget import ChoosingBudget
+from narrowcast.strategies.hybrid.budget import STEP_COST, ChoosingBudget
 from narrowcast.strategies.hybrid.readout.choice import Choice, Readouts, half_lives_in_steps
 from narrowcast.training.strategy import Measure
 from narrowcast.training.task import HeldOut, Task
 
 BEFORE_THE_END = 0.5
-"""The part of the budget that all evaluations but the last may use: half, as jumps' lessons may."""
+"""The part of the budget that all evaluations but the last may use: half."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from statistics import stdev
 from typing import Literal, TypeVar
 
 from narrowcast.errors import RecipeError
-from narrowcast.strategies.hybrid.jumps.verify import FEWEST_PAIRS, quantile
+from narrowcast.strategies.hybrid.jumper import FEWEST_PAIRS, student_quantile
 
 RISK = 0.05
 """The chance, whenever it is asked, that a read-out is dropped which is as good as the best."""
@@ -123,7 +123,7 @@ def _is_behind(apart: Sequence[float], *, rivals: int) -> bool:
     if len(apart) < FEWEST_PAIRS:
         return False
     error = stdev(apart) / math.sqrt(len(apart))
-    return mean(apart) > quantile(1 - RISK / rivals, freedom=len(apart) - 1) * error
+    return mean(apart) > student_quantile(1 - RISK / rivals, freedom=len(apart) - 1) * error
 
 
 def mean(values: Sequence[float]) -> float:

@@ -1,1 +1,0 @@
-"""Jumps: weights moved by a predicted delta, kept only where a verified loss says so."""

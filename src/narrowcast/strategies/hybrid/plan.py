@@ -1,0 +1,78 @@
+"""What hybrid training will do and keep, said before a run: sentences and bytes for its plan."""
+
+from typing import Any
+
+from narrowcast.config.common_sections import OBEYED_BY
+from narrowcast.config.sections import Recipe
+from narrowcast.precision.plan.phases import PHASES
+from narrowcast.strategies.hybrid.jumps import check_first_jump
+from narrowcast.strategies.hybrid.phase_formats import policies_of
+
+STRATEGY = "strategy"
+"""What plan.json calls it."""
+
+
+def described(recipe: Recipe, *, trained_weights: int) -> dict[str, Any] | None:
+    """Return what the strategy of a recipe does, as plain data; None for plain training.
+
+    `trained_weights` is the number of weights that are trained.
+    """
+    strategy = recipe.strategy
+    if not strategy.is_hybrid:
+        return None
+    if strategy.has_jumps and recipe.is_settled:
+        check_first_jump(recipe)
+    lead = {"fp32": 4, "bf16": 2}[strategy.lookahead.storage] if strategy.has_lookahead else 0
+    averages = len(set(strategy.readout.half_lives))
+    policies = policies_of(strategy, recipe.precision.policy)
+    return {
+        "name": strategy.name,
+        "preset": strategy.preset,
+        "told": list(_told(recipe, averages=averages)),
+        "bytes": {
+            "lookahead": lead * trained_weights,
+            "averages": 4 * averages * trained_weights,
+        },
+        "policies": {phase: policies[phase] for phase in PHASES},
+    }
+
+
+def _momentum(recipe: Recipe) -> str:
+    """Say that Adam's momentum is switched off, where it has one."""
+    beta1 = recipe.optimizer.betas[0]
+    has_one = "betas" in OBEYED_BY[recipe.optimizer.name] and beta1
+    return f", in place of the optimizer's momentum (beta1 0, not {beta1:g})" if has_one else ""
+
+
+def _told(recipe: Recipe, *, averages: int) -> list[str]:
+    strategy, told = recipe.strategy, list[str]()
+    if recipe.lr_schedule.name != "constant" and strategy.stretch != 1:
+        told.append(
+            f"the {recipe.lr_schedule.name} learning rate is planned for {strategy.stretch:g} "
+            "times the steps, and the run ends before it is down"
+        )
+    if averages:
+        word = "averages" if averages > 1 else "average"
+        told.append(
+            f"{averages} {word} of the weights, of which the best, or the weights themselves, is "
+            f"returned: chosen on held-out batches for {100 * strategy.readout.budget:g}% of the "
+            "run's work, or, where the task has none, by an evaluation of each"
+        )
+    if strategy.has_lookahead:
+        settings, after = strategy.lookahead, strategy.lookahead_after
+        begins = f"after {after} steps " if after else ""
+        told.append(
+            f"{begins}each gradient is taken {settings.pull:g} of the way from the newest weights "
+            f"to their average, which follows at {settings.share:g} a step{_momentum(recipe)}"
+        )
+    if strategy.has_phase_policies:
+        policies = policies_of(strategy, recipe.precision.policy)
+        there = PHASES if strategy.has_jumps else PHASES[:2]
+        told.append("formats by phase: " + ", ".join(f"{policies[p]} in {p}" for p in there))
+    if strategy.has_jumps:
+        jumps = strategy.jumps
+        told.append(
+            f"jumps of the weights along a line, judged on {jumps.micro_batches} batches, for "
+            f"{jumps.budget:.0%} of the run's work at most; measured, they rarely pay"
+        )
+    return told
