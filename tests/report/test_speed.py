@@ -1,4 +1,4 @@
-from narrowcast.report.speed import quantile, speed_table
+from narrowcast.report.tables import quantile, speed_table
 from narrowcast.runs import CheckpointRecord
 
 

@@ -16,15 +16,12 @@ import click
 
 from narrowcast import __version__
 from narrowcast.cli.bench import bench
-from narrowcast.cli.compare import compare
 from narrowcast.cli.doctor import doctor
 from narrowcast.cli.output import OutputLostError, open_output, outlive_output
 from narrowcast.cli.plan import plan
-from narrowcast.cli.recipes import recipes
-from narrowcast.cli.report import report
-from narrowcast.cli.resume import resume
-from narrowcast.cli.schema import schema
-from narrowcast.cli.train import train
+from narrowcast.cli.recipes import recipes, schema
+from narrowcast.cli.report import compare, report
+from narrowcast.cli.train import resume, train
 from narrowcast.cli.verify_resume import verify_resume
 from narrowcast.cli.watch import watch
 from narrowcast.config.registry import Registry

@@ -1,4 +1,4 @@
-"""`narrowcast recipes`: what can be trained without writing a file."""
+"""`narrowcast recipes` and `narrowcast schema`: the shipped recipes, and what a recipe may have."""
 
 import click
 
@@ -14,3 +14,21 @@ def recipes() -> None:
         click.echo(f"{name:<{width}}  {description}".rstrip())
     for problem in REGISTRY.problems():
         click.echo(f"narrowcast: {problem}", err=True)
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of recipes."""
+    import json
+
+    from narrowcast.config import recipe_schema
+    from narrowcast.errors import NarrowcastError
+    from narrowcast.workloads import REGISTRY, sections_of
+
+    known = {}
+    for workload in REGISTRY.workloads():
+        try:
+            known[workload.name] = sections_of(workload.name)
+        except NarrowcastError as error:  # somebody else's, and no reason to have no schema
+            click.echo(f"narrowcast: {error}", err=True)
+    click.echo(json.dumps(recipe_schema(known), indent=2))

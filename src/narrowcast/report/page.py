@@ -7,17 +7,21 @@ from typing import Any
 from markupsafe import Markup
 
 from narrowcast.report import tables
-from narrowcast.report.charts.evaluated import headline_chart
 from narrowcast.report.charts.heat import HeatMap, heat_map
-from narrowcast.report.charts.loss_parts import parts_chart
-from narrowcast.report.charts.run_charts import Chart, loss_chart, scale_chart, small_charts
+from narrowcast.report.charts.run_charts import (
+    Chart,
+    headline_chart,
+    loss_chart,
+    parts_chart,
+    scale_chart,
+    small_charts,
+)
 from narrowcast.report.charts.spread import spread_charts, spread_note
 from narrowcast.report.in_force import in_force
 from narrowcast.report.layers import format_shares, layers
 from narrowcast.report.rendering import render, write_page
 from narrowcast.report.run_data import RunData, read_run
 from narrowcast.report.sentences import sentences
-from narrowcast.report.speed import speed_table
 from narrowcast.report.summary import ending, facts, headline
 from narrowcast.runs.report_section import ReportSection, ReportSections
 
@@ -89,7 +93,7 @@ def _tables(data: RunData) -> dict[str, Any]:
         "shares": format_shares(data.modules),
         "memory": tables.bytes_by_role(data.plan or {}),
         "peak_bytes": max((record.peak_bytes for record in data.steps), default=0),
-        "speed": speed_table(data),
+        "speed": tables.speed_table(data),
         "chosen": chosen,
         "defaults": defaults,
         "surroundings": tables.surroundings(data),

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from narrowcast.errors import CheckpointError
 from narrowcast.report.phrases import policies
-from narrowcast.report.shapes import ENVIRONMENT, PLAN, SETTINGS
 from narrowcast.runs.folder import RunFolder
 from narrowcast.runs.improvement import Improvement, delta_in, improvement_of
 from narrowcast.runs.records import (
@@ -20,8 +20,42 @@ from narrowcast.runs.records import (
     Record,
     StepRecord,
 )
+from narrowcast.runs.shape import ANY, Shape
 from narrowcast.runs.task_info import BEFORE_TASK_JSON, Metric, TaskInfo
 from narrowcast.runs.vitals import Vitals, vitals_of
+
+_TEXT = (str, NoneType)
+_COUNT = (int, NoneType)
+
+
+def _entry(value: Shape) -> Shape:
+    return {"value": value, "origin": str}
+
+
+SETTINGS: Shape = {
+    ANY: _entry(object),
+    **dict.fromkeys(("name", "workload", "description", "precision.policy"), _entry(_TEXT)),
+    **dict.fromkeys(("steps", "seed"), _entry(int)),
+    "precision.loss_scale.patience": _entry(_COUNT),
+}
+"""Of resolved.json."""
+
+_PLAIN = (str, int, float, bool, NoneType)
+_MODULE = {ANY: _PLAIN, "name": _TEXT, "bytes": {ANY: int}, "kept": {ANY: _PLAIN}}
+
+PLAN: Shape = {
+    "policy": _TEXT,
+    "hardware": _TEXT,
+    "modules": [_MODULE],
+    "functional": {ANY: _TEXT},
+    "bytes": {ANY: int},
+    "strategy": {"bytes": {ANY: int}},
+    "phases": [{"policy": str, "formats": {ANY: str}}],
+}
+"""Of plan.json."""
+
+ENVIRONMENT: Shape = {"sessions": [dict]}
+"""Of environment.json."""
 
 
 @dataclass(frozen=True, kw_only=True)

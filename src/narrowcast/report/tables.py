@@ -1,12 +1,22 @@
-"""The plain tables of a page: evaluations, skips, findings, bytes, recipe and environment."""
+"""The plain tables of a page: evaluations, skips, findings, bytes, speed, recipe, environment."""
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.report.phrases import capital, count, measured, said, share, size
+from narrowcast.report.phrases import (
+    capital,
+    count,
+    duration,
+    large,
+    measured,
+    said,
+    share,
+    size,
+)
 from narrowcast.report.run_data import RunData
 from narrowcast.report.settings_text import written
 from narrowcast.runs.records import FindingRecord
@@ -222,3 +232,34 @@ def _flattened(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def _numbered(entries: Iterable[Any]) -> dict[str, Any]:
     return {str(i): entry for i, entry in enumerate(entries)}
+
+
+def speed_table(data: RunData) -> list[tuple[str, str, str]]:
+    """List what took time: a name, a figure, and what it is of; empty before the first step."""
+    seconds = [r.seconds for r in data.steps if math.isfinite(r.seconds)]
+    total = math.fsum(seconds)
+    if total <= 0:
+        return []
+    items = sum(r.items for r in data.steps)
+    skipped = math.fsum(r.seconds for r in data.steps if not r.applied)
+    slowest = max(data.steps, key=lambda r: r.seconds)
+    rows = [
+        ("Time in steps", duration(total), f"{count(len(seconds), 'step')}"),
+        ("Per step", duration(quantile(seconds, 0.5)), "median"),
+        ("95 % of steps below", duration(quantile(seconds, 0.95)), ""),
+        ("Slowest step", duration(slowest.seconds), f"step {count(slowest.step)}"),
+        (f"{capital(data.task.units)} per second", large(items / total), f"{large(items)} in all"),
+    ]
+    if skipped > 0:
+        rows.append(("In skipped steps", duration(skipped), share(skipped, total)))
+    blocked = math.fsum(r.seconds_blocked for r in data.checkpoints)
+    if data.checkpoints:
+        times = count(len(data.checkpoints), "checkpoint")
+        rows.append(("Waiting for checkpoints", duration(blocked), times))
+    return rows
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Return the value that `part` of the others do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1 if part else 0)]

@@ -27,7 +27,6 @@ from narrowcast.precision.plan.plan import Plan
 from narrowcast.precision.step.prepared import Prepared
 from narrowcast.report.trackers import open_trackers, require_trackers
 from narrowcast.runner.assemble import Assembled, assemble, check_settings, planned
-from narrowcast.runner.baseline import with_baseline
 from narrowcast.runner.by_task import decided
 from narrowcast.runner.changes import (
     PLAN,
@@ -41,7 +40,15 @@ from narrowcast.runner.kept_folder import KeptFolder
 from narrowcast.runner.out_dir import check_one_process, require_no_run
 from narrowcast.runner.plan_json import plan_json
 from narrowcast.runner.progress import RunProgress, find_display
-from narrowcast.runs import FindingRecord, Record, RunFolder, StepRecord, describe_environment
+from narrowcast.runs import (
+    EvalRecord,
+    FindingRecord,
+    Record,
+    RunFolder,
+    StepRecord,
+    StrategyRecord,
+    describe_environment,
+)
 from narrowcast.runs.commands import resume_command
 from narrowcast.runs.folder import RECORDS, RESOLVED
 from narrowcast.runs.tally import Tally
@@ -315,7 +322,7 @@ def train(
     home = None if path is None else KeptFolder(path)
     records = assembled.train(loaded.recipe, folder=home)
     if loaded.recipe.strategy.has_baseline:
-        records = with_baseline(loaded.recipe, records)
+        records = _with_baseline(loaded.recipe, records)
     if path is None:
         return Run(loaded, assembled, records, folder=None, task_row=by_task.row)
     folder = RunFolder.create(
@@ -357,7 +364,7 @@ def resume(folder: str | Path, overrides: Iterable[str] = (), *, accept: Iterabl
         home = KeptFolder(run.path)
         records = assembled.train(loaded.recipe, folder=home, resume=state, accept=accepted)
         if state is None and loaded.recipe.strategy.has_baseline:
-            records = with_baseline(loaded.recipe, records)
+            records = _with_baseline(loaded.recipe, records)
         run.require_task_info(assembled.task.info)
         told = notices(
             run,
@@ -444,3 +451,31 @@ def _loaded(recipe: str | Path | LoadedRecipe, overrides: Iterable[str]) -> Load
             "load_recipe()"
         )
     return recipe
+
+
+def _with_baseline(recipe: Recipe, records: Generator[Record]) -> Generator[Record]:
+    """Train the recipe without its strategy first; yield its evaluations, then `records`.
+
+    They are records of step 0, so that a resumed run has them and no step counts twice.
+    """
+    without = recipe.strategy.model_copy(update={"enabled": False})
+    plain = recipe.model_copy(update={"strategy": without, "trackers": ()})
+    assembled, seconds = assemble(plain), 0.0
+    for record in assembled.train(plain, folder=None):
+        match record:
+            case StepRecord():
+                seconds += record.seconds
+            case EvalRecord():
+                yield StrategyRecord(
+                    step=0,
+                    phase="warmup",
+                    event="baseline",
+                    what="plain training",
+                    why="to compare with",
+                    values={"step": float(record.step), **record.metrics},
+                    seconds=seconds,
+                )
+            case _:
+                pass
+    del assembled  # its memory is the hybrid run's now
+    yield from records

@@ -1,7 +1,6 @@
 import pytest
 
-from narrowcast.report.charts.evaluated import headline_chart
-from narrowcast.report.charts.run_charts import loss_chart
+from narrowcast.report.charts.run_charts import headline_chart, loss_chart
 from narrowcast.runs import EvalRecord
 
 

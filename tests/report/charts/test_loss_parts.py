@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from narrowcast.report.charts.loss_parts import parts_chart
+from narrowcast.report.charts.run_charts import parts_chart
 
 
 @pytest.fixture

@@ -7,8 +7,12 @@ from importlib.resources import files
 
 import pytest
 
-from narrowcast.report.charts.evaluated import headline_chart
-from narrowcast.report.charts.run_charts import loss_chart, scale_chart, small_charts
+from narrowcast.report.charts.run_charts import (
+    headline_chart,
+    loss_chart,
+    scale_chart,
+    small_charts,
+)
 from narrowcast.runs import EvalRecord
 
 

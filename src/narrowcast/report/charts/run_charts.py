@@ -18,7 +18,7 @@ from narrowcast.report.charts.series import (
     thinned,
 )
 from narrowcast.report.in_force import named
-from narrowcast.report.phrases import capital, count, scale, value
+from narrowcast.report.phrases import capital, count, measured, said, scale, value
 from narrowcast.report.run_data import RunData
 
 LOSS = "loss"
@@ -118,6 +118,65 @@ def scale_chart(data: RunData) -> Chart | None:
     )
 
 
+def headline_chart(data: RunData) -> Chart | None:
+    """Draw the headline metric over steps; nothing where it is the loss, which has its chart."""
+    metric = data.headline
+    if metric is None or metric.name == LOSS or not data.steps:
+        return None
+    found = [(r.step, r.metrics[metric.name]) for r in data.evals if metric.name in r.metrics]
+    curve = series([step for step, _ in found], [y for _, y in found])
+    if not curve.finite:
+        return None
+    name = said(metric.name)
+    trace = drawing.points(curve, name=name)
+    trace["text"] = ["" if y is None else measured(metric, y) for y in curve.values]
+    trace["hovertemplate"] = f"{trace['name']}: %{{text}}<extra></extra>"
+    layout = drawing.layout([r.step for r in data.steps], height=260)
+    layout["showlegend"] = False
+    if metric.text.endswith("%"):
+        layout["yaxis"]["tickformat"] = drawing.PERCENT
+    course = measured(metric, curve.finite[-1])
+    if len(curve.finite) > 1:
+        course = f"{measured(metric, curve.finite[0])} at first, {course} at last"
+    return Chart(
+        name="headline",
+        title=f"Evaluated {name}",
+        alt=f"{capital(name)}, evaluated {count(len(found), 'time')}: {course}; {metric.better} is "
+        "better.",
+        data=[trace],
+        layout=layout,
+        note=f"{capital(metric.better)} is better.",
+    )
+
+
+def parts_chart(data: RunData) -> Chart | None:
+    """Draw each part of the loss over steps; nothing where the loss is of one piece."""
+    curves = {name: curve for name in data.parts if (curve := _part_curve(data, name)).finite}
+    if not curves:
+        return None
+    window = smoothing_window(len(data.steps))
+    traces = [
+        drawing.one_of_many(smoothed(curve, window), name=said(name), place=place, width=1.75)
+        for place, (name, curve) in enumerate(curves.items())
+    ]
+    told = [
+        f"{said(name)} {value(curve.finite[0])} at first, {value(curve.finite[-1])} at last"
+        for name, curve in curves.items()
+    ]
+    lowest = min(min(curve.finite) for curve in curves.values())
+    layout = drawing.layout([r.step for r in data.steps], height=300)
+    layout["showlegend"] = True
+    return Chart(
+        name="parts",
+        title="Parts of the loss",
+        alt=f"Parts of the loss over {count(len(data.steps), 'step')}: {'; '.join(told)}.",
+        data=traces,
+        layout=layout,
+        note=f"Each line is the median of {window} steps." if window > 1 else "",
+        log_switch=lowest > 0,
+    )
+
+
 def small_charts(data: RunData) -> list[Chart]:
     """Draw what is worth a glance: gradient norm, learning rate, lost updates, speed."""
     span = [r.step for r in data.steps]
@@ -135,6 +194,11 @@ def small_charts(data: RunData) -> list[Chart]:
         ("speed", f"{capital(data.task.units)} per second", series(span, speeds)),
     ]
     return [_small(name, title, whole, span=span) for name, title, whole in wanted if whole.finite]
+
+
+def _part_curve(data: RunData, name: str) -> Series:
+    """Return one part over steps; a step that did not record it is a gap."""
+    return series([r.step for r in data.steps], [r.parts.get(name) for r in data.steps])
 
 
 def _small(name: str, title: str, whole: Series, *, span: Sequence[int]) -> Chart:
