@@ -37,11 +37,7 @@ WAYS = {
     "conservative": ["strategy=hybrid", "strategy.preset=conservative"],
     "balanced": ["strategy=hybrid", "strategy.preset=balanced"],
     "aggressive": JUMPS,
-    "aggressive, formats by phase": [
-        *JUMPS,
-        "strategy.jumps.predictor=line",
-        "strategy.precision=aggressive",
-    ],
+    "aggressive, formats by phase": [*JUMPS, "strategy.precision=aggressive"],
 }
 SMALL_LM = ["model.layers=1", "model.width=16", "model.heads=2", "data.length=16", "batch_size=2"]
 BY_MODEL = ["batch_size=2", "eval.every=24"]
